@@ -35,6 +35,7 @@ from lachesis.run.parts import policy_of
 from lachesis.train.batch import split
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.sharded_checkpoint import on_host
+from lachesis.train.host_memory import local_part
 from lachesis.train.model.loading import made_trainable
 from lachesis.train.policy import Policy
 from lachesis.transport.digest import digests
@@ -116,22 +117,18 @@ class Bench:
         state, tensors = self.policy._parts()
         before = self._digests()
         for tensor in tensors.values():
-            local_of(tensor).zero_()
+            local_part(tensor).zero_()
         emptied = self._digests()
         self.policy.load_parts(str(self.directory / name), state)
         return emptied != before == self._digests()
 
     def _digests(self) -> dict[str, Any]:
         """Of this rank's rows: a second copy of them has no room on the card."""
-        return dict(digests({name: local_of(tensor) for name, tensor in self.policy._parts()[1].items()}))
+        return dict(digests({name: local_part(tensor) for name, tensor in self.policy._parts()[1].items()}))
 
     def wait(self) -> None:
         if self.meter.cuda:
             torch.cuda.synchronize()
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:

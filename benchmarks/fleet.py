@@ -87,13 +87,13 @@ class Rounds:
     def __init__(self, side: EngineSide, policy: Policy, *, tokens: int) -> None:
         self.side, self.policy = side, policy
         self.version = 0
-        self._params = SamplingParams(tokens, extra={"ignore_eos": True})
+        self.params = SamplingParams(tokens, extra={"ignore_eos": True})
 
     def generate(self) -> list[Completion]:
         """A round's completions."""
         generator = torch.Generator().manual_seed(self.version)
         drawn = torch.randint(10, 1000, (REQUESTS, PROMPT_TOKENS), generator=generator).tolist()
-        requests = [GenerationRequest(tuple(prompt), self._params, seed=i) for i, prompt in enumerate(drawn)]
+        requests = [GenerationRequest(tuple(prompt), self.params, seed=i) for i, prompt in enumerate(drawn)]
         found = self.side.bridge.engine.generate(requests, deadline=Deadline("generation", LIMIT_S))
         return [completion for (completion,) in found]
 
@@ -166,7 +166,7 @@ def measure(rounds: Rounds, *, port: int) -> dict[str, Any]:
 def timed(rounds: Rounds) -> dict[str, Any]:
     started = time.perf_counter()
     completions = rounds.generate()
-    whole = sum(len(completion.token_ids) == rounds._params.max_tokens for completion in completions)
+    whole = sum(len(completion.token_ids) == rounds.params.max_tokens for completion in completions)
     return {"generation s": time.perf_counter() - started, "whole": whole}
 
 

@@ -1,6 +1,6 @@
 """What it costs that rank 0 leads: turns a step, and milliseconds a turn, beside the broadcast of a decision.
 
-    python benchmarks/turns.py [--tiny] [--ranks 2 4] [--turns 2000] [--steps 8]
+    PYTHONPATH=src:. python benchmarks/turns.py [--tiny] [--ranks 2 4] [--turns 2000] [--steps 8]
 
 A turn is announced by rank 0 and answered by each of the others, which do nothing in it here: what is left is the
 leader's price. In its place ranks that run the same loop would hear each decision by ``dist.broadcast_object_list``,
@@ -72,6 +72,7 @@ def report(ranks: Sequence[int], *, turns: int, steps: int) -> None:
         "| ranks | a turn, ms | with answers, ms | a broadcast, ms | heard, ms | turns a step | a step, s | of it |\n"
     )
     write(f"{'|---' * 8}|\n")
+    notes: list[str] = []
     for number in ranks:
         with tempfile.TemporaryDirectory() as directory:
             place = Path(directory)
@@ -83,7 +84,8 @@ def report(ranks: Sequence[int], *, turns: int, steps: int) -> None:
             f"| {number} | {idle['turn_ms']:.2f} | {idle['answered_ms']:.2f} | {idle['broadcast_ms']:.2f} "
             f"| {idle['round_ms']:.2f} | {each:.1f} | {step_s:.2f} | {share:.1%} |\n"
         )
-        write(f"\n{number} ranks, {steps} steps: {counted['methods']}\n\n")
+        notes.append(f"\n{number} ranks, {steps} steps: {counted['methods']}\n")
+    sys.stdout.writelines(notes)
 
 
 def written(place: Path, *, steps: int) -> Path:

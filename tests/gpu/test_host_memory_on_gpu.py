@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lachesis.train.distributed.sharded_checkpoint import host_copy
-from lachesis.train.host_memory import HostMemory
+from lachesis.train.host_memory import HostMemory, host_copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

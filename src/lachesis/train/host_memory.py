@@ -1,4 +1,4 @@
-"""Pinned host memory for the copies of a checkpoint, taken beside training.
+"""Copies of a checkpoint in pinned host memory, which is taken beside training.
 
 The first copy would be held up by taking it of the machine, for many times as long as by the copy itself
 (benchmarks/RESULTS.md, "What a checkpoint of 8B copies"). torch keeps what was taken once, by sizes, for next copies.
@@ -36,6 +36,14 @@ def local_part(tensor: Tensor) -> Tensor:
 def is_pinned_when_copied(tensor: Tensor) -> bool:
     """Whether its copy goes to pinned memory: it is on a GPU, and is one piece."""
     return tensor.is_cuda and not is_traceable_wrapper_subclass(tensor)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; from a GPU it is on its way until that one is waited for."""
+    if is_traceable_wrapper_subclass(tensor):  # quantized: made of several tensors
+        return tensor.to("cpu", copy=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned_when_copied(tensor))
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:

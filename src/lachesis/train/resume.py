@@ -20,8 +20,7 @@ from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
-from lachesis.train.distributed.sharded_checkpoint import host_copy
-from lachesis.train.host_memory import HostMemory
+from lachesis.train.host_memory import HostMemory, host_copy
 
 if TYPE_CHECKING:
     from lachesis.pipeline.feed import Feed

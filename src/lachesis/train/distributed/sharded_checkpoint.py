@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lachesis.common.errors import CheckpointError, first_line
 from lachesis.common.files import crc32_of
+from lachesis.train.host_memory import host_copy, local_part
 
 INDEX = ".metadata"
 # What a name in the place of a tensor begins with, by whose tensor it is.
@@ -194,7 +194,7 @@ def _unpickled(data: Tensor) -> Any:
 @torch.no_grad()
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of them on the CPU, those of DTensors of what this rank has."""
-    locals_ = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    locals_ = {name: local_part(tensor) for name, tensor in tensors.items()}
     copies = {name: host_copy(local.detach()) for name, local in locals_.items()}
     if any(local.is_cuda for local in locals_.values()):
         torch.cuda.synchronize()
@@ -202,14 +202,6 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: sharded_as(like, copies[name]) if isinstance(like, DTensor) else copies[name]
         for name, like in tensors.items()
     }
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; from a GPU it is on its way until that one is waited for."""
-    if is_traceable_wrapper_subclass(tensor):  # quantized: made of several tensors
-        return tensor.to("cpu", copy=True)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def saved_tensors(directory: Path) -> dict[str, Tensor]:
