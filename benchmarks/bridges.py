@@ -63,6 +63,7 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora_only, share_base": ({"kind": "lora_only", "share_base": True}, LORA),
     "lora_nccl": ({"kind": "lora_nccl"}, LORA),
     "broadcast": ({"kind": "broadcast"}, NO_LORA),
+    "broadcast, by the host": ({"kind": "broadcast", "staging": "host"}, NO_LORA),
     "broadcast, sleeping": ({"kind": "broadcast"}, NO_LORA),
     "reload": ({"kind": "reload"}, NO_LORA),
     "none (restart)": ({"kind": "none", "every_steps": 1}, NO_LORA),
@@ -74,8 +75,15 @@ CPU_FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill"]
 # name: what the engine has beyond the defaults
 ENGINE_OPTIONS = {"broadcast, sleeping": {"enable_sleep_mode": True}}
 STOCK = {"stock vLLM": False, "stock vLLM, its own LoRA": True}
-SLOW = {"reload": 3, "none (restart)": 1, "lora_restart": 1, "broadcast": 10, "broadcast, sleeping": 20}
-TWO_GPUS = ("lora_nccl", "broadcast")
+SLOW = {
+    "reload": 3,
+    "none (restart)": 1,
+    "lora_restart": 1,
+    "broadcast": 10,
+    "broadcast, by the host": 10,
+    "broadcast, sleeping": 20,
+}
+TWO_GPUS = ("lora_nccl", "broadcast", "broadcast, by the host")
 
 
 def make_model(directory: Path, *, tiny: bool) -> None:
@@ -116,7 +124,7 @@ def configuration(name: str, model: Path, *, devices: str | None, eager: bool = 
         "rewards": {"functions": ["a.b"]},
         "engine": {
             "kind": "vllm", "port": PORT, "max_model_len": 1024, "devices": devices,
-            "gpu_memory_utilization": 0.4 if devices is None else 0.85, "enforce_eager": eager,
+            "gpu_memory_utilization": 0.4, "enforce_eager": eager,
             "extra_args": ["--max-num-seqs", "256", *(CPU_FLAGS if not torch.cuda.is_available() else [])],
             **ENGINE_OPTIONS.get(name, {}),
         },
@@ -384,6 +392,7 @@ def main() -> None:
     if not (arguments.model_dir / "config.json").exists():
         started = time.perf_counter()
         make_model(arguments.model_dir, tiny=arguments.tiny)
+        torch.cuda.empty_cache()  # parts have the GPU to themselves
         say(f"model written in {time.perf_counter() - started:.0f} s")
     parts = [*STOCK, *BRIDGES] if not arguments.two_gpus else list(TWO_GPUS)
     results = [run_part(part, arguments) for part in parts if arguments.only is None or part in arguments.only]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -66,10 +66,27 @@ def engine_process(pipe: Connection, backend: str, device: str, behaviour: str) 
         pipe.send(digests(held))
 
 
-def start(backend: str, device: str, behaviour: str) -> tuple[Channel, Connection]:
+def host_process(pipe: Connection, backend: str, device: str, behaviour: str) -> None:
+    """Keeps each update on the host; answers with its digests and how often pinned memory was taken so far."""
+    torch.cuda.set_device(device)
+    channel = Channel.connect(
+        init_method=pipe.recv(), world_size=2, rank=1, backend=backend, device=device, deadline=within()
+    )
+    while True:
+        with channel.receive(specs(), deadline=within(), keep=torch.device("cpu")) as tensors:
+            held = dict(tensors)
+            torch.cuda.synchronize(device)
+            assert all(tensor.is_pinned() for tensor in held.values()) or behaviour != "pinned"
+            found = digests({name: tensor.to(device) for name, tensor in held.items()})
+        pipe.send((found, torch.cuda.host_memory_stats()["num_host_alloc"]))
+
+
+def start(
+    backend: str, device: str, behaviour: str, *, side: Callable[..., None] = engine_process
+) -> tuple[Channel, Connection]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    context.Process(target=engine_process, args=(theirs, backend, device, behaviour), daemon=True).start()
+    context.Process(target=side, args=(theirs, backend, device, behaviour), daemon=True).start()
     theirs.close()
     rendezvous = listen("tcp://127.0.0.1:0")
     pipe.send(rendezvous.init_method)
@@ -95,6 +112,21 @@ def test_every_byte_arrives_update_after_update(backend: str, device: str):
         seconds = time.perf_counter() - started
         assert pipe.recv() == digests(tensors)
         assert update == 0 or seconds < 2.0
+    channel.close()
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS[:2])
+def test_updates_that_are_kept_on_the_host_go_to_memory_that_is_taken_once(backend: str, device: str):
+    channel, pipe = start(backend, device, "pinned", side=host_process)
+    taken = []
+    for update in range(4):
+        tensors = weights(update)
+        channel.send(tensors.items(), specs(), deadline=within(), bucket_bytes=BUCKET_BYTES)
+        found, allocations = pipe.recv()
+        assert found == digests(tensors)
+        taken.append(allocations)
+    assert taken[0] >= 5, "a bucket each"
+    assert taken[-1] == taken[1], "later updates take none"
     channel.close()
 
 

@@ -166,7 +166,7 @@ class Collective(Transport):
         else:
             buffer = self.ring(ring)[bucket.place : bucket.place + bucket.num_bytes]
         self._broadcast(buffer, deadline=deadline)()
-        return buffer if keep is None else buffer.to(keep)
+        return buffer if keep in (None, self.device) else own_copy(buffer, keep)
 
     def let_go(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -213,6 +213,17 @@ class Collective(Transport):
             raise EngineError(
                 f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
             ) from error
+
+
+def own_copy(source: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, as work on the current stream sees it.
+
+    From a GPU to the host it is in pinned memory, which torch keeps for the next update: memory that the system maps
+    anew for each takes many times as long as the copy.
+    """
+    if source.is_cuda and device.type == "cpu":
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+    return source.to(device, copy=True)
 
 
 class SharedRoom:
@@ -291,7 +302,7 @@ class SharedBuffer(Transport):
         if self._buffer.numel() < ring:
             raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, an update takes {ring}")
         shown = self._buffer[bucket.place : bucket.place + bucket.num_bytes]
-        return shown if keep is None else shown.to(keep, copy=True)
+        return shown if keep is None else own_copy(shown, keep)
 
     def let_go(self) -> None:
         """The others have it mapped, and read it at the next update."""
