@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lachesis.bridges.names import map_parameters
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.engines.vllm.cuts import add_workers
+from lachesis.engines.vllm.places import Places
 from lachesis.engines.vllm.worker import WorkerWeights
 from lachesis.transport.digest import digests
 from tests.contracts.vllm_server import needs_vllm
@@ -59,6 +60,86 @@ def worker(monkeypatch: pytest.MonkeyPatch, whole: dict[str, Tensor], rank: int,
     config = SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace(tensor_parallel_size=size))
     runner = SimpleNamespace(get_model=lambda: model)
     return WorkerWeights(SimpleNamespace(model_runner=runner, vllm_config=config, device="cpu", rank=rank))
+
+
+def offered(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names that a checkpoint has."""
+    return {name if "." in name else f"{name}.weight": tensor for name, tensor in whole.items()}
+
+
+def shapes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def parameters(held: WorkerWeights) -> dict[str, Tensor]:
+    return {name: one.data for name, one in held._runner.get_model().named_parameters()}
+
+
+PACKED = {"qkv": ["q", "k", "v"], "gate_up": ["gate", "up"]}
+
+
+def model_of(monkeypatch: pytest.MonkeyPatch, whole: dict[str, Tensor], rank: int, size: int) -> Any:
+    model = worker(monkeypatch, whole, rank, size)._runner.get_model()
+    model.packed_modules_mapping = PACKED
+    return model
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 2), (2, 2), (2, 1), (4, 2)])
+def test_what_is_copied_to_its_places_is_where_vllms_loader_puts_it(
+    monkeypatch: pytest.MonkeyPatch, size: int, kv_heads: int
+):
+    whole = checkpoint(kv_heads)
+    new = {name: tensor + 1 for name, tensor in whole.items()}
+    for rank in range(size):
+        model = model_of(monkeypatch, whole, rank, size)
+        places = Places.find(model, shapes_of(offered(whole)))
+        assert places is not None and places.hold(offered(whole))
+        assert not places.hold(offered(new)) and not places.hold({})
+        places.copy(offered(new))
+        assert places.hold(offered(new))
+        expected = parameters(worker(monkeypatch, new, rank, size))
+        found = {name: one.data for name, one in model.named_parameters()}
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            # Rows that vLLM pads the vocabulary with belong to no checkpoint.
+            rows = VOCABULARY if name.startswith("embed") and size == 1 else len(tensor)
+            assert (name.startswith("embed") and size > 1) or torch.equal(found[name][:rows], tensor[:rows]), name
+
+
+def test_a_value_that_vllm_put_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    whole = checkpoint(2)
+    model = model_of(monkeypatch, whole, 0, 1)
+    places = Places.find(model, shapes_of(offered(whole)))
+    assert places is not None
+    for name, parameter in model.named_parameters():
+        kept = parameter.data.clone()
+        parameter.data[0] += 1
+        assert not places.hold(offered(whole)), name
+        parameter.data.copy_(kept)
+    assert places.hold(offered(whole))
+
+
+def test_there_are_no_places_where_something_has_none(monkeypatch: pytest.MonkeyPatch):
+    whole = checkpoint(2)
+    shapes = shapes_of(offered(whole))
+    model = model_of(monkeypatch, whole, 0, 1)
+    assert Places.find(model, shapes) is not None
+    assert Places.find(model, {name: shape for name, shape in shapes.items() if name != "k.weight"}) is None
+    assert Places.find(model, shapes | {"down.weight": (24, HIDDEN)}) is None
+    assert Places.find(model, shapes | {"other.weight": (4,)}) is None
+    model.packed_modules_mapping = {}
+    assert Places.find(model, shapes) is None
+
+    class MLAAttention(nn.Module):
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
+
+    class Attention(MLAAttention): ...
+
+    model = model_of(monkeypatch, whole, 0, 1)
+    model.attention = Attention()
+    assert Places.find(model, shapes) is not None
+    model.attention = MLAAttention()
+    assert Places.find(model, shapes) is None, "it keeps products of weights"
 
 
 def slices(whole: dict[str, Tensor]) -> dict[str, DigestSlice]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from lachesis.engines.vllm.cuts import find_cuts, reordered_experts, shares, who
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
+from lachesis.engines.vllm.places import Places
 from lachesis.transport.digest import Share, digests, share_digests
 from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
@@ -108,6 +110,8 @@ class WorkerWeights:
         self._slots: LoraSlots | None = None
         self._logprobs: WorkerLogprobs | None = None
         self._drafts: WorkerDrafts | None = None
+        # Where base weights are, once vLLM's loader has shown it.
+        self._places: Places | None = None
 
     def install(self) -> dict[str, Any]:
         """Register the adapter that every request will name. Called once, before the first request.
@@ -285,6 +289,7 @@ class WorkerWeights:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = Receiver(parsed, rank=parsed.rank + self._rank, device=self._device)
+        self._places = None  # of other tensors, perhaps
         return self.receiver()
 
     def receiver(self) -> dict[str, Any]:
@@ -304,8 +309,10 @@ class WorkerWeights:
             with self._receiver.loading():
                 if lora is not None:
                     self._need_slots().load(dict(tensors), lora)
-                else:
+                elif self._receiver.spec.staging == "none":
                     self._load_base(tensors)
+                else:
+                    self._load_update(dict(tensors))
         except StaleWeights as error:
             if self._receiver.spec.staging == "none":
                 _end(error)
@@ -339,13 +346,34 @@ class WorkerWeights:
             held = named_parameters(self._runner.get_model())
             check_fits(offered, wanted, tied={OUTPUT_HEAD} - held.keys(), what=what)
 
+    def _load_update(self, tensors: Mapping[str, Tensor]) -> None:
+        """New base weights that are all there: by vLLM's loader, then to where that has put those before."""
+        if self._places is not None:
+            with self._replacing_base():
+                self._places.copy(tensors)
+            return
+        self._load_base(iter(tensors.items()))
+        found = Places.find(self._runner.get_model(), {name: tuple(one.shape) for name, one in tensors.items()})
+        self._places = found if found is not None and found.hold(tensors) else None
+
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """New base weights, in place."""
-        try:
+        """New base weights, in place, by vLLM's loader."""
+        self._places = None
+        with self._replacing_base():
             self._worker.reload_weights(weights_iterator=tensors)
             if self._device.type == "cpu":
                 repack_tied(self._runner.get_model())
                 repack_experts(self._runner.get_model())
+
+    @contextmanager
+    def _replacing_base(self) -> Iterator[None]:
+        """Base weights change inside.
+
+        Raises:
+            StaleWeights: that failed, and they are incomplete.
+        """
+        try:
+            yield
         except Exception as error:
             raise StaleWeights(
                 f"vLLM failed while it loaded weights, which are incomplete now: {type(error).__name__}: {error}",

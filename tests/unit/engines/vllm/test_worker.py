@@ -113,9 +113,10 @@ class FakeReceiver:
     def __init__(self, staging: str) -> None:
         self.spec = SimpleNamespace(lora=None, staging=staging)
         self.failed: Exception | None = None
+        self.given = torch.ones(3)
 
     def take(self, wait_s: float):
-        return iter([("w", torch.ones(3))])
+        return iter([("w", self.given)])
 
     @contextmanager
     def loading(self):
@@ -124,6 +125,47 @@ class FakeReceiver:
         except Exception as error:
             self.failed = error
             raise
+
+
+def loaded_by_vllm(monkeypatch: pytest.MonkeyPatch, *, staging: str = "auto", puts: str = "as they are"):
+    """A worker whose parameter is loaded by ``reload_weights``; how often that was, and a receiver of more updates."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(3))
+    held, calls = weights(), list[str]()
+    held._runner.get_model = lambda: model
+
+    def reload(weights_iterator) -> None:
+        calls.append(puts)
+        for _, tensor in weights_iterator:
+            model.w.data.copy_(tensor if puts == "as they are" else tensor.flip(0))
+
+    held._worker.reload_weights = reload
+    receiver = FakeReceiver(staging)
+    held._receiver = receiver  # type: ignore[assignment]
+    return held, model, calls, receiver
+
+
+@pytest.mark.parametrize(
+    ("staging", "puts", "by_vllm"),
+    [("auto", "as they are", 1), ("auto", "in another order", 3), ("none", "as they are", 3)],
+)
+def test_updates_are_copied_once_vllms_loader_has_shown_where(staging, puts, by_vllm, monkeypatch):
+    held, model, calls, receiver = loaded_by_vllm(monkeypatch, staging=staging, puts=puts)
+    for update in range(3):
+        receiver.given = torch.arange(3.0) + update
+        assert held.receive(0.0, load=True)["loaded"]
+        expected = receiver.given if puts == "as they are" else receiver.given.flip(0)
+        assert torch.equal(model.w.data, expected)
+    assert len(calls) == by_vllm
+
+
+def test_a_copy_that_fails_leaves_stale_weights(monkeypatch):
+    held, _, _, receiver = loaded_by_vllm(monkeypatch)
+    held.receive(0.0, load=True)
+    receiver.given = torch.ones(2)
+    with pytest.raises(StaleWeights, match="restart"):
+        held.receive(0.0, load=True)
+    assert isinstance(receiver.failed, StaleWeights)
 
 
 @pytest.mark.parametrize("staging", ["auto", "none"])

@@ -1,0 +1,137 @@
+"""Where a worker of vLLM's has the tensors of a checkpoint, so that an update is copied there.
+
+vLLM loads weights again by making every layer anew beside the old one, loading that, and copying it over: for 8 billion
+parameters longer than it takes to send them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). Its loader loads
+the first update all the same. Where it has put the tensors is then compared with where rules say that they are, bit by
+bit, and only if all of them are there, later updates go straight to these places. What vLLM transposes, packs,
+quantizes or keeps something else of has no such places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lachesis.engines.vllm.cuts import Block, Cut, find_cuts
+
+# Modules that do something after loading which does not depend on the weights.
+_NOTHING_OF_WEIGHTS = frozenset({"Attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Part of a worker's parameter, and the rows and columns of the offered tensor that belong there."""
+
+    held: Tensor
+    rows: slice
+    columns: slice
+
+    def part(self, offered: Tensor) -> Tensor:
+        if not offered.ndim:
+            return offered
+        part = offered[self.rows]
+        return part if part.ndim < 2 else part[:, self.columns]
+
+
+class Places:
+    """Of all tensors that are offered."""
+
+    def __init__(self, places: Mapping[str, Sequence[Place]]) -> None:
+        self._places = places
+
+    @classmethod
+    def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Places | None:
+        """Places of tensors of these names and shapes in a worker's model; ``None`` where one has none.
+
+        Of a matrix that vLLM makes of several, as of q, k and v, all have to be offered.
+        """
+        if any(map(_keeps_more, model.modules())) or any(one.is_inference() for one in model.parameters()):
+            return None
+        held = {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in model.named_parameters()}
+        cuts = find_cuts(model)
+        members = _members(model)
+        found: dict[str, Sequence[Place]] = {}
+        for name, shape in shapes.items():
+            whole, first, rows = _within(name, shapes, held=held, members=members)
+            cut = cuts.get(whole)
+            if cut is None or tuple(cut.shape) != (*rows, *shape[1:]):
+                return None
+            found[name] = [*_parts(held[whole], cut, first=first, rows=shape[0])] if shape else [_all(held[whole])]
+        return cls(found)
+
+    @torch.no_grad()
+    def hold(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether each place has what it would have after :meth:`copy`, bit by bit."""
+        return tensors.keys() == self._places.keys() and all(
+            _same(place.held, place.part(tensor)) for name, tensor in tensors.items() for place in self._places[name]
+        )
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy every tensor to its places, on the current stream; return when that is done.
+
+        Raises:
+            KeyError: a tensor has no places.
+        """
+        devices: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            for place in self._places[name]:
+                place.held.copy_(place.part(tensor), non_blocking=True)
+                devices.add(place.held.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+
+def _keeps_more(module: nn.Module) -> bool:
+    """Whether vLLM may derive something else from weights once they are loaded."""
+    return hasattr(module, "process_weights_after_loading") and type(module).__name__ not in _NOTHING_OF_WEIGHTS
+
+
+def _members(model: nn.Module) -> dict[str, tuple[str, Sequence[str]]]:
+    """By the name of a module of a checkpoint: the one that vLLM makes of it and others, and all of them in order."""
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    return {member: (fused, members) for fused, members in packed.items() for member in members if member != fused}
+
+
+def _within(
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    held: Mapping[str, Tensor],
+    members: Mapping[str, tuple[str, Sequence[str]]],
+) -> tuple[str, int, tuple[int, ...]]:
+    """The whole parameter that a tensor is in, its first row there, and how many rows the whole has."""
+    path, _, kind = name.rpartition(".")
+    before, dot, leaf = path.rpartition(".")
+    if name in held or leaf not in members:
+        return name, 0, tuple(shapes[name][:1])
+    fused, together = members[leaf]
+    rows = [shapes.get(f"{before}{dot}{member}.{kind}", (0,))[0] for member in together]
+    return f"{before}{dot}{fused}.{kind}", sum(rows[: [*together].index(leaf)]), (sum(rows),)
+
+
+def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Place]:
+    """Where a worker has what it has of the ``rows`` of the whole from the ``first`` on."""
+    width = held.shape[1] if held.ndim > 1 else 0
+    columns = slice(cut.columns * width, (cut.columns + 1) * width)
+    for block in cut.blocks:
+        start, end = _overlap(block, first, first + rows)
+        if start < end:
+            at = block.held + start - block.first_row
+            yield Place(held[at : at + end - start], slice(start - first, end - first), columns)
+
+
+def _overlap(block: Block, first: int, end: int) -> tuple[int, int]:
+    return max(block.first_row, first), min(block.first_row + block.rows, end)
+
+
+def _all(held: Tensor) -> Place:
+    return Place(held, slice(None), slice(None))
+
+
+def _same(held: Tensor, part: Tensor) -> bool:
+    return torch.equal(held, part.to(device=held.device, dtype=held.dtype))
