@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
+from lachesis.train.model.compiled import compiler_arguments
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.rank_group import RankGroup
 from lachesis.train.model.tensor import TensorGroup
@@ -62,7 +63,7 @@ class Strategy:
     def compile(self, model: PreTrainedModel) -> None:
         """Compile the decoder layers in place; of this process alone."""
         for layer in decoder_layers(model):
-            layer.compile(dynamic=True)
+            layer.compile(**compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         """Sum integer counts over all parts of a batch; the ranks that share one give the same."""
@@ -156,7 +157,7 @@ class Ranks(Strategy):
     def compile(self, model: PreTrainedModel) -> None:
         for layer in decoder_layers(model):
             # The forward alone: hooks around it gather parameters, which is no part of a graph.
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = torch.compile(layer.forward, **compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         total = torch.tensor(counts, dtype=torch.int64, device=self._device)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lachesis.train.model.compiled import compiler_arguments
+
 # Logits of one chunk in float32 take at most this many elements (512 MiB on GPU, 64 MiB on CPU).
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 # Derivatives that are kept for the head's weight: 8,192 tokens of 152,000 entries in 16 bits are 2.5 GB.
@@ -340,7 +342,7 @@ class _ChunkFunctions(NamedTuple):
 @cache
 def _chunk_functions(device_type: str) -> _ChunkFunctions:
     """On a GPU each chunk's elementwise work is compiled into a few kernels; a CPU runs it as it stands."""
-    made = partial(torch.compile, dynamic=True) if device_type == "cuda" else lambda function: function
+    made = partial(torch.compile, **compiler_arguments()) if device_type == "cuda" else lambda function: function
     return _ChunkFunctions(
         forward=made(_chunk_forward),
         forward_and_derivative=made(_chunk_forward_and_derivative),
