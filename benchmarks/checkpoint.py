@@ -85,6 +85,7 @@ class Bench:
         started = time.perf_counter()
         self.policy.begin_parts(str(path), copied)
         held = time.perf_counter() - started
+        say(self.strategy.rank, f"{name}: begun after {held:.2f} s")  # writing takes minutes where a disk is slow
         beside = self.step() if copied else 0.0
         self.policy.finish_parts()
         dist.barrier()

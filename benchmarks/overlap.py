@@ -333,7 +333,8 @@ def engine_section(options: argparse.Namespace, *, gpu: bool) -> dict[str, Any]:
     # vLLM on the CPU has neither graphs to capture nor attention that takes prompts in pieces.
     extra = ["--max-num-seqs", "1024"] if gpu else ["--max-num-seqs", "256", "--no-enable-chunked-prefill"]
     section = {"kind": "vllm", "port": options.port, "max_model_len": length, "enforce_eager": not gpu}
-    return section | {"devices": options.devices, "extra_args": extra}
+    share = {} if options.engine_memory is None else {"gpu_memory_utilization": options.engine_memory}
+    return section | {"devices": options.devices, "extra_args": [*extra, *options.server_flags]} | share
 
 
 @contextmanager
@@ -401,6 +402,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--bridge", default=None, help="bridge.kind; shared_vllm, or with vLLM lora_nccl")
     parser.add_argument("--size", choices=tuple(SIZES), default=None, help="1.5B where there is a GPU, else small")
     parser.add_argument("--devices", default=None, help="the engine's GPU, if not the trainer's (0)")
+    parser.add_argument("--engine-memory", type=float, default=None, help="share of its GPU for vLLM")
+    parser.add_argument("--server-flags", nargs="*", default=[], help="further ones of vLLM, each as --flag=value")
     parser.add_argument("--cores", type=int, nargs=2, default=None, metavar=("TRAINER", "ENGINE"))
     parser.add_argument("--threads", type=int, default=None, help="of each process; 1 on a CPU")
     parser.add_argument("--prompts", type=int, default=None, help="a step; found by trying if left out")

@@ -2,13 +2,15 @@
 
     python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
                                            [--trl-threads N] [--trl-rows N] [--trl-python PATH] [--out FILE.json]
-                                           [--vllm [--dtype float32|bfloat16] [--trl-memory SHARE]] [--only NAME ...]
+                                           [--vllm [--dtype float32|bfloat16] [--engines N] [--trl-memory SHARE]]
+                                           [--only NAME ...]
 
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
 examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the
 quickstart's records, report and checkpoints; TRL logs and saves nothing. A third run is ours without leaving out the
-groups that have no signal. With `--vllm`, on a GPU, both generate with vLLM: ours in a server that shares the weights,
-TRL's in its process. What is measured and how is in benchmarks/README.md.
+groups that have no signal. With `--vllm`, on a GPU, both generate with vLLM: ours in a server that shares the weights
+(`--engines 3`: in three servers on the same GPU, which get them by `broadcast`), TRL's in its process. What is measured
+and how is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -394,6 +396,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=(OURS, TRL, OURS_ALL), default=[OURS, TRL, OURS_ALL])
     parser.add_argument("--vllm", action="store_true", help="on a GPU: both systems generate with vLLM")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --vllm")
+    parser.add_argument("--engines", type=int, default=1, help="with --vllm: our servers, all on the same GPU")
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--out", type=Path, help="JSON with every step of every run")
     chosen = parser.parse_args()
@@ -403,9 +406,16 @@ def options() -> argparse.Namespace:
 
 
 def vllm_settings(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """Our engine: a server on the same GPU, of whose weights the trainer's are."""
+    """Our engine: a server on the same GPU, of whose weights the trainer's are, or several that get them."""
     flags = '["--max-num-seqs", "1024", "--kv-cache-memory-bytes", "4000000000"]'
-    return ("engine.kind=vllm", f"engine.extra_args={flags}", "bridge.kind=shared_vllm", f"model.dtype={chosen.dtype}")
+    bridge = "shared_vllm" if chosen.engines == 1 else "broadcast"
+    return (
+        "engine.kind=vllm",
+        f"engine.extra_args={flags}",
+        f"engine.data_parallel_size={chosen.engines}",
+        f"bridge.kind={bridge}",
+        f"model.dtype={chosen.dtype}",
+    )
 
 
 def trl_arguments(chosen: argparse.Namespace) -> dict[str, Any]:

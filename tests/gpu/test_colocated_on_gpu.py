@@ -50,7 +50,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
         directory,
         engine={"kind": "vllm", "port": free_port(), "max_model_len": 64, "enable_sleep_mode": True}
         | ENGINES[engine]
-        | {"gpu_memory_utilization": 0.3, "enforce_eager": sizes is SMALL},
+        | {"gpu_memory_utilization": 0.1 if sizes is SMALL else 0.3, "enforce_eager": sizes is SMALL},
         bridge={"kind": bridge},
         model={"device": "cuda", "dtype": DTYPES[bridge], "compile": "off"},
         **lora,
@@ -58,6 +58,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
     )
     before = Qwen2Config.from_pretrained(directory / "model").to_dict()
     del before["layer_types"]  # of so many layers as there were
+    before["max_position_embeddings"] = 64  # as long as the engine takes
     Qwen2ForCausalLM(Qwen2Config(**before | sizes)).save_pretrained(directory / "model")
     return config
 
