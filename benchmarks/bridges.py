@@ -1,6 +1,6 @@
 """How fast weights reach vLLM, what decoding costs meanwhile, and what memory it takes: each bridge, side by side.
 
-    PYTHONPATH=src python benchmarks/bridges.py [--tiny] [--two-gpus] [--only NAME ...] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/bridges.py [--tiny] [--two-gpus] [--only NAME ...] [--port N] [--out FILE.json]
 
 The model is the architecture of Llama 3.1 8B with random bf16 weights (deviation 0.02; embeddings 1, and what a layer
 adds to the residual stream 15 % of it, as in trained models), written once to ``--model-dir``. Stock vLLM (``vllm
@@ -8,7 +8,7 @@ serve``, nothing of ours loaded) and our server answer the same requests over th
 tokens of prompt, 256 new tokens, 1, 64 and 256 at a time.
 
 Every part runs in a process of its own, so that none inherits memory of another. ``--tiny`` runs the same code with a
-small model, on the CPU if there is no GPU.
+small model and few tokens, on the CPU if there is no GPU. The exit code is 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
 import random
 import statistics
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -49,8 +48,7 @@ from lachesis.run.parts import build_policy
 from lachesis.train.policy import Policy
 
 PORT = 9101
-PROMPT_TOKENS, NEW_TOKENS = 64, 256
-CONCURRENCY = (1, 64, 256)
+PROMPT_TOKENS = 64
 START_S = 420.0
 LORA = {"kind": "lora", "r": 16, "alpha": 32, "targets": "all-linear"}
 NO_LORA = {"kind": "none"}
@@ -114,7 +112,9 @@ def make_model(directory: Path, *, tiny: bool) -> None:
     tiny_tokenizer().save_pretrained(directory)
 
 
-def configuration(name: str, model: Path, *, devices: str | None, eager: bool = False) -> LachesisConfig:
+def configuration(
+    name: str, model: Path, *, devices: str | None, port: int = PORT, eager: bool = False
+) -> LachesisConfig:
     bridge, adapter = BRIDGES[name]
     tree = {
         "run": {"steps": 1, "name": "bridges", "dir": str(model.parent / "runs")},
@@ -123,7 +123,7 @@ def configuration(name: str, model: Path, *, devices: str | None, eager: bool = 
         "data": {"path": __file__},
         "rewards": {"functions": ["a.b"]},
         "engine": {
-            "kind": "vllm", "port": PORT, "max_model_len": 1024, "devices": devices,
+            "kind": "vllm", "port": port, "max_model_len": 1024, "devices": devices,
             "gpu_memory_utilization": 0.4, "enforce_eager": eager,
             "extra_args": ["--max-num-seqs", "256", *(CPU_FLAGS if not torch.cuda.is_available() else [])],
             **ENGINE_OPTIONS.get(name, {}),
@@ -140,7 +140,7 @@ def configuration(name: str, model: Path, *, devices: str | None, eager: bool = 
 
 
 @contextmanager
-def stock_server(model: Path, adapter: Path | None, *, log: Path) -> Iterator[str]:
+def stock_server(model: Path, adapter: Path | None, *, port: int, log: Path) -> Iterator[str]:
     """vLLM's own server without anything of ours; the name of the model to ask for."""
     code = (
         "import importlib,sys;"
@@ -150,14 +150,14 @@ def stock_server(model: Path, adapter: Path | None, *, log: Path) -> Iterator[st
         "a=p.parse_args(['serve',*sys.argv[1:]]);c.validate(a);c.cmd(a)"
     )
     arguments = [
-        str(model), "--host", "127.0.0.1", "--port", str(PORT), "--max-model-len", "1024", "--dtype", "bfloat16",
+        str(model), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "bfloat16",
         "--gpu-memory-utilization", "0.4", "--max-num-seqs", "256",
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip
     arguments += CPU_FLAGS if not torch.cuda.is_available() else []
     if adapter is not None:
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "16", "--lora-modules", f"a={adapter}"]
-    process = ManagedProcess([sys.executable, "-c", code, *arguments], url=f"http://127.0.0.1:{PORT}", log_path=log)
+    process = ManagedProcess([sys.executable, "-c", code, *arguments], url=f"http://127.0.0.1:{port}", log_path=log)
     process.start(deadline=Deadline("the start of stock vLLM", START_S))
     try:
         yield "a" if adapter is not None else str(model)
@@ -165,26 +165,27 @@ def stock_server(model: Path, adapter: Path | None, *, log: Path) -> Iterator[st
         process.stop()
 
 
-def decode_rates(model: str, *, vocab_size: int, repeats: int) -> dict[int, float]:
+def decode_rates(model: str, arguments: argparse.Namespace) -> dict[int, float]:
     """New tokens a second by number of requests at a time: median of the repeats after one that warms up."""
+    url, tokens = f"http://127.0.0.1:{arguments.port}/v1/completions", arguments.tokens
     source = random.Random(0)
     rates = {}
     with httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
-        def complete(prompt: list[int]) -> int:
-            body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 1.0}
-            reply = client.post(f"http://127.0.0.1:{PORT}/v1/completions", json=body)
+        def complete(prompt: Sequence[int]) -> int:
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+            reply = client.post(url, json=body)
             reply.raise_for_status()
             return reply.json()["usage"]["completion_tokens"]
 
-        for number in CONCURRENCY:
+        for number in arguments.in_flight:
             found = []
             with ThreadPoolExecutor(number) as pool:
-                for _ in range(1 + repeats):
-                    prompts = [[source.randrange(10, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+                for _ in range(1 + arguments.repeats):
+                    prompts = drawn_prompts(number, source, arguments)
                     started = time.perf_counter()
-                    tokens = sum(pool.map(complete, prompts))
-                    found.append(tokens / (time.perf_counter() - started))
+                    completed = sum(pool.map(complete, prompts))
+                    found.append(completed / (time.perf_counter() - started))
             rates[number] = statistics.median(found[1:])
     return rates
 
@@ -199,11 +200,16 @@ def change(policy: Policy) -> None:
         torch.cuda.synchronize()
 
 
-def logprob_difference(policy: Policy, side: EngineSide, *, vocab_size: int) -> tuple[float, float]:
-    """Mean and largest absolute difference of the logprobs of 32 sampled completions of 64 tokens."""
-    source = random.Random(1)
-    prompts = [tuple(source.randrange(10, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(32)]
-    requests = [GenerationRequest(prompt, SamplingParams(64), seed=i) for i, prompt in enumerate(prompts)]
+def drawn_prompts(count: int, source: random.Random, arguments: argparse.Namespace) -> list[tuple[int, ...]]:
+    known = 512 if arguments.tiny else LLAMA_3_1_8B["vocab_size"]
+    return [tuple(source.randrange(10, known) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+def logprob_difference(policy: Policy, side: EngineSide, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Mean and largest absolute difference of the logprobs of 32 sampled completions of 64 tokens, or ``--tokens``."""
+    prompts = drawn_prompts(32, random.Random(1), arguments)
+    params = SamplingParams(min(64, arguments.tokens))
+    requests = [GenerationRequest(prompt, params, seed=i) for i, prompt in enumerate(prompts)]
     completions = side.bridge.engine.generate(requests, deadline=Deadline("generation", 300))
     differences = []
     for prompt, (completion,) in zip(prompts, completions, strict=True):
@@ -221,16 +227,14 @@ def memory_gb() -> float | None:
 
 
 def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    config = configuration(
-        name, arguments.model_dir, devices="1" if arguments.two_gpus else None, eager=arguments.eager
-    )
+    devices = "1" if arguments.two_gpus else None
+    config = configuration(name, arguments.model_dir, devices=devices, port=arguments.port, eager=arguments.eager)
     place = RunPlace(
         directory=Path(config.run.dir) / "bridges", engine_log=arguments.logs / f"{slug(name)}.log", owner="benchmark"
     )
     place.directory.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"name": name, "kind": "bridge"}
     started = time.perf_counter()
-    vocab_size = 512 if arguments.tiny else 128256
     with ExitStack() as closing:
         side = build_servers(config, place=place)
         closing.callback(side.close)
@@ -241,8 +245,8 @@ def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         result["memory, with trainer"] = memory_gb()
         side.bridge.sync(0)
         result["first sync s"] = report(side)
-        updates = SLOW.get(name, 20)
-        result["logprobs before"] = logprob_difference(policy, side, vocab_size=vocab_size)
+        updates = min(SLOW.get(name, 20), arguments.updates)
+        result["logprobs before"] = logprob_difference(policy, side, arguments)
         timed = []
         cycles: list[tuple[float, float]] = []
         for version in range(1, updates + 1):
@@ -256,7 +260,7 @@ def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             if last is not None and last.sleep_seconds is not None and last.wake_seconds is not None:
                 cycles.append((last.sleep_seconds, last.wake_seconds))
             if version == 10:
-                result["logprobs after ten"] = logprob_difference(policy, side, vocab_size=vocab_size)
+                result["logprobs after ten"] = logprob_difference(policy, side, arguments)
         result |= spread("sync s", [seconds for seconds, _ in timed]) | spread("proof s", [proof for _, proof in timed])
         result |= spread("falling asleep s", [asleep for asleep, _ in cycles])
         result |= spread("waking up s", [awake for _, awake in cycles])
@@ -264,9 +268,9 @@ def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         result["memory, after"] = memory_gb()
         result["updates"] = updates
         if name not in SLOW:
-            result["busy"] = under_load(policy, side, first=updates + 1, vocab_size=vocab_size)
-            result["decode"] = decode_rates(str(arguments.model_dir), vocab_size=vocab_size, repeats=arguments.repeats)
-        result["logprobs at the end"] = logprob_difference(policy, side, vocab_size=vocab_size)
+            result["busy"] = under_load(policy, side, arguments, first=updates + 1)
+            result["decode"] = decode_rates(str(arguments.model_dir), arguments)
+        result["logprobs at the end"] = logprob_difference(policy, side, arguments)
     return result
 
 
@@ -289,11 +293,10 @@ def proof_parts(side: EngineSide) -> dict[str, float]:
     return found
 
 
-def under_load(policy: Policy, side: EngineSide, *, first: int, vocab_size: int) -> dict[str, Any]:
+def under_load(policy: Policy, side: EngineSide, arguments: argparse.Namespace, *, first: int) -> dict[str, Any]:
     """Updates while 64 requests are being decoded: their seconds, and how many requests were lost (none)."""
-    source = random.Random(2)
-    prompts = [tuple(source.randrange(10, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(64)]
-    params = SamplingParams(512 if not os.environ.get("BENCH_TINY") else 64, extra={"ignore_eos": True})
+    prompts = drawn_prompts(64, random.Random(2), arguments)
+    params = SamplingParams(2 * arguments.tokens, extra={"ignore_eos": True})
     requests = [GenerationRequest(prompt, params, seed=i) for i, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(side.bridge.engine.generate, requests, deadline=Deadline("generation", 300))
@@ -329,9 +332,10 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 def measure_stock(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     adapter = make_adapter(arguments) if STOCK[name] else None
-    with stock_server(arguments.model_dir, adapter, log=arguments.logs / f"{slug(name)}.log") as model:
+    log = arguments.logs / f"{slug(name)}.log"
+    with stock_server(arguments.model_dir, adapter, port=arguments.port, log=log) as model:
         memory = memory_gb()
-        rates = decode_rates(model, vocab_size=512 if arguments.tiny else 128256, repeats=arguments.repeats)
+        rates = decode_rates(model, arguments)
     return {"name": name, "kind": "stock", "memory, engine alone": memory, "decode": rates}
 
 
@@ -376,6 +380,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=None, help="parts by name; all if left out")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=20, help="at most so many of a bridge; slow ones have fewer")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=None, help="so many requests at a time")
+    parser.add_argument("--tokens", type=int, default=None, help="new tokens of a request")
+    parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-bridges" / "model")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-bridges" / "logs")
     parser.add_argument("--out", type=Path, default=None)
@@ -383,12 +391,12 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
+    arguments.tokens = arguments.tokens or (32 if arguments.tiny else 256)
+    arguments.in_flight = arguments.in_flight or ([1, 64] if arguments.tiny else [1, 64, 256])
     if arguments.part is not None:
         measure = measure_stock if arguments.part in STOCK else measure_bridge
         arguments.out.write_text(json.dumps(measure(arguments.part, arguments)))
         return
-    if arguments.tiny:
-        os.environ["BENCH_TINY"] = "1"
     if not (arguments.model_dir / "config.json").exists():
         started = time.perf_counter()
         make_model(arguments.model_dir, tiny=arguments.tiny)
@@ -396,7 +404,9 @@ def main() -> None:
         say(f"model written in {time.perf_counter() - started:.0f} s")
     parts = [*STOCK, *BRIDGES] if not arguments.two_gpus else list(TWO_GPUS)
     results = [run_part(part, arguments) for part in parts if arguments.only is None or part in arguments.only]
-    sys.stdout.write(table(results))
+    sys.stdout.write(table(results, in_flight=arguments.in_flight))
+    if any("failed" in result for result in results):
+        sys.exit(1)
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -404,9 +414,8 @@ def run_part(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     out = arguments.logs / f"{slug(name)}.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--part", name, "--out", str(out), "--model-dir", str(arguments.model_dir)]
-    command += ["--logs", str(arguments.logs), "--repeats", str(arguments.repeats)]
-    command += ["--tiny"] * arguments.tiny + ["--two-gpus"] * arguments.two_gpus + ["--eager"] * arguments.eager
+    # Of options that are given twice the later one counts.
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0 and out.exists():
         result = json.loads(out.read_text())
@@ -420,7 +429,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]], *, in_flight: list[int]) -> str:
     """Markdown."""
 
     def milliseconds(result: dict[str, Any], name: str) -> str:
@@ -430,8 +439,8 @@ def table(results: list[dict[str, Any]]) -> str:
         return "" if value is None else format(value, form)
 
     lines = [
-        "| | decode 1 / 64 / 256, tokens/s | sync, ms | proof, ms | logprob difference, mean | engine alone, GB "
-        "| with trainer, GB |",
+        f"| | decode {' / '.join(map(str, in_flight))}, tokens/s | sync, ms | proof, ms | logprob difference, mean "
+        "| engine alone, GB | with trainer, GB |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
         [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]]
-        [--temperature T]
+        [--temperature T] [--port N]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
 model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
@@ -203,14 +203,15 @@ def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(PORT),
+        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(arguments.port),
         "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
         "--gpu-memory-utilization", "0.85", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
         *flags,
     ]  # fmt: skip
-    process = ManagedProcess(command, url=f"http://127.0.0.1:{PORT}", log_path=arguments.logs / "server.log")
+    url = f"http://127.0.0.1:{arguments.port}"
+    process = ManagedProcess(command, url=url, log_path=arguments.logs / "server.log")
     process.start(deadline=Deadline("the start of our server", START_S))
-    engine = HttpEngine([f"http://127.0.0.1:{PORT}"], max_in_flight=4096)
+    engine = HttpEngine([url], max_in_flight=4096)
     try:
         engine.connect(deadline=Deadline("asking our server", 60))
 
@@ -281,6 +282,7 @@ def main() -> None:
     parser.add_argument("--speculative", default=None, help="one more server, which guesses tokens by this method")
     parser.add_argument("--lookup", type=int, nargs=2, default=[2, 4], help="shortest and longest n-gram of ngram")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--model-dir", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
     parser.add_argument("--out", type=Path, default=None)

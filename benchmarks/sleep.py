@@ -1,6 +1,7 @@
 """What it costs that an engine sleeps while the trainer computes, and whether memory grows from cycle to cycle.
 
-    PYTHONPATH=src python benchmarks/sleep.py [--only small 8B] [--bridge KIND] [--tiny] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/sleep.py [--only small 8B] [--bridge KIND] [--tiny] [--port N]
+        [--out FILE.json]
 
 Each part is a run's two sides with vLLM on the trainer's GPU: the engine falls asleep, a step changes every weight,
 the engine's weights wake up, the new ones are brought over, its cache wakes up, and the transfer is proved. 200 cycles
@@ -26,7 +27,7 @@ from typing import Any
 
 import psutil
 import torch
-from bridges import LORA, NO_LORA, change, configuration, make_model, memory_gb, say
+from bridges import LORA, NO_LORA, PORT, change, configuration, make_model, memory_gb, say
 from needs_gpu import require_gpu
 
 from lachesis.bridges.external import ExternalBridge
@@ -75,7 +76,7 @@ def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = arguments.work / size
     if not (model / "config.json").exists():
         make_model(model, tiny=size == "small" or arguments.tiny)
-    tree = configuration("broadcast, sleeping", model, devices=None).model_dump(mode="json")
+    tree = configuration("broadcast, sleeping", model, devices=None, port=arguments.port).model_dump(mode="json")
     tree["bridge"] = {"kind": arguments.bridge}
     tree["adapter"] = LORA if arguments.bridge.startswith("lora") else NO_LORA
     tree["engine"] |= {"gpu_memory_utilization": 0.1, "enforce_eager": True} if size == "small" else {}
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[*CYCLES], default=[*CYCLES])
     parser.add_argument("--bridge", choices=["broadcast", "reload", "lora_only", "lora_nccl"], default="broadcast")
     parser.add_argument("--tiny", action="store_true", help="small models and three cycles; also on a CPU")
+    parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-sleep")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", default=None, help=argparse.SUPPRESS)
@@ -141,8 +143,8 @@ def main() -> None:
     results = []
     for size in arguments.only:
         out = arguments.work / f"{size}.json"
-        words = ["--part", size, "--out", str(out), "--bridge", arguments.bridge, "--work", str(arguments.work)]
-        command = [sys.executable, __file__, *words, *(["--tiny"] * arguments.tiny)]
+        # Of options that are given twice the later one counts.
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", size, "--out", str(out)]
         subprocess.run(command, check=True, env={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ})
         results.append(json.loads(out.read_text()))
     if arguments.out is not None:

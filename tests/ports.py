@@ -33,3 +33,11 @@ def free_port() -> int:
                 continue
         return port
     raise AssertionError(f"no port between {_FIRST} and {_LAST} is free")
+
+
+def free_ports(count: int) -> int:
+    """The first of so many such ports in a row, as several servers of one run take them."""
+    while True:
+        ports = [free_port() for _ in range(count)]
+        if ports[-1] - ports[0] == count - 1:
+            return ports[0]

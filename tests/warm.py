@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from multiprocessing import forkserver as servers
 from multiprocessing import reduction
 from multiprocessing.process import current_process
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,16 @@ from tests import warm
 del sys.argv[0]
 sys.argv[1:3] = [str(warm.received[int(sys.argv[1])]), str(os.getppid())]
 subprocess.Popen = lambda command, preexec_fn, **options: warm.Popen(command, **options)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# A script whose parts (the same one with other arguments) and servers are forked as it is itself.
+_SCRIPT = """
+import os, runpy, sys
+from tests import warm
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+warm.fork_parts(sys.argv[0])
+warm.fork_servers()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -91,15 +102,41 @@ Popen = _Forked if FORKS else subprocess.Popen
 VllmPopen = _ForkedVllm if FORKS else subprocess.Popen
 
 
-def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
+def run(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    timeout: float,
+    popen: Callable[..., subprocess.Popen[str]] = Popen,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
     """``subprocess.run``, with what it writes captured as text."""
-    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    with popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def script(path: Path, *arguments: str) -> list[str]:
+    """``python PATH ARGUMENTS`` as a command that can be forked, and forks in turn its own parts and servers."""
+    return [sys.executable, "-c", _SCRIPT, str(path), *arguments]
+
+
+def fork_parts(path: str) -> None:
+    """From now on what this process starts of that script is forked."""
+    if not FORKS:
+        return
+    start, own = subprocess.Popen, [sys.executable, path]
+
+    def popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        if list(words[:2]) == own:
+            return Popen(script(Path(path), *words[2:]), **options)
+        return start(words, **options)
+
+    # It stands for a class, of which nobody asks for anything else here.
+    subprocess.Popen = popen  # type: ignore[assignment,misc]
 
 
 def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -14,9 +14,9 @@ from tests.logs import handlers_kept
 HERE = Path(__file__).parent
 # The longest come first, so that workers which share the files out end at about the same time.
 FIRST = [
-    "test_engines", "test_atropos_run", "test_atropos_vllm", "test_sharded", "test_gsm8k", "test_loss_types",
-    "test_original_environment", "test_learning", "test_resume", "test_atropos_layers", "test_console_tty",
-    "test_tinker_recipes", "test_tinker", "test_ray",
+    "test_engines", "test_benchmarks", "test_atropos_run", "test_atropos_vllm", "test_sharded", "test_gsm8k",
+    "test_loss_types", "test_original_environment", "test_learning", "test_resume", "test_atropos_layers",
+    "test_console_tty", "test_tinker_recipes", "test_tinker", "test_ray",
 ]  # fmt: skip
 
 

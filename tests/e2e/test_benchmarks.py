@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,14 @@ import pytest
 import torch
 
 from tests import warm
-from tests.e2e.runs import environment
-from tests.paths import BENCHMARKS
+from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
+from tests.e2e.runs import environment, torchrun
+from tests.paths import BENCHMARKS, ROOT, SOURCE
+from tests.ports import free_ports
 from tests.waiting import LONG_S
 
-# Stands for a directory of the test's.
-WORK = "WORK"
+# Stand for a directory of the test's, and for a port that is free as the one after it is.
+WORK, PORT = "WORK", "PORT"
 # By script: what of it runs here beside --tiny, and words that stand in what it prints.
 RUN_HERE = {
     "api": ([], "groups_per_s"),
@@ -37,8 +41,34 @@ RUN_HERE = {
     "turns": ([], "| 2 |"),
     "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
 }  # fmt: skip
-# Those whose servers are vLLM's, and one that test_kills.py has a small version of.
-BY_HAND = {"bridges", "checkpoint", "fleet", "generation", "kills", "sleep"}
+RATE = r"[1-9][\d,]*"
+WORST = r"\d+\.\d \(worst \d+\.\d\)"
+# The same of those whose servers are vLLM's, with expressions for rows of their tables.
+OVER_VLLM = {
+    "bridges": (
+        ["--only", "stock vLLM", "lora_only", "--in-flight", "1", "8", "--tokens", "8", "--repeats", "1",
+         "--updates", "2", "--port", PORT, "--model-dir", f"{WORK}/model", "--logs", f"{WORK}/logs"],
+        [rf"\| stock vLLM \| {RATE} / {RATE} \|",
+         rf"\| lora_only \| {RATE} / {RATE} \| {WORST} \| {WORST} \| 0\.00\d\d \|"],
+    ),
+    "fleet": (
+        ["--tokens", "16", "--port", PORT, "--work", WORK],
+        [r"\| lost \| 0 \|", rf"\| requests that it then had \| {RATE} \|",
+         r"\| the other was started again \| False \|"],
+    ),
+    "generation": (
+        ["--only", "in process, logprobs", "our server", "--in-flight", "1", "8", "--repeats", "1",
+         "--port", PORT, "--logs", WORK],
+        [rf"\| {name} \| {RATE} \| {RATE} \|" for name in ("in process, logprobs", "our server")],
+    ),
+    "sleep": (
+        ["--only", "small", "--port", PORT, "--work", WORK],
+        [r"\| small, broadcast \| 3 \|( \d+\.\d{3} \(\d+\.\d{3}\) \|){4}"],
+    ),
+}  # fmt: skip
+OF_RANKS = {"checkpoint"}
+# test_kills.py has a small version of it: all of its rows take half an hour.
+BY_HAND = {"kills"}
 # They say so where there is no GPU, before they make any model.
 OF_A_GPU = [
     "bridges", "end_to_end", "fleet", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
@@ -65,6 +95,33 @@ def test_it_runs(name: str, tmp_path: Path):
     done = script(name, "--tiny", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert words in done.stdout
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(OVER_VLLM))
+def test_it_runs_over_vllm(name: str, tmp_path: Path):
+    """Script, parts and servers are forked from a process that has imported vLLM."""
+    arguments, rows = OVER_VLLM[name]
+    named = {WORK: str(tmp_path / "work"), PORT: str(free_ports(2))}
+    given = [re.sub(f"^({WORK}|{PORT})", lambda found: named[found[0]], one) for one in arguments]
+    paths = os.pathsep.join(map(str, [SOURCE, entry_point(tmp_path / "plugin"), ROOT]))
+    variables = ENVIRONMENT | {"LACHESIS_SESSION_DIR": str(tmp_path / "sessions"), "PYTHONPATH": paths}
+    done = warm.run(
+        warm.script(BENCHMARKS / f"{name}.py", "--tiny", *given),
+        env=environment(**variables), cwd=tmp_path, timeout=6 * LONG_S, popen=warm.VllmPopen,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    for row in rows:
+        assert re.search(row, done.stdout), done.stdout
+
+
+def test_what_two_ranks_save_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    done = torchrun(2, "checkpoint", "--tiny", "--directory", tmp_path / "checkpoints")
+    assert done.code == 0, done.err[-3000:]
+    assert re.search(r"\| asynchronous, once more( \| \d+\.\d\d){3} \|", done.out), done.out
+    assert "Read back: bit by bit the same." in done.out
 
 
 def test_a_mixture_trains_on_the_weights_of_its_engine(tmp_path: Path):
@@ -98,5 +155,5 @@ def test_what_measures_a_gpu_says_that_there_is_none(name: str, tmp_path: Path):
 def test_each_script_has_a_small_version_that_is_tried_here_or_by_hand():
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     small = {name for name in scripts if '"--tiny"' in (BENCHMARKS / f"{name}.py").read_text()}
-    assert small == RUN_HERE.keys() | BY_HAND
+    assert small == RUN_HERE.keys() | OVER_VLLM.keys() | OF_RANKS | BY_HAND
     assert scripts == small | OF_OTHERS | NO_SCRIPTS
