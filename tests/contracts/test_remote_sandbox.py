@@ -20,7 +20,10 @@ KEY = "e2b_key"
 
 
 class Machines(ThreadingHTTPServer):
-    """``too_fast`` of the requests that come next are one too many; ``silent``: cells are run and nothing is said."""
+    """``too_fast`` of the requests that come next are one too many; ``silent``: cells are run and nothing is said.
+
+    ``forged``: what a program has printed in place of its cell.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -28,6 +31,7 @@ class Machines(ThreadingHTTPServer):
         self.alive: set[str] = set()
         self.too_fast = 0
         self.silent = False
+        self.forged = ""
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -74,6 +78,8 @@ class Answers(BaseHTTPRequestHandler):
             self._say(401, {"message": "unauthorized"})
         elif self.server.silent:
             self._lines({"type": "error", "name": "MemoryError", "value": "no more", "traceback": ""})
+        elif self.server.forged:
+            self._lines({"type": "stdout", "text": self.server.forged})
         else:
             ran = subprocess.run([sys.executable, "-c", body["code"]], capture_output=True, text=True, check=True)
             half = len(ran.stdout) // 2  # as it comes: in pieces
@@ -153,6 +159,17 @@ def test_requests_that_come_too_fast_are_made_again(server: Machines):
 def test_a_machine_that_says_nothing_is_no_fault_of_the_code(server: Machines):
     server.silent = True
     with pytest.raises(SandboxError, match="does not say what came of a program: MemoryError: no more"):
+        run(sandbox(server), "")
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["[" * 200_000, "[1, 2", "7", "[]", '[false, 0, "a", "b"]', "[false, 0, 1, 2]"],
+    ids=["deep", "cut off", "a number", "nothing", "no base64", "no texts"],
+)
+def test_an_outcome_that_the_program_has_forged_is_none(server: Machines, said: str):
+    server.forged = f"lachesis-outcome:{said}"
+    with pytest.raises(SandboxError, match="does not say what came of a program, but something else"):
         run(sandbox(server), "")
 
 

@@ -1,12 +1,44 @@
-"""JSON: of what kind a parsed value is, as type checkers understand it, and a document as bytes on one line."""
+"""JSON: what others wrote, of what kind a parsed value is for type checkers, and a document as bytes on one line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 from pydantic_core import PydanticSerializationError, to_json
+
+DEEPEST = 100
+"""How deep a value may be nested that others wrote. Whoever copies, renders or writes one goes as deep in calls."""
+_TOO_DEEP = f"it is nested more than {DEEPEST} deep"
+
+
+def read_json(text: str | bytes) -> Any:
+    """What somebody wrote as JSON who may write anything, as a model does.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply to be handed on.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    if _is_deep(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def _is_deep(value: object) -> bool:
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> Iterable[Any]:
+    return value.values() if is_object(value) else value if is_list(value) else ()
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from lachesis.common.json_values import read_json
 from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
 
 KEY_VARIABLE = "E2B_API_KEY"
@@ -134,10 +135,11 @@ class E2bSandbox:
     def _machine(self, *, life_s: float) -> Iterator[_Machine]:
         """A new machine, which ends by itself after ``life_s`` seconds should nobody be left to delete it."""
         asked = {"templateID": self._template, "timeout": round(life_s), "allow_internet_access": False, "secure": True}
-        answer = json.loads(self._request("POST", f"{self._api}/sandboxes", asked, self._headers, _CONTROL_S))
+        said = self._request("POST", f"{self._api}/sandboxes", asked, self._headers, _CONTROL_S)
         try:
+            answer = read_json(said)
             name = str(answer["sandboxID"])
-        except (KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{self._api} made a machine without a sandboxID", remedy="see its log") from error
         domain = answer.get("domain") or self._domain
         headers = {"E2b-Sandbox-Id": name, "E2b-Sandbox-Port": str(_INTERPRETER_PORT)} | self._headers
@@ -154,14 +156,23 @@ class E2bSandbox:
         started = time.monotonic()
         cell = {"code": _CELL.format(job=json.dumps(_job(program, stdin)), mark=_MARK), "language": "python"}
         url, limit_s = f"{machine.url}/execute", program.limits.wall_s + _GRACE_S
-        lines = self._request("POST", url, cell, machine.headers, limit_s).decode().splitlines()
-        messages = [json.loads(line) for line in lines if line]
+        lines = self._request("POST", url, cell, machine.headers, limit_s).splitlines()
+        try:
+            messages = [read_json(line) for line in lines if line]
+        except ValueError as error:
+            raise SandboxError(f"{url} answers no lines of JSON: {error}", remedy="see its log") from error
         printed = "".join(str(one.get("text", "")) for one in messages if one.get("type") == "stdout")
         if _MARK not in printed:
             why = next((f"{one.get('name')}: {one.get('value')}" for one in messages if one.get("type") == "error"), "")
             raise SandboxError(f"{machine.url} does not say what came of a program: {why[:200]}", remedy="see its log")
-        late, code, stdout, stderr = json.loads(printed.rpartition(_MARK)[2])
-        return _outcome(late, code, stdout, stderr, program.limits, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        try:
+            return _outcome(*read_json(printed.rpartition(_MARK)[2]), limits=program.limits, seconds=seconds)
+        except (ValueError, TypeError) as error:  # the program has found where the cell prints
+            raise SandboxError(
+                f"{machine.url} does not say what came of a program, but something else: {error}",
+                remedy="see what the program does",
+            ) from error
 
     def _request(
         self,
@@ -216,7 +227,7 @@ def _job(program: Program, stdin: bytes) -> dict[str, Any]:
     }
 
 
-def _outcome(late: bool, code: int, stdout: str, stderr: str, limits: Limits, seconds: float) -> Outcome:
+def _outcome(late: bool, code: int, stdout: str, stderr: str, *, limits: Limits, seconds: float) -> Outcome:
     out, err = (base64.b64decode(text) for text in (stdout, stderr))
     too_much = max(len(out), len(err)) > limits.output_bytes
     ending = "wall" if late else "output" if too_much else "exited"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lachesis.common.json_values import read_json
 from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
 
 _GRACE_S = 30.0
@@ -83,7 +84,7 @@ class FusionSandbox:
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer = json.load(response)
+                answer = read_json(response.read())
         except (OSError, ValueError) as error:
             raise SandboxError(f"{self._url} gives no answer ({error})", remedy=_REMEDY) from error
         if not isinstance(answer, dict):

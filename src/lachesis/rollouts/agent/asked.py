@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lachesis.common.errors import LachesisError
+from lachesis.common.json_values import read_json
 from lachesis.common.types import FinishReason, Message
 
 
@@ -90,7 +91,7 @@ def arguments_of(value: object) -> Mapping[str, Any]:
     """The arguments of a call that an agent sends back. Raises BadRequest where they are no object."""
     if isinstance(value, str):
         try:
-            value = json.loads(value or "{}")
+            value = read_json(value or "{}")
         except ValueError as error:
             raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
     if not isinstance(value, dict):

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.json_values import read_json
 from lachesis.common.types import SamplingParams
 from lachesis.rollouts.agent import chat, messages, responses
 from lachesis.rollouts.agent.asked import Asked, AssistantTurn, BadRequest, Dialect, Event
@@ -163,8 +164,8 @@ class AgentProxy:
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except (ValueError, UnicodeDecodeError) as error:
+        body = read_json(await request.body())
+    except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body is no object")

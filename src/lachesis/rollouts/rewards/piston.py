@@ -21,6 +21,7 @@ from typing import Any, Literal
 import httpx
 
 from lachesis.common.errors import ConfigError, RewardError
+from lachesis.common.json_values import read_json
 from lachesis.rollouts.rewards.functions import Excluded, Reward
 
 Scoring = Literal["pass_fail", "partial", "weighted_sum"]
@@ -77,7 +78,7 @@ class Piston:
             url = self.urls[(number + attempt) % len(self.urls)]
             try:
                 answer = httpx.post(f"{url}/execute", json=dict(request), timeout=limit, trust_env=False)
-                found = answer.json() if answer.status_code == httpx.codes.OK else None
+                found = read_json(answer.content) if answer.status_code == httpx.codes.OK else None
                 if isinstance(found, dict) and "run" in found and not _is_overloaded(found):
                     return found
                 said = f"{url} answered {answer.status_code}: {answer.text[:200]}"

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.json_values import read_json
 from lachesis.rollouts.episodes import RolloutFailed
 from lachesis.rollouts.steps.game import Action, Game, Row, Seen, number, shown
 
@@ -119,7 +120,7 @@ class OpenEnvGame(Game):
 
         try:
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(await self._socket.recv())
+            answer = read_json(await self._socket.recv())
             found = answer["data"]
         except (OSError, WebSocketException) as error:
             raise self._lost(error) from error

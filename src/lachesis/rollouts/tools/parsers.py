@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import describe_exception, load_function
+from lachesis.common.json_values import read_json
 from lachesis.common.tool_calls import HERMES
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
 
 def _hermes_call(text: str) -> ToolCall:
     try:
-        call = json.loads(text)
+        call = read_json(text)
     except ValueError as error:
         return ToolCall("", error=f"the call is no JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -142,7 +142,7 @@ def _checked(name: str, arguments: object) -> ToolCall:
     """Arguments may be JSON in a text, as in OpenAI's format."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
         except ValueError as error:
             return ToolCall(name, error=f"the arguments are no JSON: {error}")
     if not isinstance(arguments, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
 
@@ -12,6 +11,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import Harness, HarnessConfig
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
+
+from lachesis.common.json_values import read_json
 
 ID = "lachesis_chat"
 """The id by which configurations name it."""
@@ -81,7 +82,7 @@ async def _answered(
     """The message of a tool. What the model has called wrongly is told to it."""
     name = call["function"]["name"]
     try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
+        arguments = read_json(call["function"]["arguments"] or "{}")
     except ValueError as error:
         content: Any = f"error: the arguments are no JSON ({error})"
     else:

@@ -40,6 +40,20 @@ def test_what_is_no_call_says_why(text: str, error: str):
     assert error in call.error
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "arguments": {"a":' + "[" * 200_000,
+        '<tool_call>{"name": "f", "arguments": {"a":' + "[" * 200 + "]" * 200 + "}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 200_000 + '"}</tool_call>',
+    ],
+    ids=["cut off", "whole", "in a text"],
+)
+def test_nesting_that_no_tool_could_take_is_no_json(text: str):
+    (call,) = hermes(text).calls
+    assert "no JSON: it is nested more than 100 deep" in call.error
+
+
 def test_arguments_may_be_json_in_a_text():
     assert hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>').calls == (
         ToolCall("f", {"a": 2}),
@@ -55,6 +69,11 @@ class TestLoading:
         spec = self.write(tmp_path, 'return "said", [{"name": text[5:], "arguments": {"a": 1}}]')
         turn = load_parser(spec, tmp_path)("CALL now")
         assert (turn.content, turn.calls) == ("said", (ToolCall("now", {"a": 1}),))
+
+    def test_arguments_that_it_leaves_as_a_text_may_be_anything(self, tmp_path: Path):
+        parse = load_parser(self.write(tmp_path, 'return [{"name": "now", "arguments": text}]'), tmp_path)
+        (call,) = parse("[" * 200_000).calls
+        assert (call.name, call.error) == ("now", "the arguments are no JSON: it is nested more than 100 deep")
 
     @pytest.mark.parametrize("body", ['return "now"', "raise ValueError('no')", "return [{}]"])
     def test_one_that_fails_is_named(self, tmp_path: Path, body: str):
