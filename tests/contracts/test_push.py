@@ -22,6 +22,7 @@ from lachesis.cli.base import conclude
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.run import push as pushing
 from lachesis.run.export import export
+from lachesis.run.model_step import noted_step
 from lachesis.run.push import push, write_card
 from lachesis.run.status import read_status
 from lachesis.run.train import RunSummary
@@ -202,6 +203,7 @@ def test_the_card_says_how_it_was_trained(run_dir: Path):
     assert "base_model" not in fields, "a directory of this machine is no model of the hub"
     assert "# letters" in text and "| steps | 6 |" in text and "mean reward" in text and "1 to 1" in text
     assert "| prompts a step |" in text and "pushed" not in text, "nor its directories"
+    assert noted_step(run_dir / "final") == 6, "should the run go on, and be stopped"
 
 
 def test_an_adapter_is_there_as_peft_loads_it_with_its_base_model(hub: Hub, adapter_run: Path):

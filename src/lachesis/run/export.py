@@ -17,6 +17,7 @@ from lachesis.common.run_files import run_paths
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig, ModelConfig
 from lachesis.metrics.report.card import CARD, model_card
+from lachesis.run.model_step import note_step
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, save_model
 from lachesis.train.model.loading import LoadedModel, load_model
 
@@ -55,6 +56,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Pat
         model = model.merge_and_unload()
     directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
     save_model(model, loaded.tokenizer, directory)
+    note_step(directory, checkpoint.step)
     if run_paths(run_dir)["metrics"].exists():  # before the first step there is nothing to say of it
         write_atomic(directory / CARD, model_card(run_dir, step=checkpoint.step, merged=merge))
     return directory

@@ -14,6 +14,7 @@ from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.schema import HubConfig
 from lachesis.metrics.report.card import CARD, model_card
+from lachesis.run.model_step import noted_step
 
 logger = logging.getLogger("lachesis")
 
@@ -27,7 +28,7 @@ def write_card(run_dir: Path) -> Path:
     """Write the card of a run beside its final model.
 
     Raises:
-        CheckpointError: it has no model.
+        CheckpointError: it has no model, or what says its step is malformed.
         DataError: there is no run, or its metrics are malformed.
     """
     model = run_paths(run_dir)["final"]
@@ -37,8 +38,9 @@ def write_card(run_dir: Path) -> Path:
             f"{model} holds no model: the run has not ended, or checkpoint.save_final was false",
             remedy=f"write one with `lachesis export {run_dir} {model}`",
         )
-    # What the files are, and not what the run trained: an adapter may have been merged when it was exported to there.
-    write_atomic(model / CARD, model_card(run_dir, merged=not is_adapter))
+    # What the files are, and not what the run trained: an adapter may have been merged when it was exported to there,
+    # or the run have gone on after it.
+    write_atomic(model / CARD, model_card(run_dir, step=noted_step(model), merged=not is_adapter))
     return model / CARD
 
 

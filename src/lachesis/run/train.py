@@ -41,6 +41,7 @@ from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaim
 from lachesis.run.feeds import build_rollouts
 from lachesis.run.gpus import run_meter
 from lachesis.run.log import LogFile, reason_of
+from lachesis.run.model_step import note_step
 from lachesis.run.parts import (
     build_checkpoints,
     build_evaluation,
@@ -404,6 +405,7 @@ def run_to_end(
     finished = step >= total_steps(config)
     if finished and config.checkpoint.save_final:
         trainer.policy.save(run.files["final"])
+        note_step(run.files["final"], step)
     hub.close()  # which also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
     if finished:

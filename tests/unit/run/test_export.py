@@ -19,6 +19,7 @@ from lachesis.config.load import dump_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.run.export import export
+from lachesis.run.push import write_card
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.model.loading import load_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -111,6 +112,26 @@ def test_the_card_tells_of_the_steps_until_the_checkpoint(make_run: MakeRun, tmp
     assert "library_name: peft" in card and "GRPO by Lachesis" in card
     merged = (export(run, tmp_path / "four", merge=True) / "README.md").read_text()
     assert "| mean reward | 0.1 → 0.4 |" in merged and "library_name: transformers" in merged
+
+
+def test_a_model_that_is_pushed_has_the_card_of_its_step(make_run: MakeRun):
+    run, _ = make_run()
+    lines = JsonlSink(run / "metrics.jsonl")
+    for step in range(1, 7):
+        lines.write(StepRecord(step=step, values={"reward": step / 10}))
+    lines.close()
+    for step, rewards in ((2, "0.1 → 0.2"), (4, "0.1 → 0.4")):
+        final = export(run / "checkpoints" / f"step_{step:06d}", run / "final")
+        card = write_card(run).read_text()
+        assert f"| mean reward | {rewards} |" in card and f"| steps | {step} of 8 |" in card
+        assert f"The model is that of step {step}. The run went on to step 6; all figures here are up to" in card
+        assert "0.6" not in card
+    (final / "lachesis.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"lachesis\.json does not say the step of a model \(KeyError: 'step'\)"):
+        write_card(run)
+    (final / "lachesis.json").unlink()  # as earlier versions left a model
+    card = write_card(run).read_text()
+    assert "| mean reward | 0.1 → 0.6 |" in card and "The model is that of" not in card
 
 
 def test_what_cannot_be_exported_is_said(make_run: MakeRun, tmp_path: Path):

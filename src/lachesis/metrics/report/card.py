@@ -34,19 +34,20 @@ def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False) 
     """What was trained, how, and with what result, as Markdown with the metadata that the hub reads.
 
     Args:
-        step: of whose checkpoint the model is: what came after it is left out.
+        step: that the model is of: what came after it is left out, and said to be.
         merged: an adapter was added to its base model's weights.
 
     Raises:
         DataError: the directory holds no run, or its metrics are malformed.
     """
-    run = read_run(run_dir)
-    run = run if step is None else replace(run, log=_until(run.log, step))
+    whole = read_run(run_dir)
+    run = whole if step is None else replace(whole, log=_until(whole.log, step))
     base = str(setting(run.config, "model.path", ""))
     parts = [
         _metadata(run, base, merged=merged),
         f"# {Path(run_dir).resolve().name}",
         _result(run),
+        _left_out(whole.log, step),
         _curve(run.log),
         _settings(run),
     ]
@@ -87,6 +88,14 @@ def _result(run: Run) -> str:
     when = date_of(run.log.steps)
     rows += [("trained on", when)] if when else []
     return "## Result\n\n" + _table("", "", rows)
+
+
+def _left_out(log: MetricsLog, step: int | None) -> str:
+    """That the run went on after the model, if it did."""
+    last = log.steps[-1].step if log.steps else 0
+    if step is None or last <= step:
+        return ""
+    return f"The model is that of step {step}. The run went on to step {last}; all figures here are up to step {step}."
 
 
 def _curve(log: MetricsLog) -> str:
