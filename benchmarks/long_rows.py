@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import transformers
 from needs_gpu import require_gpu
-from train_step import PEAK_BF16_FLOPS, measure, our_step, random_model, random_tokens
+from step_workloads import random_tokens
+from train_step import PEAK_BF16_FLOPS, measure, our_step, random_model
 from transformers import AutoConfig, PretrainedConfig
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
