@@ -219,11 +219,23 @@ def own_copy(source: Tensor, device: torch.device) -> Tensor:
     """A copy on a device, as work on the current stream sees it.
 
     From a GPU to the host it is in pinned memory, which torch keeps for the next update: memory that the system maps
-    anew for each takes many times as long as the copy.
+    anew for each takes many times as long as the copy. Raises as :func:`pinned`.
     """
     if source.is_cuda and device.type == "cpu":
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+        return pinned(source.shape, dtype=source.dtype).copy_(source, non_blocking=True)
     return source.to(device, copy=True)
+
+
+def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
+    """Memory of the host that a GPU copies to at its own speed. Raises EngineError where there is not so much."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise EngineError(
+            f"an update is kept on the host, and pinned memory for it cannot be had: {first_line(error)}",
+            remedy="give the engine's machine or container as much memory as the model has, leave room for the update "
+            "on its GPU (engine.gpu_memory_utilization), or set bridge.staging: none",
+        ) from error
 
 
 class SharedRoom:

@@ -23,6 +23,7 @@ from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, ring_bytes, to_wire
 from lachesis.transport.rendezvous import Rendezvous, call_off, listen, parse_init_method
 from lachesis.transport.shared_tensors import memory_directory
+from lachesis.transport.transports import pinned
 from tests.forkserver import forkserver
 from tests.waiting import LONG_S
 
@@ -623,3 +624,10 @@ def test_an_engine_that_dies_in_the_middle_is_an_error_in_the_trainer_which_can_
             trainer.send(TENSORS.items(), SPECS, deadline=within())
             assert pipe.recv() == "received"
         trainer.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU gives pinned memory")
+def test_pinned_memory_that_cannot_be_had_is_an_error_that_says_what_to_do():
+    with pytest.raises(EngineError, match="kept on the host") as caught:
+        pinned(torch.Size([4]), dtype=torch.uint8)
+    assert caught.value.remedy is not None and "staging: none" in caught.value.remedy

@@ -317,7 +317,8 @@ class WorkerWeights:
             if self._receiver.spec.staging == "none":
                 _end(error)
             raise
-        return {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
+        updates = self._receiver.status.updates
+        return {"arrived": True, "loaded": True, "updates": updates, "lora": None if lora is None else asdict(lora)}
 
     def stop_receiver(self) -> None:
         """Leave the channel."""

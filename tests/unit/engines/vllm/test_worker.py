@@ -112,6 +112,7 @@ class FakeReceiver:
 
     def __init__(self, staging: str) -> None:
         self.spec = SimpleNamespace(lora=None, staging=staging)
+        self.status = SimpleNamespace(updates=1)
         self.failed: Exception | None = None
         self.given = torch.ones(3)
 
