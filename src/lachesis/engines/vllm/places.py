@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lachesis.engines.vllm.cuts import Block, Cut, find_cuts
 
+# Of a tensor on the host so much is compared at once: the GPU may have no room for more.
+_COMPARED_BYTES = 1 << 26
 # Modules that do something after loading which does not depend on the weights.
 _NOTHING_OF_WEIGHTS = frozenset({"Attention"})
 
@@ -37,10 +39,11 @@ class Place:
 
 
 class Places:
-    """Of all tensors that are offered."""
+    """Of all tensors that are offered. ``spare`` are rows that belong to no checkpoint, and are 0."""
 
-    def __init__(self, places: Mapping[str, Sequence[Place]]) -> None:
+    def __init__(self, places: Mapping[str, Sequence[Place]], *, spare: Sequence[Tensor] = ()) -> None:
         self._places = places
+        self._spare = spare
 
     @classmethod
     def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Places | None:
@@ -54,13 +57,15 @@ class Places:
         cuts = find_cuts(model)
         members = _members(model)
         found: dict[str, Sequence[Place]] = {}
+        spare: list[Tensor] = []
         for name, shape in shapes.items():
             whole, first, rows = _within(name, shapes, held=held, members=members)
             cut = cuts.get(whole)
             if cut is None or tuple(cut.shape) != (*rows, *shape[1:]):
                 return None
             found[name] = [*_parts(held[whole], cut, first=first, rows=shape[0])] if shape else [_all(held[whole])]
-        return cls(found)
+            spare += _spare_rows(held[whole], cut) if shape else ()
+        return cls(found, spare=spare)
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -81,6 +86,8 @@ class Places:
             for place in self._places[name]:
                 place.held.copy_(place.part(tensor), non_blocking=True)
                 devices.add(place.held.device)
+        for rows in self._spare:  # an engine that slept has anything there
+            rows.zero_()
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -125,6 +132,12 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Place]:
             yield Place(held[at : at + end - start], slice(start - first, end - first), columns)
 
 
+def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:
+    """Those that vLLM pads the vocabulary with, behind the others."""
+    used = max((block.held + block.rows for block in cut.blocks), default=0)
+    return [held[used:]] if used < held.shape[0] else []
+
+
 def _overlap(block: Block, first: int, end: int) -> tuple[int, int]:
     return max(block.first_row, first), min(block.first_row + block.rows, end)
 
@@ -134,4 +147,12 @@ def _all(held: Tensor) -> Place:
 
 
 def _same(held: Tensor, part: Tensor) -> bool:
-    return torch.equal(held, part.to(device=held.device, dtype=held.dtype))
+    if held.shape != part.shape:
+        return False
+    if held.device == part.device or not held.ndim:
+        return torch.equal(held, part.to(device=held.device, dtype=held.dtype))
+    rows = max(1, _COMPARED_BYTES // max(1, part[:1].numel() * part.element_size()))
+    return all(
+        torch.equal(there, here.to(device=held.device, dtype=held.dtype))
+        for there, here in zip(held.split(rows), part.split(rows), strict=True)
+    )
