@@ -76,7 +76,15 @@ OF_A_GPU = [
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
 OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
-NO_SCRIPTS = {"architectures", "drawn_lengths", "memory_rows", "needs_gpu", "overlap_table", "step_workloads"}
+NO_SCRIPTS = {
+    "architectures",
+    "drawn_lengths",
+    "memory_rows",
+    "needs_gpu",
+    "overlap_table",
+    "side_by_side",
+    "step_workloads",
+}
 
 
 def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

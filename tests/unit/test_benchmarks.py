@@ -243,3 +243,74 @@ class TestTimeToReward:
         assert self.trial(module, rows=[512], seconds={}) == (512, [])
         with pytest.raises(SystemExit, match="none of --trl-rows 128 256"):
             self.trial(module, rows=[128, 256], seconds={})
+
+
+@pytest.fixture(scope="module")
+def side_by_side() -> ModuleType:
+    return load("side_by_side")
+
+
+class TestSideBySide:
+    def job(self, module: ModuleType, name: str, *, gb: dict[str, float], **more: Any):
+        return module.Job(name=name, command="", gb=gb, limit_s=60, **more)
+
+    def names(self, module: ModuleType, jobs: list[Any], *, running: tuple[Any, ...] = (), ended: tuple[str, ...] = ()):
+        found = module.startable(jobs, running=running, ended=ended, card_gb=80)
+        return [job.name for job in found]
+
+    def test_jobs_begin_as_memory_allows(self, side_by_side: ModuleType):
+        make = lambda name, **gb: self.job(side_by_side, name, gb={key[1:]: value for key, value in gb.items()})  # noqa: E731
+        jobs = [make("a", g0=40, g1=50), make("b", g0=40), make("c", g1=40), make("d", g1=10)]
+        assert self.names(side_by_side, jobs) == ["a", "b"], "d would take from what c waits for"
+        assert self.names(side_by_side, jobs[2:], running=(jobs[1],)) == ["c", "d"]
+        assert self.names(side_by_side, jobs[2:], running=(jobs[0],)) == []
+
+    def test_one_alone_has_its_gpus_to_itself(self, side_by_side: ModuleType):
+        timed = self.job(side_by_side, "timed", gb={"0": 10}, alone=True)
+        small, other = self.job(side_by_side, "small", gb={"0": 1}), self.job(side_by_side, "other", gb={"1": 1})
+        assert self.names(side_by_side, [timed, small, other]) == ["timed", "other"]
+        assert self.names(side_by_side, [timed, other], running=(small,)) == ["other"]
+
+    def test_one_after_others_waits_and_keeps_nothing(self, side_by_side: ModuleType):
+        first = self.job(side_by_side, "first", gb={"0": 10})
+        later = self.job(side_by_side, "later", gb={"0": 80}, after=["first"])
+        assert self.names(side_by_side, [later, first]) == ["first"]
+        assert self.names(side_by_side, [later], ended=("first",)) == ["later"]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("", "no jobs"),
+            ('[[job]]\nname = "a"\ngb = {0 = 1}', "limit_s"),
+            ('[[job]]\nname = "a"\ncommand = ""\ngb = {0 = 1}\nlimit_s = 1\nafter = ["b"]', "in `after` alone .'b'"),
+        ],
+    )
+    def test_a_file_that_is_wrong_says_how(self, side_by_side: ModuleType, tmp_path: Path, text: str, words: str):
+        (tmp_path / "jobs.toml").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            side_by_side.read_jobs(tmp_path / "jobs.toml")
+
+    def test_what_two_gpus_have_to_show_fits_on_them(self, side_by_side: ModuleType):
+        jobs = side_by_side.read_jobs(BENCHMARKS / "two_gpus.toml")
+        assert all(max(job.gb.values()) <= 80 for job in jobs)
+        for job in jobs:
+            files = [Path(word) for word in job.command.split() if word.endswith(".py")]
+            assert files and all((BENCHMARKS.parent / file).is_file() for file in files), job.name
+
+    def test_jobs_run_and_what_takes_too_long_is_ended(
+        self,
+        side_by_side: ModuleType,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ):
+        monkeypatch.setattr(side_by_side, "LOOK_S", 0.02)
+        line = '[[job]]\nname = "{}"\ncommand = "{}"\ngb = {{ 0 = 40 }}\nlimit_s = {}\n'
+        file = tmp_path / "jobs.toml"
+        entries = [("good", "echo {logs} > {logs}/said", 20), ("bad", "exit 3", 20), ("long", "sleep 30", 0.1)]
+        file.write_text("".join(line.format(*entry) for entry in entries))
+        failed = side_by_side.work(file, logs=tmp_path, card_gb=80, only=())
+        assert sorted(failed) == ["bad", "long"]
+        assert (tmp_path / "said").read_text().strip() == str(tmp_path)
+        said = capsys.readouterr().out
+        assert "bad failed with 3" in said and "long took more than 0 s" in said
