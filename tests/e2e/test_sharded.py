@@ -72,6 +72,12 @@ def test_several_ranks_learn_what_one_process_learns(ranks: int, cases: Sequence
     assert done.out.splitlines() == [f"{case}: equal over {ranks} ranks" for case in cases]
 
 
+def test_what_is_outside_of_the_layers_is_gathered_once_a_pass():
+    done = torchrun(2, "tests.gathers_program")
+    assert done.code == 0, done.err
+    assert done.out.split() == ["{True:", "5,", "False:", "3}"]
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_a_rank_reads_its_own_rows_only(tmp_path: Path, architecture: str):
     """A Qwen2 of 63 MiB, whose peak is measured; five experts over two ranks, under an adapter."""

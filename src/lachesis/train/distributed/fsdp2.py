@@ -98,7 +98,9 @@ class Fsdp2(Ranks):
             if experts is not None and (held := experts.apply(layer)) is not None:
                 fully_shard(held, mesh=self._meshes.of_experts, **options)
             fully_shard(layer, mesh=self._meshes.sharded, **options)
-        fully_shard(model, mesh=self._meshes.sharded, **options)
+        # What is outside of the layers, the head above all, is what a backward pass begins with: let go of after the
+        # forward pass it would be gathered a second time at once.
+        fully_shard(model, mesh=self._meshes.sharded, **options | {"reshard_after_forward": False})
         modules = _sharded_modules(model)
         self._replicated += modules if self._meshes.sharded.ndim > 1 else []
         for module in modules:
