@@ -310,6 +310,18 @@ def test_weights_that_are_exported_at_the_start_are_attached_by_the_documented_s
             check_updates(side, policy)
 
 
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("architecture", ["qwen2", *ARCHITECTURES])
+def test_updates_after_the_first_are_copied_to_their_places(architecture: str, staging: str, tmp_path: Path):
+    model = write_model(tmp_path / "model", architecture, **ARCHITECTURES.get(architecture, {}))
+    with live(model, tmp_path, bridge={"kind": "broadcast", "staging": staging}) as (side, policy):
+        check_updates(side, policy)
+        engine = side.bridge.engine
+        assert isinstance(engine, HttpEngine)
+        status = engine.controls[0].receiver_status(deadline=soon())
+        assert (status.updates, status.copied) == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [

@@ -144,7 +144,7 @@ class ServerControl:
     def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
         """Where the receiver stands; its ``spec`` is not in the answer."""
         found = self.call(ops.RECEIVER, ops.Nothing(), deadline=deadline)
-        return ReceiverStatus(found.status, found.detail, updates=found.updates)
+        return ReceiverStatus(found.status, found.detail, updates=found.updates, copied=found.copied)
 
     def receive(self, version: int, *, deadline: Deadline) -> None:
         """Have the engine read one update off the channel; returns once it is loaded as ``version``."""

@@ -211,6 +211,7 @@ class ReceiverReport(BaseModel):
     status: ReceiverState
     detail: str = ""
     updates: int = 0
+    copied: int = 0
     init_method: str | None = None
     world_size: int | None = None
     rank: int | None = None
@@ -227,7 +228,12 @@ class ReceiverReport(BaseModel):
         if not isinstance(receiver, ReceiverStatus):
             return found
         spec = {} if receiver.spec is None else dict(receiver.spec) | {"num_params": len(receiver.spec.tensors)}
-        told = {"status": receiver.state, "detail": receiver.detail, "updates": receiver.updates}
+        told = {
+            "status": receiver.state,
+            "detail": receiver.detail,
+            "updates": receiver.updates,
+            "copied": receiver.copied,
+        }
         return known | spec | told
 
 

@@ -299,12 +299,15 @@ def _announced(metadata: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatus:
-    """Where the receiver stands. ``detail`` says why it is in ``error``."""
+    """Where the receiver stands. ``detail`` says why it is in ``error``; ``copied`` is how many of its updates went
+    straight to their places, in an engine that has found them.
+    """
 
     state: ReceiverState = "idle"
     detail: str = ""
     spec: ReceiverSpec | None = None
     updates: int = 0
+    copied: int = 0
 
 
 class ServedEngine(Protocol):

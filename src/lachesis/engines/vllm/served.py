@@ -244,7 +244,7 @@ class ServedVllm:
                 end_this_process()  # as after an update that broke off while it was loaded: no session comes back
             await self._update_receiver()
             raise
-        self._receiver = replace(self._receiver, updates=received["updates"])
+        self._receiver = replace(self._receiver, updates=received["updates"], copied=received["copied"])
         lora = received["lora"]
         if lora is not None:
             self._adapter = AdapterStatus(name=lora["name"], rank=lora["r"], alpha=lora["alpha"])
@@ -367,7 +367,7 @@ class ServedVllm:
             return
         order = ("connected", "idle", "connecting", "error")
         worst = max(every, key=lambda status: order.index(status["state"]))
-        self._receiver = replace(self._receiver, state=worst["state"], detail=worst["detail"], updates=worst["updates"])
+        self._receiver = replace(self._receiver, **worst)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         """The first worker's answer, after all of them have answered without an error."""

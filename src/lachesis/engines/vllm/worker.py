@@ -110,8 +110,9 @@ class WorkerWeights:
         self._slots: LoraSlots | None = None
         self._logprobs: WorkerLogprobs | None = None
         self._drafts: WorkerDrafts | None = None
-        # Where base weights are, once vLLM's loader has shown it.
+        # Where base weights are, once vLLM's loader has shown it, and how many updates of the receiver went there.
         self._places: Places | None = None
+        self._copied = 0
 
     def install(self) -> dict[str, Any]:
         """Register the adapter that every request will name. Called once, before the first request.
@@ -289,13 +290,14 @@ class WorkerWeights:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = Receiver(parsed, rank=parsed.rank + self._rank, device=self._device)
-        self._places = None  # of other tensors, perhaps
+        self._places, self._copied = None, 0  # of other tensors, perhaps
         return self.receiver()
 
     def receiver(self) -> dict[str, Any]:
         """Where the receiver stands."""
         status = ReceiverStatus() if self._receiver is None else self._receiver.status
-        return {"state": status.state, "detail": status.detail, "updates": status.updates}
+        said = {"state": status.state, "detail": status.detail, "updates": status.updates}
+        return said | {"copied": self._copied}
 
     def receive(self, wait_s: float, load: bool) -> dict[str, Any]:
         """Take one update off the channel, and ``load`` it if all of it is there after ``wait_s`` seconds."""
@@ -317,8 +319,7 @@ class WorkerWeights:
             if self._receiver.spec.staging == "none":
                 _end(error)
             raise
-        updates = self._receiver.status.updates
-        return {"arrived": True, "loaded": True, "updates": updates, "lora": None if lora is None else asdict(lora)}
+        return self.receiver() | {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
 
     def stop_receiver(self) -> None:
         """Leave the channel."""
@@ -352,6 +353,7 @@ class WorkerWeights:
         if self._places is not None:
             with self._replacing_base():
                 self._places.copy(tensors)
+            self._copied += 1
             return
         self._load_base(iter(tensors.items()))
         found = Places.find(self._runner.get_model(), {name: tuple(one.shape) for name, one in tensors.items()})

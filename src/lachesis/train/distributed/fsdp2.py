@@ -82,8 +82,8 @@ class Fsdp2(Ranks):
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
+        of_layers = {"reshard_after_forward": self._config.reshard_after_forward}
         options = {
-            "reshard_after_forward": self._config.reshard_after_forward,
             # Whatever the weights are in, ranks' gradients are added up in float32.
             "mp_policy": MixedPrecisionPolicy(
                 reduce_dtype=torch.promote_types(model.dtype, torch.float32), cast_forward_inputs=False
@@ -96,11 +96,11 @@ class Fsdp2(Ranks):
             if tensors is not None:
                 tensors.apply(layer)
             if experts is not None and (held := experts.apply(layer)) is not None:
-                fully_shard(held, mesh=self._meshes.of_experts, **options)
-            fully_shard(layer, mesh=self._meshes.sharded, **options)
+                fully_shard(held, mesh=self._meshes.of_experts, **of_layers, **options)
+            fully_shard(layer, mesh=self._meshes.sharded, **of_layers, **options)
         # What is outside of the layers, the head above all, is what a backward pass begins with: let go of after the
         # forward pass it would be gathered a second time at once.
-        fully_shard(model, mesh=self._meshes.sharded, **options | {"reshard_after_forward": False})
+        fully_shard(model, mesh=self._meshes.sharded, reshard_after_forward=False, **options)
         modules = _sharded_modules(model)
         self._replicated += modules if self._meshes.sharded.ndim > 1 else []
         for module in modules:

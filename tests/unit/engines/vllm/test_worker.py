@@ -112,7 +112,7 @@ class FakeReceiver:
 
     def __init__(self, staging: str) -> None:
         self.spec = SimpleNamespace(lora=None, staging=staging)
-        self.status = SimpleNamespace(updates=1)
+        self.status = SimpleNamespace(state="connected", detail="", updates=0)
         self.failed: Exception | None = None
         self.given = torch.ones(3)
 
@@ -154,7 +154,8 @@ def test_updates_are_copied_once_vllms_loader_has_shown_where(staging, puts, by_
     held, model, calls, receiver = loaded_by_vllm(monkeypatch, staging=staging, puts=puts)
     for update in range(3):
         receiver.given = torch.arange(3.0) + update
-        assert held.receive(0.0, load=True)["loaded"]
+        answer = held.receive(0.0, load=True)
+        assert answer["loaded"] and answer["copied"] == update * (by_vllm == 1)
         expected = receiver.given if puts == "as they are" else receiver.given.flip(0)
         assert torch.equal(model.w.data, expected)
     assert len(calls) == by_vllm
