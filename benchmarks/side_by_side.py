@@ -123,8 +123,16 @@ def work(path: Path, *, logs: Path, card_gb: float, only: Collection[str]) -> li
         sys.stdout.flush()
 
     try:
+        jobs = read_jobs(path)
+        said = ""
         while True:
-            jobs = [job for job in read_jobs(path) if not only or job.name in only]
+            try:
+                jobs = read_jobs(path)
+            except ValueError as error:  # it is being written: what runs goes on
+                if said != str(error):
+                    said = str(error)
+                    say("the file", f"stays as it was read before: {said}")
+            jobs = [job for job in jobs if not only or job.name in only]
             for one in list(running):
                 if (words := outcome(one)) is not None:
                     running.remove(one)

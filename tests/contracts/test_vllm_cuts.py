@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lachesis.bridges.names import map_parameters
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.engines.vllm.cuts import add_workers
-from lachesis.engines.vllm.places import Places
+from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.worker import WorkerWeights
 from lachesis.transport.digest import digests
 from tests.contracts.vllm_server import needs_vllm
@@ -92,14 +92,14 @@ def test_what_is_copied_to_its_places_is_where_vllms_loader_puts_it(
     new = {name: tensor + 1 for name, tensor in whole.items()}
     for rank in range(size):
         model = model_of(monkeypatch, whole, rank, size)
-        places = Places.find(model, shapes_of(offered(whole)))
-        assert places is not None and places.hold(offered(whole))
-        assert not places.hold(offered(new)) and not places.hold({})
+        loader = InPlaceLoader.find(model, shapes_of(offered(whole)))
+        assert loader is not None and loader.matches(offered(whole))
+        assert not loader.matches(offered(new)) and not loader.matches({})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)  # as after the engine has slept
-        places.copy(offered(new))
-        assert places.hold(offered(new))
+        loader.load(offered(new))
+        assert loader.matches(offered(new))
         expected = parameters(worker(monkeypatch, new, rank, size))
         found = {name: one.data for name, one in model.named_parameters()}
         assert found.keys() == expected.keys()
@@ -110,26 +110,26 @@ def test_what_is_copied_to_its_places_is_where_vllms_loader_puts_it(
 def test_a_value_that_vllm_put_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch):
     whole = checkpoint(2)
     model = model_of(monkeypatch, whole, 0, 1)
-    places = Places.find(model, shapes_of(offered(whole)))
-    assert places is not None
+    loader = InPlaceLoader.find(model, shapes_of(offered(whole)))
+    assert loader is not None
     for name, parameter in model.named_parameters():
         kept = parameter.data.clone()
         parameter.data[0] += 1
-        assert not places.hold(offered(whole)), name
+        assert not loader.matches(offered(whole)), name
         parameter.data.copy_(kept)
-    assert places.hold(offered(whole))
+    assert loader.matches(offered(whole))
 
 
 def test_there_are_no_places_where_something_has_none(monkeypatch: pytest.MonkeyPatch):
     whole = checkpoint(2)
     shapes = shapes_of(offered(whole))
     model = model_of(monkeypatch, whole, 0, 1)
-    assert Places.find(model, shapes) is not None
-    assert Places.find(model, {name: shape for name, shape in shapes.items() if name != "k.weight"}) is None
-    assert Places.find(model, shapes | {"down.weight": (24, HIDDEN)}) is None
-    assert Places.find(model, shapes | {"other.weight": (4,)}) is None
+    assert InPlaceLoader.find(model, shapes) is not None
+    assert InPlaceLoader.find(model, {name: shape for name, shape in shapes.items() if name != "k.weight"}) is None
+    assert InPlaceLoader.find(model, shapes | {"down.weight": (24, HIDDEN)}) is None
+    assert InPlaceLoader.find(model, shapes | {"other.weight": (4,)}) is None
     model.packed_modules_mapping = {}
-    assert Places.find(model, shapes) is None
+    assert InPlaceLoader.find(model, shapes) is None
 
     class MLAAttention(nn.Module):
         def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
@@ -138,9 +138,9 @@ def test_there_are_no_places_where_something_has_none(monkeypatch: pytest.Monkey
 
     model = model_of(monkeypatch, whole, 0, 1)
     model.attention = Attention()
-    assert Places.find(model, shapes) is not None
+    assert InPlaceLoader.find(model, shapes) is not None
     model.attention = MLAAttention()
-    assert Places.find(model, shapes) is None, "it keeps products of weights"
+    assert InPlaceLoader.find(model, shapes) is None, "it keeps products of weights"
 
 
 def slices(whole: dict[str, Tensor]) -> dict[str, DigestSlice]:

@@ -259,8 +259,8 @@ class TestSideBySide:
         return [job.name for job in found]
 
     def test_jobs_begin_as_memory_allows(self, side_by_side: ModuleType):
-        make = lambda name, **gb: self.job(side_by_side, name, gb={key[1:]: value for key, value in gb.items()})  # noqa: E731
-        jobs = [make("a", g0=40, g1=50), make("b", g0=40), make("c", g1=40), make("d", g1=10)]
+        sizes = {"a": {"0": 40, "1": 50}, "b": {"0": 40}, "c": {"1": 40}, "d": {"1": 10}}
+        jobs = [self.job(side_by_side, name, gb=gb) for name, gb in sizes.items()]
         assert self.names(side_by_side, jobs) == ["a", "b"], "d would take from what c waits for"
         assert self.names(side_by_side, jobs[2:], running=(jobs[1],)) == ["c", "d"]
         assert self.names(side_by_side, jobs[2:], running=(jobs[0],)) == []
@@ -314,3 +314,14 @@ class TestSideBySide:
         assert (tmp_path / "said").read_text().strip() == str(tmp_path)
         said = capsys.readouterr().out
         assert "bad failed with 3" in said and "long took more than 0 s" in said
+
+    def test_a_file_that_is_wrong_for_a_while_ends_nothing(
+        self, side_by_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(side_by_side, "LOOK_S", 0.02)
+        file = tmp_path / "jobs.toml"
+        right = tmp_path / "right"
+        command = f"cp {file} {right}; echo half > {file}; sleep 0.2; cp {right} {file}; touch {{logs}}/done"
+        file.write_text(f'[[job]]\nname = "a"\ncommand = "{command}"\ngb = {{ 0 = 1 }}\nlimit_s = 20\n')
+        assert side_by_side.work(file, logs=tmp_path, card_gb=80, only=()) == []
+        assert (tmp_path / "done").exists()

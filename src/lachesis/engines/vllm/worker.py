@@ -30,9 +30,9 @@ from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
 from lachesis.engines.vllm.cuts import find_cuts, reordered_experts, shares, whole_shape
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
+from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
-from lachesis.engines.vllm.places import Places
 from lachesis.transport.digest import Share, digests, share_digests
 from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
@@ -111,7 +111,7 @@ class WorkerWeights:
         self._logprobs: WorkerLogprobs | None = None
         self._drafts: WorkerDrafts | None = None
         # Where base weights are, once vLLM's loader has shown it, and how many updates of the receiver went there.
-        self._places: Places | None = None
+        self._in_place: InPlaceLoader | None = None
         self._copied = 0
 
     def install(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class WorkerWeights:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = Receiver(parsed, rank=parsed.rank + self._rank, device=self._device)
-        self._places, self._copied = None, 0  # of other tensors, perhaps
+        self._in_place, self._copied = None, 0  # of other tensors, perhaps
         return self.receiver()
 
     def receiver(self) -> dict[str, Any]:
@@ -350,18 +350,18 @@ class WorkerWeights:
 
     def _load_update(self, tensors: Mapping[str, Tensor]) -> None:
         """New base weights that are all there: by vLLM's loader, then to where that has put those before."""
-        if self._places is not None:
+        if self._in_place is not None:
             with self._replacing_base():
-                self._places.copy(tensors)
+                self._in_place.load(tensors)
             self._copied += 1
             return
         self._load_base(iter(tensors.items()))
-        found = Places.find(self._runner.get_model(), {name: tuple(one.shape) for name, one in tensors.items()})
-        self._places = found if found is not None and found.hold(tensors) else None
+        found = InPlaceLoader.find(self._runner.get_model(), {name: tuple(one.shape) for name, one in tensors.items()})
+        self._in_place = found if found is not None and found.matches(tensors) else None
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """New base weights, in place, by vLLM's loader."""
-        self._places = None
+        self._in_place = None
         with self._replacing_base():
             self._worker.reload_weights(weights_iterator=tensors)
             if self._device.type == "cpu":

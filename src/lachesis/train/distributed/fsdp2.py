@@ -82,7 +82,7 @@ class Fsdp2(Ranks):
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
-        of_layers = {"reshard_after_forward": self._config.reshard_after_forward}
+        reshard = self._config.reshard_after_forward
         options = {
             # Whatever the weights are in, ranks' gradients are added up in float32.
             "mp_policy": MixedPrecisionPolicy(
@@ -96,8 +96,8 @@ class Fsdp2(Ranks):
             if tensors is not None:
                 tensors.apply(layer)
             if experts is not None and (held := experts.apply(layer)) is not None:
-                fully_shard(held, mesh=self._meshes.of_experts, **of_layers, **options)
-            fully_shard(layer, mesh=self._meshes.sharded, **of_layers, **options)
+                fully_shard(held, mesh=self._meshes.of_experts, reshard_after_forward=reshard, **options)
+            fully_shard(layer, mesh=self._meshes.sharded, reshard_after_forward=reshard, **options)
         # What is outside of the layers, the head above all, is what a backward pass begins with: let go of after the
         # forward pass it would be gathered a second time at once.
         fully_shard(model, mesh=self._meshes.sharded, reshard_after_forward=False, **options)

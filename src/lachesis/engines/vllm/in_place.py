@@ -24,7 +24,7 @@ _NOTHING_OF_WEIGHTS = frozenset({"Attention"})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlice:
     """Part of a worker's parameter, and the rows and columns of the offered tensor that belong there."""
 
     held: Tensor
@@ -38,16 +38,16 @@ class Place:
         return part if part.ndim < 2 else part[:, self.columns]
 
 
-class Places:
-    """Of all tensors that are offered. ``spare`` are rows that belong to no checkpoint, and are 0."""
+class InPlaceLoader:
+    """Copies the tensors of an update to their slices. ``spare`` are rows that belong to no checkpoint, and are 0."""
 
-    def __init__(self, places: Mapping[str, Sequence[Place]], *, spare: Sequence[Tensor] = ()) -> None:
-        self._places = places
+    def __init__(self, slices: Mapping[str, Sequence[ParameterSlice]], *, spare: Sequence[Tensor] = ()) -> None:
+        self._slices = slices
         self._spare = spare
 
     @classmethod
-    def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Places | None:
-        """Places of tensors of these names and shapes in a worker's model; ``None`` where one has none.
+    def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> InPlaceLoader | None:
+        """For tensors of these names and shapes in a worker's model; ``None`` where one has no slices there.
 
         Of a matrix that vLLM makes of several, as of q, k and v, all have to be offered.
         """
@@ -56,7 +56,7 @@ class Places:
         held = {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in model.named_parameters()}
         cuts = find_cuts(model)
         members = _members(model)
-        found: dict[str, Sequence[Place]] = {}
+        found: dict[str, Sequence[ParameterSlice]] = {}
         spare: list[Tensor] = []
         for name, shape in shapes.items():
             whole, first, rows = _within(name, shapes, held=held, members=members)
@@ -68,14 +68,14 @@ class Places:
         return cls(found, spare=spare)
 
     @torch.no_grad()
-    def hold(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether each place has what it would have after :meth:`copy`, bit by bit."""
-        return tensors.keys() == self._places.keys() and all(
-            _same(place.held, place.part(tensor)) for name, tensor in tensors.items() for place in self._places[name]
+    def matches(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether each slice has what it would have after :meth:`load`, bit by bit."""
+        return tensors.keys() == self._slices.keys() and all(
+            _same(one.held, one.part(tensor)) for name, tensor in tensors.items() for one in self._slices[name]
         )
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy every tensor to its places, on the current stream; return when that is done.
 
         Raises:
@@ -83,9 +83,9 @@ class Places:
         """
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
-            for place in self._places[name]:
-                place.held.copy_(place.part(tensor), non_blocking=True)
-                devices.add(place.held.device)
+            for one in self._slices[name]:
+                one.held.copy_(one.part(tensor), non_blocking=True)
+                devices.add(one.held.device)
         for rows in self._spare:  # an engine that slept has anything there
             rows.zero_()
         for device in devices:
@@ -121,7 +121,7 @@ def _within(
     return f"{before}{dot}{fused}.{kind}", sum(rows[: [*together].index(leaf)]), (sum(rows),)
 
 
-def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Place]:
+def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[ParameterSlice]:
     """Where a worker has what it has of the ``rows`` of the whole from the ``first`` on."""
     width = held.shape[1] if held.ndim > 1 else 0
     columns = slice(cut.columns * width, (cut.columns + 1) * width)
@@ -129,7 +129,7 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Place]:
         start, end = _overlap(block, first, first + rows)
         if start < end:
             at = block.held + start - block.first_row
-            yield Place(held[at : at + end - start], slice(start - first, end - first), columns)
+            yield ParameterSlice(held[at : at + end - start], slice(start - first, end - first), columns)
 
 
 def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:
@@ -142,8 +142,8 @@ def _overlap(block: Block, first: int, end: int) -> tuple[int, int]:
     return max(block.first_row, first), min(block.first_row + block.rows, end)
 
 
-def _all(held: Tensor) -> Place:
-    return Place(held, slice(None), slice(None))
+def _all(held: Tensor) -> ParameterSlice:
+    return ParameterSlice(held, slice(None), slice(None))
 
 
 def _same(held: Tensor, part: Tensor) -> bool:
