@@ -11,14 +11,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -28,6 +27,13 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.vllm.checkpoint_files import (
+    check_architecture,
+    check_fits,
+    read_shapes,
+    read_tensors,
+    served_shapes,
+)
 from lachesis.engines.vllm.cuts import find_cuts, reordered_experts, shares, whole_shape
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.in_place import InPlaceLoader
@@ -41,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
-_INDEX = "model.safetensors.index.json"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WorkerExtension:
@@ -456,104 +460,3 @@ def repack_experts(model: nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
-
-
-def check_architecture(directory: Path, served: Sequence[str]) -> None:
-    """Raise Refused unless the checkpoint's ``config.json`` names the ``served`` architectures.
-
-    Status 400: it is missing or damaged; 422: it is of another model.
-    """
-    file = directory / "config.json"
-    try:
-        found = json.loads(file.read_bytes()).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise Refused(f"{file} cannot be read: {error}", remedy="name a checkpoint directory") from error
-    if list(found) != list(served):
-        raise Refused(
-            f"the checkpoint in {directory} is of {', '.join(map(str, found)) or 'no architecture'}, the server runs "
-            f"{', '.join(served)}",
-            status=422,
-            remedy="use a checkpoint of the model that is served",
-        )
-
-
-def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of the safetensors files in a checkpoint directory.
-
-    Raises:
-        Refused: (400) there are none, or one is damaged or missing.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for file in _files(directory):
-            with safe_open(file, framework="pt") as tensors:
-                shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise Refused(
-            f"the checkpoint in {directory} is damaged: {type(error).__name__}: {error}", remedy="save it again"
-        ) from error
-    if not shapes:
-        raise Refused(f"{directory} has no safetensors files", remedy="name a checkpoint directory")
-    return shapes
-
-
-def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, on the CPU, of everything that :func:`read_shapes` found, one by one."""
-    for file in _files(directory):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)
-
-
-def served_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
-    """As :func:`read_shapes`, of the checkpoint that the engine was started from; ``None`` where it is not on disk.
-
-    Args:
-        model: a directory, or a name on the hub, whose files are looked for in the local cache.
-    """
-    directory = Path(model)
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            directory = Path(snapshot_download(model, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError, OSError):
-            return None
-    try:
-        return read_shapes(directory)
-    except Refused:
-        return None  # weights in another format, or none at all ("dummy")
-
-
-def check_fits(offered: Shapes, wanted: Shapes, *, tied: Collection[str], what: str) -> None:
-    """Raise Refused (422) unless ``offered`` holds the tensors ``wanted``, each of its shape.
-
-    ``tied`` are names of tensors that the model shares with others: a checkpoint may have them or not.
-    """
-    if missing := [name for name in wanted if name not in offered and name not in tied]:
-        raise Refused(
-            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, {missing[0]!r} among them",
-            status=422,
-            remedy="give all of the model's tensors under their names in its checkpoint",
-        )
-    if extra := [name for name in offered if name not in wanted and name not in tied]:
-        raise Refused(
-            f"{what} has {len(extra)} tensors that the model has not, {extra[0]!r} among them",
-            status=422,
-            remedy="use a checkpoint of the model that is served",
-        )
-    for name, shape in offered.items():
-        if name in wanted and tuple(shape) != tuple(wanted[name]):
-            raise Refused(
-                f"{what} has {name!r} of shape {list(shape)}, the model's is {list(wanted[name])}",
-                status=422,
-                remedy="use weights of the model that is served",
-            )
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.is_file():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(directory.glob("*.safetensors"))
