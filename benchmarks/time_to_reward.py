@@ -206,7 +206,9 @@ def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
         "checkpoint": {"every_steps": 0, "save_final": False},
     }
     if engine == "vllm":
-        tree["engine"] = {"kind": "vllm", "port": options.port, "extra_args": ["--max-num-seqs", "1024"]}
+        # The cache's size is said, so that its memory is not measured and the other system may run on another GPU.
+        flags = ["--max-num-seqs", "1024", "--kv-cache-memory-bytes", "8000000000"]
+        tree["engine"] = {"kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "extra_args": flags}
         tree["bridge"] = {"kind": "shared_vllm"}
     return tree
 

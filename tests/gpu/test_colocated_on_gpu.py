@@ -35,6 +35,10 @@ LARGE: dict[str, Any] = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2,
     "num_hidden_layers": 28,
 }  # fmt: skip
+# The cache is said in bytes: memory is not measured, so that tests may run side by side.
+SMALL_ENGINE: dict[str, Any] = {
+    "gpu_memory_utilization": 0.1, "enforce_eager": True, "extra_args": ["--kv-cache-memory-bytes", "2000000000"],
+}  # fmt: skip
 ENGINES: dict[str, dict[str, Any]] = {
     "one engine over both": {"tensor_parallel_size": 2},
     "a copy on each": {"data_parallel_size": 2},
@@ -50,7 +54,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
         directory,
         engine={"kind": "vllm", "port": free_port(), "max_model_len": 64, "enable_sleep_mode": True}
         | ENGINES[engine]
-        | {"gpu_memory_utilization": 0.1 if sizes is SMALL else 0.3, "enforce_eager": sizes is SMALL},
+        | (SMALL_ENGINE if sizes is SMALL else {"gpu_memory_utilization": 0.3}),
         bridge={"kind": bridge},
         model={"device": "cuda", "dtype": DTYPES[bridge], "compile": "off"},
         **lora,
