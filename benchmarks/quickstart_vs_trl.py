@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
                                            [--trl-threads N] [--trl-rows N] [--trl-python PATH] [--out FILE.json]
-                                           [--vllm [--dtype float32|bfloat16] [--engines N] [--trl-memory SHARE]]
+                                           [--vllm [--dtype float32|bfloat16] [--engines N] [--ahead N] [--trl-memory SHARE]]
                                            [--only NAME ...]
 
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
@@ -397,6 +397,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm", action="store_true", help="on a GPU: both systems generate with vLLM")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --vllm")
     parser.add_argument("--engines", type=int, default=1, help="with --vllm: our servers, all on the same GPU")
+    parser.add_argument(
+        "--ahead", type=int, default=0, help="with --vllm: our batches that are generated ahead, at most"
+    )
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--out", type=Path, help="JSON with every step of every run")
     chosen = parser.parse_args()
@@ -415,6 +418,7 @@ def vllm_settings(chosen: argparse.Namespace) -> tuple[str, ...]:
         f"engine.data_parallel_size={chosen.engines}",
         f"bridge.kind={bridge}",
         f"model.dtype={chosen.dtype}",
+        *(("pipeline.async_prefetch=true", f"pipeline.prefetch_depth={chosen.ahead}") if chosen.ahead else ()),
     )
 
 

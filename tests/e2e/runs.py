@@ -144,14 +144,16 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def torchrun(ranks: int, *arguments: str | Path, max_restarts: int = 0, forked: bool = True) -> Outcome:
+def torchrun(
+    ranks: int, *arguments: str | Path, max_restarts: int = 0, forked: bool = True, timeout_s: float = 240.0
+) -> Outcome:
     """`torchrun --nproc-per-node RANKS -m MODULE ARGUMENTS`; a module of these tests too."""
     own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]
     paths = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = ["--standalone", "--max-restarts", str(max_restarts), "--nproc-per-node", str(ranks), "-m", *arguments]
     kind = ("-c", _TORCHRUN) if forked else ("-m", "torch.distributed.run")
     run = warm.run if forked else partial(subprocess.run, capture_output=True, text=True)
-    done = run([sys.executable, *kind, *words], env=environment(PYTHONPATH=paths), timeout=240)
+    done = run([sys.executable, *kind, *words], env=environment(PYTHONPATH=paths), timeout=timeout_s)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

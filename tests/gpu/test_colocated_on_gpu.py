@@ -6,6 +6,7 @@ PYTHONPATH=src:. python -m pytest tests/gpu/test_colocated_on_gpu.py -s
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,8 @@ from tests.e2e.test_engines import rise
 from tests.e2e.test_learning import sharpen
 from tests.ports import free_port
 
+# Of which vLLM's start is most, where processors are slow.
+TRAINING_S = 600.0
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.timeout(900),
@@ -72,9 +75,14 @@ def train(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float
     directory = config.parent
     monkeypatch.setenv("PYTHONPATH", python_path(entry_point(directory / "plugin")))
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(directory / "sessions"))
-    done = torchrun(2, "lachesis", "train", config, forked=False)
-    assert done.code == 0, f"{done.err}\n{engine_log(directory)}"
     run_dir = directory / "runs" / "proof"
+    try:
+        done = torchrun(2, "lachesis", "train", config, forked=False, timeout_s=TRAINING_S)
+    except subprocess.TimeoutExpired as error:
+        where = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("logs/trainer.log")]
+        said = "\n".join(path.read_text()[-2000:] for path in where)
+        raise AssertionError(f"{error}\n{said}\n{engine_log(directory)}") from error
+    assert done.code == 0, f"{done.err}\n{engine_log(directory)}"
     assert state(run_dir)["status"] == "finished"
     proved = re.findall(r"digests\s+of\s+(\d+)\s+tensors", (run_dir / "logs/trainer.log").read_text())
     split_adapter = "lora_nccl" in config.read_text()  # over workers of one engine, whose canary alone proves it

@@ -104,6 +104,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
     if isinstance(config.engine, HttpEngineConfig):
         return processes
     # vLLM takes for its own what other processes come to hold of a GPU while it finds out what it has of it.
+    one_by_one = shares_gpus(config) and not _cache_is_said(config)
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
         own = _server_environment(config, number=number)
@@ -115,7 +116,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
             # A server is no rank of this run.
             env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | own,
             on_death=lambda error: logger.error("%s", error),
-            after=last_on.get(place) if shares_gpus(config) else None,
+            after=last_on.get(place) if one_by_one else None,
         )
         last_on[place] = process
         processes.append(process)
@@ -128,6 +129,13 @@ def shares_gpus(config: LachesisConfig) -> bool:
     if not isinstance(engine, VllmEngineConfig) or not torch.cuda.is_available():
         return False
     return max(engine.servers_on_own_card, engine.servers_on_card(devices=world_size(os.environ))) > 1
+
+
+def _cache_is_said(config: LachesisConfig) -> bool:
+    """Whether vLLM is told how large its cache is, and so looks for no memory."""
+    engine = config.engine
+    flags = engine.extra_args if isinstance(engine, VllmEngineConfig) else []
+    return any(flag.partition("=")[0].replace("_", "-") == "--kv-cache-memory-bytes" for flag in flags)
 
 
 def server_command(

@@ -81,15 +81,20 @@ def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
                 f"the tensor {name!r} of shape {share.shape} is on the meta device: it has no bytes",
                 remedy="load or attach the weights before proving that they arrived",
             )
-    by_device: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
+    by_device: dict[torch.device, list[list[str]]] = {}
     for batch in _batches(shares):
-        device = shares[batch[0]].part.device
-        by_device.setdefault(device, []).append((batch, _digests([shares[name] for name in batch])))
+        by_device.setdefault(shares[batch[0]].part.device, []).append(batch)
     found: dict[str, int] = {}
-    for entries in by_device.values():
-        names = [name for batch, _ in entries for name in batch]
-        whole = torch.cat([values for _, values in entries])
-        values: list[int] = whole.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
+    for device, batches in by_device.items():
+        names = [name for batch in batches for name in batch]
+        rows = [_rows(shares[name].part) for name in names]
+        sums = torch.empty(sum(rows), dtype=torch.int64, device=device)
+        start = 0
+        for batch in batches:
+            count = len(batch) * _rows(shares[batch[0]].part)
+            _sum_rows([shares[name] for name in batch], out=sums[start : start + count])
+            start += count
+        values = _weighted(sums, rows=rows, first_rows=[shares[name].first_row for name in names])
         found |= {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
     return {name: found[name] for name in shares}
 
@@ -122,28 +127,42 @@ def _batches(shares: Mapping[str, Share]) -> list[list[str]]:
     return [batch for found in batches.values() for batch in found]
 
 
-def _digests(shares: Sequence[Share]) -> Tensor:
-    """int64 [N] on their device, of N parts of one shape, dtype and width of words."""
+def _rows(part: Tensor) -> int:
+    if part.numel() == 0:
+        return 0
+    return part.shape[0] if part.ndim >= 1 else 1
+
+
+def _sum_rows(shares: Sequence[Share], *, out: Tensor) -> None:
+    """Sums of the words of each row, into ``out`` int64 [N x rows], of N parts of one shape, dtype and word width."""
     tensors, width = [share.part for share in shares], shares[0].word_bytes
     first = tensors[0]
+    if first.numel() == 0:
+        return
     if first.dtype.itemsize == 1:  # floats of 8 bits can be looked at and little else
         tensors = [tensor.view(torch.uint8) for tensor in tensors]
         first = tensors[0]
-    if first.numel() == 0:
-        return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
     stacked = torch.stack(tensors) if len(tensors) > 1 else first[None]
     words = _as_words(stacked.flatten(0, 1).flatten(1) if first.ndim >= 2 else stacked.reshape(-1, 1), width=width)
-    sums = torch.empty(words.shape[0], dtype=torch.int64, device=first.device)
     # torch sums int64 without a copy; narrower words it would first widen as a whole.
     step = words.shape[0] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // words.shape[1])
     for start in range(0, words.shape[0], step):
-        torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=sums[start : start + step])
-    sums = sums.view(len(tensors), -1)
-    weights = torch.arange(1, 2 * sums.shape[1], 2, device=first.device)
-    before = [[2 * share.first_row] for share in shares]
-    if any(number for (number,) in before):  # of whole tensors nothing has to travel to the device
-        weights = weights + torch.tensor(before, device=first.device)
-    return (sums * weights).sum(dim=1)
+        torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=out[start : start + step])
+
+
+def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> list[int]:
+    """Of consecutive runs of ``rows`` row sums [R] each: their sums, weighted by the rows' places in the wholes.
+
+    For all tensors together, since each kernel takes longer to start than to run.
+    """
+    counts = torch.tensor([rows, first_rows], device=sums.device)
+    ends = counts[0].cumsum(0)
+    # What is added to a row's place here, so that it is that in its whole.
+    shifts = (counts[1] + counts[0] - ends).repeat_interleave(counts[0], output_size=len(sums))
+    places = torch.arange(len(sums), device=sums.device) + shifts
+    total = torch.nn.functional.pad((sums * (2 * places + 1)).cumsum(0), (1, 0))
+    values: list[int] = (total[ends] - total[ends - counts[0]]).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
+    return values  # pyright: ignore[reportUnknownVariableType]
 
 
 def _as_words(rows: Tensor, *, width: int) -> Tensor:

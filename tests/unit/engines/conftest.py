@@ -50,6 +50,6 @@ def fake(make_server: Callable[..., FakeServer]) -> FakeServer:
 
 @pytest.fixture
 def no_pause_before_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connecting is tried again once, which is at once; httpx waits half a second before the second time."""
+    """Connecting is tried again once, which is at once; half a second is waited before the second time."""
     for module in (control, dispatch):
         monkeypatch.setattr(module, "CONNECT_RETRIES", 1)

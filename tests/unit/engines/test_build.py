@@ -98,13 +98,18 @@ def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):
         ({"devices": "1,1,2,2", "data_parallel_size": 4}, [None, 0, None, 2]),
         ({"data_parallel_size": 3}, [None, 0, 1]),
         ({"devices": "1,2", "data_parallel_size": 2}, [None, None]),
+        ({"data_parallel_size": 2, "extra_args": ["--kv-cache-memory-bytes", "1000000000"]}, [None, None]),
+        ({"data_parallel_size": 2, "extra_args": ["--kv_cache_memory_bytes=1000000000"]}, [None, None]),
     ],
-    ids=["two on each of two GPUs", "all on the trainer's", "one on each"],
+    ids=["two on each of two GPUs", "all on the trainer's", "one on each", "caches are said", "as one word"],
 )
 def test_servers_on_one_gpu_start_one_after_another(
     keys: dict[str, Any], after: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """vLLM takes for its own what another process comes to hold of a GPU while it looks at what it has of it."""
+    """vLLM takes for its own what another process comes to hold of a GPU while it looks at what it has of it.
+
+    It does not look where it is told how large its cache is.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     servers = server_processes(configuration(**keys), tmp_path)
     assert [None if one.after is None else servers.index(one.after) for one in servers] == after

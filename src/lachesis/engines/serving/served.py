@@ -106,7 +106,7 @@ class DigestSlice:
         Raises:
             Refused: (404) there is no tensor of this name; (422) it has no such rows.
         """
-        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self.check({name: tuple(tensors[name].shape) for name in {self.name} & tensors.keys()})
         tensor = tensors[self.name]
         return tensor if tensor.ndim == 0 else tensor[self.start : self.end(tensor.shape[0])]
 

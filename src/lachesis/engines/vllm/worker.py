@@ -213,16 +213,20 @@ class WorkerWeights:
         model = self._runner.get_model()
         held, cuts = named_parameters(model), find_cuts(model)
         slices = {name: DigestSlice(name) for name in cuts} if asked.slices is None else asked.slices
+        shapes = {name: cut.shape for name, cut in cuts.items()}
         found: dict[tuple[str, str], Share] = {}
         for name, part in slices.items():
             if part.name in held and part.name not in cuts:
                 raise _uncut(part.name)
-            part.check({name: cut.shape for name, cut in cuts.items()})
+            part.check(shapes)
             found |= {(name, at): share for at, share in shares(held[part.name], cuts[part.name], part).items()}
         if bad := [name for (name, _), share in found.items() if not share.adds_up]:
             raise _uncut(bad[0])
         said = share_digests({f"{name}@{at}": share for (name, at), share in found.items()})
-        return {name: {at: said[f"{name}@{at}"] for whose, at in found if whose == name} for name in slices}
+        answer: dict[str, dict[str, int]] = {name: {} for name in slices}
+        for name, at in found:
+            answer[name][at] = said[f"{name}@{at}"]
+        return answer
 
     def state_dict_info(self) -> dict[str, Any]:
         """Shape, dtype and device of every parameter; the whole's shape where several workers have parts of it.
