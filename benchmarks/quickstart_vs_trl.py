@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
                                            [--trl-threads N] [--trl-rows N] [--trl-python PATH] [--out FILE.json]
-                                           [--vllm [--dtype float32|bfloat16] [--engines N] [--ahead N] [--trl-memory SHARE]]
-                                           [--only NAME ...]
+                                           [--vllm [--dtype float32|bfloat16] [--engines N] [--ahead N]]
+                                           [--trl-memory SHARE] [--only NAME ...]
 
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
 examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
 
-# What torchrun sets for its workers. The servers that a run starts are none of them.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# All that torchrun sets for its workers begins with one of these.
+_OF_TORCHRUN = (*VARIABLES, "GROUP_WORLD_SIZE", "ROLE_", "TORCHELASTIC_")
 HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
 
 
@@ -73,3 +74,11 @@ def find_world(environment: Mapping[str, str]) -> World | None:
             remedy=f"start several devices with {HOW_TO_START}",
         )
     return world
+
+
+def launchers_variables(environment: Mapping[str, str]) -> frozenset[str]:
+    """Names of what a launcher has set for its ranks, which a process that one of them starts is none of.
+
+    With TORCHELASTIC_USE_AGENT_STORE a process takes torchrun's store for its own, and waits there for ever.
+    """
+    return frozenset(name for name in environment if name.startswith(_OF_TORCHRUN))

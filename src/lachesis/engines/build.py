@@ -15,7 +15,7 @@ from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
 from lachesis.common.process import ManagedProcess
-from lachesis.common.world import VARIABLES, world_size
+from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
     BaseEngineConfig,
     CustomEngineConfig,
@@ -114,7 +114,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
             url=url,
             log_path=log_path if number == 0 else log_path.with_stem(f"{log_path.stem}-{number}"),
             # A server is no rank of this run.
-            env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | own,
+            env=dict.fromkeys(launchers_variables(os.environ)) | own,
             on_death=lambda error: logger.error("%s", error),
             after=last_on.get(place) if one_by_one else None,
         )

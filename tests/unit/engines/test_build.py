@@ -81,10 +81,12 @@ def test_a_run_that_replays_routing_asks_vllm_for_it(tmp_path: Path):
 
 
 def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    """With torchrun's store for its own, vLLM would wait for workers that nobody starts."""
+    of_a_rank = ("RANK", "WORLD_SIZE", "ROLE_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in of_a_rank:
+        monkeypatch.setenv(name, "1")
     (server,) = server_processes(configuration(devices="1"), tmp_path)
-    assert server._env == {"RANK": None, "WORLD_SIZE": None, "CUDA_VISIBLE_DEVICES": "1"}
+    assert server._env == dict.fromkeys(of_a_rank) | {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):

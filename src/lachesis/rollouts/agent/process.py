@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.types import Prompt
+from lachesis.common.world import launchers_variables
 from lachesis.rollouts.agent.container import Container
 
 _LOOK_S = 0.1
@@ -83,7 +85,9 @@ def run_agent(
             shutil.copytree(agent.workdir, work, symlinks=True)
         task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
         ended = threading.Event()
-        env = {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
+        no_rank = dict.fromkeys(launchers_variables(os.environ))
+        own = {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
+        env = {**no_rank, **own}
         command, name = filled(agent.command, prompt), scratch.name
         if agent.container is not None:
             given = [variable for variable, value in env.items() if value is not None]

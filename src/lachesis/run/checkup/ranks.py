@@ -14,7 +14,7 @@ import torch
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.http import free_port
-from lachesis.common.world import VARIABLES
+from lachesis.common.world import launchers_variables
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.checkup.checks import Check
 
@@ -41,7 +41,8 @@ def _run(*, device: str) -> tuple[dict[str, float], float]:
     started = time.monotonic()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "doctor"}
     # The ranks are these two alone, also where torchrun has started this process.
-    alone = {name: value for name, value in os.environ.items() if name not in VARIABLES and "TORCHELASTIC" not in name}
+    ours = launchers_variables(os.environ)
+    alone = {name: value for name, value in os.environ.items() if name not in ours}
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         ranks = [
             subprocess.Popen(

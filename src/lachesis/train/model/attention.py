@@ -69,7 +69,7 @@ class SegmentBucket:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # torch 2.11's compiler looks into frozen ones: a graph for every number of buckets
 class BucketPlan:
     """All buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
 
