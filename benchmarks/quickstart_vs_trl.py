@@ -35,6 +35,7 @@ import torch
 from needs_gpu import require_gpu
 
 from lachesis import __version__
+from lachesis.common.http import free_port
 from lachesis.common.imports import load_function
 from lachesis.common.openmp import brief_waits
 from lachesis.common.types import Group, Prompt
@@ -281,6 +282,8 @@ def execute(command: Sequence[str], *, log: Path, threads: int = 1) -> None:
         "RAYON_NUM_THREADS": str(threads),
         **brief_waits(os.environ),  # what `lachesis` sets for itself, for both
         "HF_HUB_OFFLINE": "1",
+        # Where TRL's vLLM in its process would listen at one port, whoever has it already.
+        "MASTER_PORT": str(free_port()),
     }
     with log.open("w") as output:
         code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode

@@ -100,6 +100,7 @@ CONTEXT = {"context_parallel_size": 2}
 TENSOR = {"tensor_parallel_size": 2}
 EXPERT = {"expert_parallel_size": 2}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
+UNCLIPPED = {"epsilon": 0.999, "epsilon_high": 9.0}
 CASES: dict[str, Case] = {
     "full": Case(),
     "tied": Case(model={"tie_word_embeddings": True}, loss={"beta": 0.1}),
@@ -133,9 +134,7 @@ CASES: dict[str, Case] = {
     "tensor_expert": Case(distributed={**TENSOR, **EXPERT}, model=MOE, lora=True, checkpointing=True),
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
-    "stochastic": Case(
-        **BF16, optimizer={"weight_update": "stochastic_rounding"}, loss={"epsilon": 0.999, "epsilon_high": 9.0}
-    ),
+    "stochastic": Case(**BF16, optimizer={"weight_update": "stochastic_rounding"}, loss=UNCLIPPED),
     "residual": Case(**BF16, residual=True, checkpointing=True),
 }
 # Of four ranks.
@@ -180,15 +179,17 @@ MORE: dict[int, dict[str, Case]] = {
         "tensor_padded": Case(distributed=TENSOR, packing="padded"),
         "tensor_teacher": Case(distributed=TENSOR, loss={"teacher": TEACHER}),
         "tensor_compiled": Case(**FLOAT32, distributed=TENSOR, compile=True),
-        "tensor_bf16": Case(**BF16, distributed=TENSOR, residual=True, checkpointing=True),
+        # No token is at the edge of the clip, where rounding would decide about its gradient.
+        "tensor_bf16": Case(**BF16, distributed=TENSOR, residual=True, checkpointing=True, loss=UNCLIPPED),
         "tensor_stochastic": Case(
             **BF16,
             distributed=TENSOR,
             optimizer={"weight_update": "stochastic_rounding"},
-            loss={"epsilon": 0.999, "epsilon_high": 9.0},
+            loss=UNCLIPPED,
         ),
         "expert_float32": Case(**FLOAT32, distributed=EXPERT, model=MOE | GROUPED),
-        "tensor_expert_float32": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE),
+        # Sums of both groups are rounded: the gradient's norm is 2e-6 of itself off on some processors.
+        "tensor_expert_float32": Case(**FLOAT32 | {"tolerance": 4e-6}, distributed={**TENSOR, **EXPERT}, model=MOE),
         "expert_dense": Case(
             distributed={**TENSOR, **EXPERT}, model=MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True}
         ),

@@ -66,8 +66,13 @@ def last_lines(path: Path, *, start: int = 0) -> list[str]:
     lines = [_COLOUR.sub("", line.rsplit("\r", 1)[-1]).rstrip()[:_WIDTH] for line in text.split("\n")]
     lines = [line for line in lines if line]
     end = lines[-_LINES:]
-    causes = [line for line in lines[:-_LINES] if _CAUSE.search(line)]
+    causes = [line for line in lines[:-_LINES] if names_an_error(line)]
     return [*dict.fromkeys(causes[-_CAUSES:]), *end]
+
+
+def names_an_error(line: str) -> bool:
+    """Whether a line of a log has an error of Python's with its message."""
+    return _CAUSE.search(line) is not None
 
 
 def remedy_of(lines: Sequence[str], *, killed: bool) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lachesis.common.errors import LachesisError
+from lachesis.common.process import names_an_error
 
 # How far clocks may be apart: more than networks and schedulers delay an answer.
 CLOCKS_S = 5.0
@@ -33,6 +34,8 @@ def attempted(subject: str, trial: Callable[[], Check]) -> Check:
 
 
 def failure(subject: str, error: LachesisError) -> Check:
-    """In one line: of a message with the end of a log in it, what it is and the last words."""
+    """In one line: of a message with the end of a log in it, what it is, the first error in it and the last words."""
     first, *rest = str(error).splitlines()
-    return Check(subject, f"{first} … {rest[-1].lstrip(' |')}" if rest else first, failed=True)
+    cause = next(filter(names_an_error, rest[:-1]), None)
+    words = [first, *([] if cause is None else [cause]), *rest[-1:]]
+    return Check(subject, " … ".join(word.lstrip(" |") for word in words), failed=True)
