@@ -24,13 +24,13 @@ _BRIDGE = (
 )
 
 
-def write(directory: Path, *, bridge: dict[str, Any], device: str, **engine: Any) -> Path:
+def write(directory: Path, *, bridge: dict[str, Any], device: str, dtype: str = "float32", **engine: Any) -> Path:
     """The configuration of a run over vLLM at a free port."""
     return write_run(
         directory,
         engine={"kind": "vllm", "port": free_port(), "max_model_len": 32, "enforce_eager": True} | engine,
         bridge=bridge,
-        model={"device": device},
+        model={"device": device, "dtype": dtype},
         **(LORA if bridge["kind"].startswith("lora") else {}),
     )
 

@@ -46,8 +46,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "a copy on each": {"data_parallel_size": 2},
 }
 CYCLE = ("sleep_time", "wake_time", "transfer_time", "proof_time", "train_time", "generation_time", "step_time")
-# Digests are of equal bytes on both sides: of all weights, or of the adapter.
-DTYPES = {"broadcast": "bfloat16", "lora_nccl": "float32"}
 
 
 def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], **sections: dict[str, Any]) -> Path:
@@ -58,7 +56,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
         | ENGINES[engine]
         | (SMALL_ENGINE if sizes is SMALL else {"gpu_memory_utilization": 0.3}),
         bridge={"kind": bridge},
-        model={"device": "cuda", "dtype": DTYPES[bridge], "compile": "off"},
+        model={"device": "cuda", "dtype": "bfloat16", "compile": "off"},
         **lora,
         **sections,
     )

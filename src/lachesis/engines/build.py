@@ -13,7 +13,7 @@ import torch
 
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
@@ -166,6 +166,7 @@ def server_options(
 
     Raises:
         ModelError: ``model.path`` has no configuration that tells the dtype.
+        ConfigError: vLLM has no kernels for it.
     """
     of_engine: dict[str, Any]
     if isinstance(engine, EmbeddedServerConfig):
@@ -191,6 +192,11 @@ def server_options(
         }
     if config.bridge.capabilities.adapter_only and isinstance(config.adapter, LoraAdapterConfig):
         of_engine |= {"enable_lora": True, "max_lora_rank": config.adapter.r}
+        if isinstance(engine, VllmEngineConfig) and of_engine["dtype"] == "float32" and torch.cuda.is_available():
+            raise ConfigError(
+                "vLLM's kernels for adapters on a GPU take 16-bit weights, and these are float32",
+                remedy="set engine.dtype: bfloat16, or model.dtype: bfloat16 for both sides",
+            )
     return ServeOptions(
         **engine.model_dump(include=set(ServeOptions.model_fields) - {"port", *of_engine}),
         **of_engine,

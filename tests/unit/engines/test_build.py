@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines import build
@@ -87,6 +88,23 @@ def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "1")
     (server,) = server_processes(configuration(devices="1"), tmp_path)
     assert server._env == dict.fromkeys(of_a_rank) | {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.parametrize("bridge", ["lora_only", "lora_nccl", "lora_restart"])
+def test_adapters_in_float32_are_refused_for_vllm_on_a_gpu(
+    bridge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its kernels take 16 bits, which it says when it is loaded, by an assertion without words."""
+    sections = configuration().model_dump(exclude_unset=True)
+    sections |= {"bridge": {"kind": bridge}, "adapter": {"kind": "lora", "r": 4}}
+    config = LachesisConfig.model_validate(sections)
+    assert "--enable-lora" in server_processes(config, tmp_path)[0].command, "a CPU has such kernels"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="adapters on a GPU take 16-bit weights, and these are float32") as raised:
+        server_processes(config, tmp_path)
+    assert "engine.dtype: bfloat16" in raised.value.remedy
+    half = LachesisConfig.model_validate(sections | {"engine": sections["engine"] | {"dtype": "bfloat16"}})
+    assert "--enable-lora" in server_processes(half, tmp_path)[0].command
 
 
 def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):
