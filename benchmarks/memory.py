@@ -425,7 +425,7 @@ def needed(case: Case, *, devices: int) -> int:
     assert fields is not None
     with tempfile.TemporaryDirectory() as directory:
         config = configured(fields, sections(case, tiny=False), directory=directory)
-        return process_bytes(plan(config, device="cuda", devices=devices).peak("trainer"))
+        return process_bytes(plan(config, device="cuda", devices=devices), "trainer")
 
 
 def chosen_cases(options: argparse.Namespace, *, ranks: int) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lachesis.config.plan import plan
+from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import LachesisConfig
 
 GB = 1e9
@@ -80,11 +80,16 @@ def configured(fields: dict[str, Any], sections: dict[str, Any], *, directory: s
     return LachesisConfig.model_validate({**basic, **sections, "model": {**sections["model"], "path": directory}})
 
 
-def planned(row: dict[str, Any]) -> int:
-    """Bytes of tensors that `lachesis plan` says a row's trainer holds at most."""
+def plan_of(row: dict[str, Any]) -> Plan:
+    """What `lachesis plan` says of a row's configuration."""
     with tempfile.TemporaryDirectory() as directory:
         config = configured(row["architecture"], row["sections"], directory=directory)
-        return plan(config, device="cuda", devices=row["devices"]).peak("trainer")
+        return plan(config, device="cuda", devices=row["devices"])
+
+
+def planned(row: dict[str, Any]) -> int:
+    """Bytes of tensors that `lachesis plan` says a row's trainer holds at most."""
+    return plan_of(row).peak("trainer")
 
 
 def error(row: dict[str, Any]) -> float:

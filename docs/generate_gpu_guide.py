@@ -15,7 +15,7 @@ from lachesis.config.schema import LachesisConfig
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from memory_rows import MODELS, Measurement, error, kept, largest_error, planned  # noqa: E402
+from memory_rows import MODELS, Measurement, error, kept, largest_error, plan_of  # noqa: E402
 
 TARGET = Path(__file__).with_name("gpu-guide.md")
 RESULTS = BENCHMARKS / "RESULTS.md"
@@ -135,7 +135,7 @@ def measured_rows(measurements: Sequence[Measurement]) -> Iterator[str]:
     order = list(MODELS)
     rows = [(row, number) for number, one in enumerate(measurements) for row in one.rows]
     for row, number in sorted(rows, key=lambda pair: (order.index(pair[0]["size"]), pair[0]["devices"])):
-        measured, expected = row["measured"], planned(row)
+        measured, expected = row["measured"], plan_of(row)
         reserved = measured["reserved"]  # null where it was read after the canary had given memory back
         process = "" if reserved is None else f"{(reserved + measurements[number].context_bytes) / GB:.1f} GB"
         cells = (
@@ -145,10 +145,10 @@ def measured_rows(measurements: Sequence[Measurement]) -> Iterator[str]:
             f"{row['context']:,}",
             row["also"],
             f"{measured['peak'] / GB:.1f} GB",
-            f"{expected / GB:.1f}",
+            f"{expected.peak('trainer') / GB:.1f}",
             f"{error(row):+.1%}",
             process,
-            f"{process_bytes(expected) / GB:.1f}",
+            f"{process_bytes(expected, 'trainer') / GB:.1f}",
             f"{min(measured['seconds']):.2f} s of {measured['tokens']:,} tokens",
             str(number + 1),
         )

@@ -183,9 +183,9 @@ and what it has of Kubernetes' own API against that.
 
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
 transfer between them measured ([results](../benchmarks/RESULTS.md)), and both sides on both in turn
-([measured](../benchmarks/RESULTS.md#two-gpus-train-and-generate-in-turn)); on one, a mixture of 30 billion parameters under
-an adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More ranks
-have run with small models on a CPU
+([measured](../benchmarks/RESULTS.md#two-gpus-train-and-generate-in-turn)); on one, a mixture of 30 billion parameters
+under an adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More
+ranks have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
 two replicas of contexts of two, and tensor groups of two, sharded and not, against one process (metrics, gradients and
 weights to 1e-9 in float64), and `make layouts` up

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lachesis.config.memory import shares_weights, sleeps
+from lachesis.config.memory import GATHERED, Place, shares_weights, sleeps
 from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
 
@@ -16,7 +16,8 @@ CARDS = (24, 40, 48, 80, 141)
 # CUDA's context of a process with its libraries: 0.55 GB on an H200 (benchmarks/memory.json).
 CONTEXT_BYTES = 6 * 10**8
 # What the allocator holds over what tensors take at the worst moment, blocks that do not fit together: 0.3 to 2.1 GB
-# on an H200, whatever the model's size (benchmarks/memory.json).
+# on an H200, whatever the model's size (benchmarks/memory.json), and over several ranks as much again as is gathered,
+# for that comes and goes: 1.8 to 5.5 GB on two H100s (benchmarks/memory_two_gpus*.json).
 FRAGMENTS_BYTES = 10**9
 # What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill. Assumed.
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
@@ -55,10 +56,10 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     """What trainer and engine take of a card of ``card_gb`` times 10^9 bytes; ``planned`` is for ``cuda``."""
     card, least = round(card_gb * GB), engine_least(config, planned)
     if config.engine.place == "trainer":  # one process: the cache is there while it generates
-        return CardUse(card, process_bytes(planned.peak("trainer", "engine")), 0, 0, True)
-    trainer = process_bytes(planned.peak("trainer"))
+        return CardUse(card, process_bytes(planned, "trainer", "engine"), 0, 0, True)
+    trainer = process_bytes(planned, "trainer")
     # A server that sleeps has its share while the trainer holds what it holds while nothing is trained.
-    resting = process_bytes(sum(planned.at("generation", "trainer")))
+    resting = sum(planned.at("generation", "trainer")) + FRAGMENTS_BYTES + CONTEXT_BYTES
     held = resting if sleeps(config) else trainer
     share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
     if not beside_trainer(config):
@@ -86,9 +87,10 @@ def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int =
     return config
 
 
-def process_bytes(tensors: int) -> int:
-    """What a process holds of a card whose tensors take so many bytes."""
-    return tensors + FRAGMENTS_BYTES + CONTEXT_BYTES
+def process_bytes(planned: Plan, *places: Place) -> int:
+    """What the process with these places' tensors holds of a card at the worst moment of a step."""
+    gathered = sum(part.bytes for part in planned.memory if part.name == GATHERED)
+    return planned.peak(*places) + FRAGMENTS_BYTES + gathered + CONTEXT_BYTES
 
 
 def engine_least(config: LachesisConfig, planned: Plan) -> int:

@@ -153,7 +153,7 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
     copy = -(-planned.checkpoint // layout.train) if in_parts else planned.checkpoint
     return Scale(
         layout=layout,
-        rank=process_bytes(planned.peak("trainer")),
+        rank=process_bytes(planned, "trainer"),
         engine=shape.parameters * width // layout.tensor_parallel
         + ENGINE_WORKSPACE_BYTES
         + ENGINE_GRAPHS_BYTES

@@ -22,6 +22,8 @@ Place = Literal["trainer", "engine"]
 Phase = Literal["passes", "update", "generation"]
 ALWAYS: tuple[Phase, ...] = ("passes", "update", "generation")
 TRAINING: tuple[Phase, ...] = ("passes", "update")
+# The part of ranks that shard.
+GATHERED = "gathered weights"
 # Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
 _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
 # As in lachesis.train.model.head: elements of one chunk of logits.
@@ -298,7 +300,7 @@ def _sharded(
             left = part.bytes * (shared / mesh.tensor + 1 - shared)
             found.append(MemoryPart(part.name, part.place, part.phases, math.ceil(left / mesh.cut)))
     gathered = _gathered_bytes(config, shape, width=width, mesh=mesh)
-    found.append(MemoryPart("gathered weights", "trainer", ("passes",), gathered))
+    found.append(MemoryPart(GATHERED, "trainer", ("passes",), gathered))
     if config.engine.place == "trainer":
         found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))
     return found

@@ -94,6 +94,6 @@ def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: in
     if share != usual:
         logger.info(
             "[ENGINE] vLLM gets %.2f of the GPU (engine.gpu_memory_utilization): the trainer needs %.1f of its %.1f GB",
-            share, process_bytes(planned.peak("trainer")) / GB, card_bytes / GB,
+            share, process_bytes(planned, "trainer") / GB, card_bytes / GB,
         )  # fmt: skip
     return share

@@ -51,7 +51,7 @@ class TestSeveralFiles:
         record = json.loads((tmp_path / file).read_text())
         (row,) = (row for row in record["rows"] if row["name"] == "8B, LoRA, 8192")
         two = row | {"devices": 2}
-        two["measured"] = row["measured"] | {"peak": guide.planned(two) * 2, "reserved": 99 * 10**9}
+        two["measured"] = row["measured"] | {"peak": guide.plan_of(two).peak("trainer") * 2, "reserved": 99 * 10**9}
         record |= {"date": "2026-11-30", "torch": "2.12", "context_bytes": 10**9, "rows": [two]}
         (tmp_path / file).write_text(json.dumps(record))
         return guide.kept(tmp_path)
