@@ -74,6 +74,13 @@ sys.exit(3)
     assert os.listdir(tmp_path) == ["given.txt"], "it ran in a copy"
 
 
+def test_it_is_no_rank_of_the_run(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    program = "import os; print([name for name in os.environ if name.startswith(('RANK', 'MASTER', 'TORCHELASTIC'))])"
+    assert run(command(program)).output.strip() == "[]"
+
+
 def test_at_its_limit_it_ends_with_all_that_it_started(tmp_path: Path):
     pids = tmp_path / "pids"
     program = f"""

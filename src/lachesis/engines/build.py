@@ -133,9 +133,7 @@ def shares_gpus(config: LachesisConfig) -> bool:
 
 def _cache_is_said(config: LachesisConfig) -> bool:
     """Whether vLLM is told how large its cache is, and so looks for no memory."""
-    engine = config.engine
-    flags = engine.extra_args if isinstance(engine, VllmEngineConfig) else []
-    return any(flag.partition("=")[0].replace("_", "-") == "--kv-cache-memory-bytes" for flag in flags)
+    return isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
 
 
 def server_command(

@@ -245,8 +245,8 @@ def _speculative(config: LachesisConfig) -> Iterator[Said]:
     for theirs, ours in (("method", "method"), ("num_speculative_tokens", "tokens")):
         if theirs in engine.speculative.options:
             yield problem(f"engine.speculative.options.{theirs} has a key of its own; set engine.speculative.{ours}")
-    for word in engine.extra_args:
-        if word.partition("=")[0].replace("_", "-") in _SPECULATIVE_FLAGS:
+    for flag, word in engine.flags.items():
+        if flag in _SPECULATIVE_FLAGS:
             yield problem(
                 f"engine.extra_args has {word}, and engine.speculative sets the same; put its keys into "
                 "engine.speculative.options"

@@ -155,6 +155,12 @@ class VllmEngineConfig(BaseEngineConfig):
         return math.floor(SHARED_GPU_UTILIZATION * 100 / self.servers_on_card(devices=devices)) / 100
 
     @property
+    def flags(self) -> dict[str, str]:
+        """The words of ``extra_args`` that begin with a dash, by their flag's name as vLLM's help has it."""
+        words = (word for word in self.extra_args if word.startswith("-"))
+        return {word.partition("=")[0].replace("_", "-"): word for word in words}
+
+    @property
     def servers_on_own_card(self) -> int:
         """How many of its servers are on one of ``devices``, at most."""
         named = [] if self.devices is None else [device.strip() for device in self.devices.split(",")]

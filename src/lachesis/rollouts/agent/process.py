@@ -85,9 +85,8 @@ def run_agent(
             shutil.copytree(agent.workdir, work, symlinks=True)
         task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
         ended = threading.Event()
-        no_rank = dict.fromkeys(launchers_variables(os.environ))
-        own = {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
-        env = {**no_rank, **own}
+        env = dict.fromkeys(launchers_variables(os.environ))  # it is no rank
+        env |= {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
         command, name = filled(agent.command, prompt), scratch.name
         if agent.container is not None:
             given = [variable for variable, value in env.items() if value is not None]
