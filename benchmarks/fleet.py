@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.fleet import EngineRow, State
+from lachesis.engines.http.client import HttpEngine
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
 from lachesis.run.parts import build_policy
 from lachesis.train.policy import Policy
@@ -110,28 +111,26 @@ class Rounds:
     def row(self, url: str) -> EngineRow:
         return next(row for row in self.side.rows() if row.url == url)
 
+    def pid(self, url: str) -> int:
+        """Of the server at this address, not of the engine that it has started, which may hold its port as well."""
+        engine = self.side.bridge.engine
+        assert isinstance(engine, HttpEngine)
+        return engine.control(url).info(deadline=Deadline("a server's process", LIMIT_S)).pid
+
 
 def kill_all_of(pid: int) -> None:
     """A server with all under it, as a machine's out-of-memory killer or a fault of its GPU ends it."""
     leader = psutil.Process(pid)
-    for process in [*leader.children(recursive=True), leader]:
-        process.send_signal(signal.SIGKILL)
+    for process in [leader, *leader.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it went with another
+            process.send_signal(signal.SIGKILL)
 
 
-def pid_of(port: int) -> int:
-    """The server that listens there."""
-    for connection in psutil.net_connections(kind="tcp"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
-        if listens and connection.pid is not None:
-            return connection.pid
-    raise SystemExit(f"no server on port {port}")
-
-
-def measure(rounds: Rounds, *, port: int) -> dict[str, Any]:
+def measure(rounds: Rounds) -> dict[str, Any]:
     """The rounds, in one of which a server is killed."""
     urls = [row.url for row in rounds.side.rows()]
     killed, survivor = urls[1], urls[0]
-    pids = [pid_of(port), pid_of(port + 1)]
+    pids = [rounds.pid(url) for url in urls]
     quiet = timed(rounds)
     result: dict[str, Any] = {"undisturbed round s": quiet["generation s"], "transfer and proof s": rounds.update()}
     at = threading.Timer(quiet["generation s"] / 2, partial(kill_all_of, pids[1]))
@@ -159,7 +158,7 @@ def measure(rounds: Rounds, *, port: int) -> dict[str, Any]:
     result["round of both again s"] = timed(rounds)["generation s"]
     result["requests that it then had"] = rounds.row(killed).completed - before
     result["rounds by the other alone meanwhile"] = len(others)
-    result["the other was started again"] = pid_of(port) != pids[0]
+    result["the other was started again"] = rounds.pid(survivor) != pids[0]
     return result | {"killed": killed, "other": survivor}
 
 
@@ -212,7 +211,7 @@ def main() -> None:
     with built(options) as (rounds, start_s):
         rounds.generate()  # what is slow the first time
         rounds.update()
-        result = {"start of both servers s": start_s, **measure(rounds, port=options.port)}
+        result = {"start of both servers s": start_s, **measure(rounds)}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1))
     sys.stdout.write(table(result))

@@ -22,7 +22,7 @@ from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from tests.contracts.bridge_faults import Tampering
 from tests.contracts.servers import MAX_LEN, Server
-from tests.ports import free_port
+from tests.ports import free_port, free_ports
 from tests.unit.train.model.test_forward import random_groups
 
 CANARY = tuple(range(20, 32))
@@ -112,6 +112,11 @@ TWO_VLLM = [
     Case("vllm", {"kind": "lora_nccl"}, lora=True, two=True),
     Case("vllm", {"kind": "lora_only"}, lora=True, two=True),
 ]
+# Of those that the run starts one dies.
+MORTAL = [
+    Case("vllm", {"kind": "broadcast"}, exact=False, two=True, owned=True),
+    Case("vllm", {"kind": "lora_only"}, lora=True, owned=True),
+]
 # An update breaks off while it is loaded.
 UNSTAGED = [
     Case(engine, {"kind": "broadcast", "staging": "none"}, exact=engine == "embedded", owned=True)
@@ -128,7 +133,8 @@ def configuration(case: Case, *, model: Path, directory: Path, urls: list[str]) 
     elif case.engine == "embedded":
         engine = {"kind": "embedded_server", "port": free_port(), "max_model_len": MAX_LEN}
     else:
-        engine = {"kind": "vllm", "port": free_port(), "max_model_len": MAX_LEN, "enforce_eager": True}
+        engine = {"kind": "vllm", "port": free_ports(2), "max_model_len": MAX_LEN, "enforce_eager": True}
+        engine |= {"data_parallel_size": 2} if case.two else {}
     return LachesisConfig.model_validate(
         {
             "run": {"name": directory.name, "dir": str(directory.parent), "steps": 1000},

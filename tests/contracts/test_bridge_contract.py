@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,6 +34,7 @@ from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, 
 from lachesis.config.schema import OptimizerConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.fleet import State
 from lachesis.engines.http.client import HttpEngine
 from lachesis.train.batch import pack
 from lachesis.train.distributed.strategy import SingleDevice
@@ -45,6 +47,7 @@ from tests.contracts.bridge_cases import (
     CANARY,
     EMBEDDED,
     IN_PROCESS,
+    MORTAL,
     PROMPT,
     TINY,
     TOLERANCE,
@@ -64,6 +67,7 @@ from tests.losses import loss_options
 from tests.sender_ranks import ThreadRanks
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
+from tests.waiting import until
 
 REQUESTS = 32
 
@@ -189,6 +193,34 @@ def test_two_servers_of_vllm_take_each_update(
                 report = live.bridge.last_report
                 assert report is not None and all(report.ranks[rank].num_bytes for rank in range(3))
                 assert len(report.engines) == 2
+
+
+@pytest.mark.parametrize("case", params(*MORTAL))
+@pytest.mark.usefixtures("environment")
+def test_a_server_whose_engine_is_dead_is_as_good_as_gone(
+    case: Case, request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+):
+    """What a machine's out-of-memory killer leaves: the weights' process is gone, and the server answers a while."""
+    with bridged(case, request, models, tmp_path_factory) as live:
+        *others, last = live.remote.controls
+        before = last.info(deadline=soon("the last server"))
+        for engine in psutil.Process(before.pid).children(recursive=True):
+            engine.kill()
+        live.update()
+        rows = {row.url: row for row in live.side.rows()}
+        if others:
+            assert {rows[other.url].state for other in others} == {State.SERVING}
+            assert rows[last.url].state is State.DEAD
+            assert live.generate()[0].versions == (1, 1), "the others go on"
+            until(lambda: served_again(live, last.url), "it was not replaced")
+        assert last.info(deadline=soon("the last server")).session_id != before.session_id
+        check_each_server(live)
+
+
+def served_again(live: Live, url: str) -> bool:
+    live.update()
+    row = next(row for row in live.side.rows() if row.url == url)
+    return row.state is State.SERVING and row.version == live.version
 
 
 @pytest.mark.parametrize("case", params(*UNSTAGED))

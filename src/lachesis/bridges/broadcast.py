@@ -59,6 +59,8 @@ PolicyIn = TypeVar("PolicyIn", contravariant=True)
 _POLL_S = 0.1
 # How long the side that did not fail first gets to say what it saw.
 _LAST_WORD_S = 5.0
+# Until a server has noticed that its engine is dead.
+_NOTICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +200,23 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._disconnect()
             if len(servers) == 1 or not isinstance(error, EngineError):
                 raise
-            self.engine.look()
-            if self.engine.sessions == servers:
+            if not self._some_died(servers):
                 raise
             return False
         if self.engine.sessions != servers:  # one died when it had sent its last word
             self._disconnect()
         return True
+
+    def _some_died(self, servers: tuple[tuple[str, str], ...]) -> bool:
+        """Whether not all of them live any more; that an engine has died its server notices a moment later."""
+        patience = Deadline("a look at who has died", _NOTICE_S)
+        while True:
+            self.engine.look()
+            if self.engine.sessions != servers:
+                return True
+            if patience.remaining_s() == 0.0:
+                return False
+            time.sleep(_POLL_S)
 
     def _exchange(self, version: int, plan: TransferPlan, *, deadline: Deadline) -> None:
         """This rank's part and, where several send, those of the others at the same time."""

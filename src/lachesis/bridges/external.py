@@ -141,8 +141,11 @@ class OwnedEngine:
         for process in self._processes:
             process.stop()
 
-    def died(self, *, within_s: float = 5.0) -> bool:
-        """Whether no server is left, or none will be ``within_s``: connections break a moment before."""
+    def died(self, *, within_s: float = 10.0) -> bool:
+        """Whether no server is left, or none will be ``within_s``.
+
+        Connections break a moment before, and vLLM's server looks every 5 s whether its engine lives.
+        """
         deadline = Deadline("the end of a server that does not answer", within_s)
         pause = threading.Event()
         while any(process.pid is not None for process in self._processes):

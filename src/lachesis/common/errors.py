@@ -60,7 +60,7 @@ class EngineError(LachesisError):
 
 
 class EngineUnreachable(EngineError):
-    """A server gives no answer at all: it is not up yet, or gone."""
+    """A server gives no answer at all, or says that its engine is dead: it is not up yet, or gone."""
 
 
 class EngineLost(EngineError):

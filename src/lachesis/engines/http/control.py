@@ -47,7 +47,7 @@ _CONNECT_S = 10.0
 KEEP_ALIVE_S = 2.0
 # Errors of a server that callers tell apart; the others are EngineErrors here.
 _SERVER_ERRORS: dict[str, type[LachesisError]] = {
-    kind.__name__: kind for kind in (DeadlineExceeded, ModelError, StaleWeights)
+    kind.__name__: kind for kind in (DeadlineExceeded, EngineUnreachable, ModelError, StaleWeights)
 }
 # How servers say that they do not know a path, or not with this method.
 _NO_ROUTE = (404, 405, 501)

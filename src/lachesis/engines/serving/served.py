@@ -414,6 +414,10 @@ class ServedEngine(Protocol):
 
     async def reset_prefix_cache(self) -> None: ...
 
+    def check_alive(self) -> None:
+        """Raise EngineUnreachable where the engine is dead, as it may be while its server answers."""
+        ...
+
     async def health(self) -> None:
-        """Raise EngineError where the engine is dead."""
+        """Raise EngineError where nothing can be generated: the engine is dead, or its weights are unusable."""
         ...

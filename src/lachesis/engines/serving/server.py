@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import lachesis
-from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.adapter_files import read_adapter
 from lachesis.engines.serving.bodies import Refused, error_document, parse, parse_object
@@ -45,6 +45,7 @@ Found = Mapping[str, Any] | None
 
 _MAX_BODY = 32 << 20
 _CLOSED_REQUEST = 499  # nobody reads it; the name that nginx gave it
+_STATUS: dict[type[LachesisError], int] = {EngineUnreachable: 503, DeadlineExceeded: 504}
 _PROBE_S = 30.0
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "LOGDIR", "VLLM_BRIDGE_CONFIG_PATH", "VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES",
@@ -74,7 +75,12 @@ class Server:
         return {"weight_version": self.clock.current, "session_id": self.session.session_id}
 
     async def state(self) -> dict[str, Any]:
-        """How the server stands: what answers are filled from, each with the fields that it has."""
+        """How the server stands: what answers are filled from, each with the fields that it has.
+
+        Raises:
+            EngineUnreachable: its engine is dead.
+        """
+        self.served.check_alive()
         return {
             **self.stamp,
             "paused": await self.served.is_paused(),
@@ -357,8 +363,8 @@ def guarded(endpoint: Endpoint) -> Endpoint:
 
 
 def error_response(error: LachesisError) -> JSONResponse:
-    """Refused has its own status; a deadline is 504, anything else 500."""
-    status = error.status if isinstance(error, Refused) else 504 if isinstance(error, DeadlineExceeded) else 500
+    """Refused has its own status; an engine that is dead is 503, a deadline 504, anything else 500."""
+    status = error.status if isinstance(error, Refused) else _STATUS.get(type(error), 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_document(error), status_code=status, headers=headers)
 

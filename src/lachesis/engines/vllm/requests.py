@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import EngineError, EngineUnreachable
 from lachesis.common.types import FinishReason
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
@@ -230,13 +230,18 @@ class Generator:
             )
 
 
+def engine_is_dead(error: BaseException) -> EngineUnreachable:
+    """Its process has ended; that of the server, which says so, does within seconds."""
+    return EngineUnreachable(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it")
+
+
 @contextmanager
 def _our_errors() -> Iterator[None]:
     """What vLLM raises inside, as ours."""
     try:
         yield
     except compat.EngineDeadError as error:
-        raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
+        raise engine_is_dead(error) from error
     except compat.caller_errors() as error:
         raise Refused(f"vLLM refuses the request: {error}", remedy="correct the request") from error
 

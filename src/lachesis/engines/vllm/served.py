@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
@@ -35,7 +35,7 @@ from lachesis.engines.vllm.drafts import check_drafted
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
-from lachesis.engines.vllm.requests import Generator
+from lachesis.engines.vllm.requests import Generator, engine_is_dead
 from lachesis.engines.vllm.routed import returns_routes
 from lachesis.engines.vllm.worker import read_answer
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
@@ -49,6 +49,10 @@ _ARRIVAL_S, _FIRST_LOOK_S = 0.05, 0.003
 # Token ids whose continuation n-grams guess, and how many of its continuations are looked at.
 _REPETITIVE = (5, 6, 7, 8) * 8
 _PROVED = 8
+# How often a call that waits for the engine looks whether it lives.
+_LOOK_S = 0.5
+
+T = TypeVar("T")
 
 
 class ServedVllm:
@@ -143,7 +147,7 @@ class ServedVllm:
     async def wait_until_running(self) -> None:
         """Return once the engine is neither paused nor asleep. Raises EngineError where it cannot serve any more."""
         self._check_usable()
-        await self._gate.wait()
+        await self._answered(self._gate.wait())
         self._check_usable()
 
     def generated_tokens(self) -> int | None:
@@ -176,6 +180,9 @@ class ServedVllm:
 
     async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         self._check_usable()
+        return await self._answered(self._read_canary(token_ids))
+
+    async def _read_canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         async with self._gate.running():
             return await self._generator.canary(token_ids, cache_salt=self.cache_salt)
 
@@ -261,10 +268,10 @@ class ServedVllm:
     # Pausing.
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._gate.pause(mode)
+        await self._answered(self._gate.pause(mode))
 
     async def resume(self) -> None:
-        await self._gate.resume()
+        await self._answered(self._gate.resume())
 
     async def is_paused(self) -> bool:
         return self._gate.paused
@@ -279,13 +286,13 @@ class ServedVllm:
                 status=409,
                 remedy="sleep at level 1, which keeps them in CPU memory",
             )
-        if await self._gate.sleep(level) and level == 2 and not on_cpu:
+        if await self._answered(self._gate.sleep(level)) and level == 2 and not on_cpu:
             self._unusable = "the engine slept at level 2 and has no weights"
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
         if self._gate.sleeping:
             await self._call("make_room")
-        await self._gate.wake_up(tags, lambda: self._call("refresh"))
+        await self._answered(self._gate.wake_up(tags, lambda: self._call("refresh")))
 
     async def is_sleeping(self) -> bool:
         return self._gate.sleeping
@@ -304,21 +311,36 @@ class ServedVllm:
         New requests have another salt instead, and those in flight go on with what they have.
         """
         self._cache_epoch += 1
-        self._cache_is_stale = not await self._engine.reset_prefix_cache()
+        self._cache_is_stale = not await self._answered(self._engine.reset_prefix_cache())
         if self._engine.model_config.is_multimodal_model:
-            await self._engine.reset_encoder_cache()
+            await self._answered(self._engine.reset_encoder_cache())
 
     async def empty_stale_cache(self) -> None:
         """For requests that cannot have a salt: empty the cache, at the price of computing anew what is in flight."""
         if self._cache_is_stale:
-            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._cache_is_stale = False
 
-    async def health(self) -> None:
+    def check_alive(self) -> None:
         if self._engine.errored:
-            raise EngineError(f"vLLM's engine is dead: {self._engine.dead_error}", remedy="restart the server")
+            raise engine_is_dead(self._engine.dead_error)
+
+    async def health(self) -> None:
+        self.check_alive()
         self._check_usable()
-        await self._engine.check_health()
+        await self._answered(self._engine.check_health())
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """The engine's answer. Raises EngineUnreachable where it dies meanwhile: vLLM leaves such a call open."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
+                self.check_alive()
+            return answer.result()
+        except compat.EngineDeadError as error:
+            raise engine_is_dead(error) from error
+        finally:
+            answer.cancel()
 
     def _check_usable(self) -> None:
         if self._unusable:
@@ -375,9 +397,11 @@ class ServedVllm:
 
     async def _call_all(self, method: str, **arguments: Any) -> list[Any]:
         try:
-            answers = await self._engine.collective_rpc("lachesis_call", args=(method, to_json(arguments).decode()))
-        except compat.EngineDeadError as error:
-            raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
+            answers = await self._answered(
+                self._engine.collective_rpc("lachesis_call", args=(method, to_json(arguments).decode()))
+            )
+        except LachesisError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"vLLM's workers could not be called: {type(error).__name__}: {error}",

@@ -14,7 +14,7 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, StaleWeights
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, StaleWeights
 from lachesis.common.http import server_url
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.serving import operations as ops
@@ -198,7 +198,12 @@ class TestFailures:
 
     @pytest.mark.parametrize(
         ("kind", "error"),
-        [("StaleWeights", StaleWeights), ("DeadlineExceeded", DeadlineExceeded), ("Whatever", EngineError)],
+        [
+            ("StaleWeights", StaleWeights),
+            ("DeadlineExceeded", DeadlineExceeded),
+            ("Whatever", EngineError),
+            ("EngineUnreachable", EngineUnreachable),
+        ],
     )
     def test_its_own_failures(self, fake: FakeServer, control: ServerControl, kind: str, error: type[Exception]):
         fake.state.replies["/nccl/receive"] = lambda body: refusal(500, "it broke", kind=kind)

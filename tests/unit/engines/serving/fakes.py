@@ -159,5 +159,9 @@ class FakeServed(ServedEngine):
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
+    def check_alive(self) -> None:
+        if "check_alive" in self.fail:
+            raise self.fail["check_alive"]
+
     async def health(self) -> None:
         await self._call("health")

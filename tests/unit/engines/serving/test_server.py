@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.engines.serving.served import AdapterStatus
@@ -268,6 +268,16 @@ def test_health(drive):
         assert reply.status_code == 503 and "out of memory" in reply.json()["error"]["message"]
         api.served.fail["health"] = EngineError("the engine is dead")
         assert (await api.http.get("/health")).status_code >= 500
+
+    drive(test)
+
+
+def test_a_server_says_how_it_stands_only_while_its_engine_lives(drive):
+    async def test(api: Api) -> None:
+        assert (await api.http.get("/bridge/info")).status_code == 200
+        api.served.fail["check_alive"] = EngineUnreachable("the engine is dead")
+        reply = await api.http.get("/bridge/info")
+        assert reply.status_code == 503 and reply.json()["error"]["type"] == "EngineUnreachable"
 
     drive(test)
 

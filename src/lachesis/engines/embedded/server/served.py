@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.common.errors import EngineError, StaleWeights
+from lachesis.common.errors import EngineError, EngineUnreachable, StaleWeights
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine
@@ -252,9 +252,12 @@ class ServedEmbedded(ServedEngine):
     async def reset_prefix_cache(self) -> None:
         """This engine keeps no prefixes from one batch to the next."""
 
-    async def health(self) -> None:
+    def check_alive(self) -> None:
         if not self._runner.alive:
-            raise EngineError("the engine's thread has ended", remedy="start the server again")
+            raise EngineUnreachable("the engine is dead: its thread has ended", remedy="start the server again")
+
+    async def health(self) -> None:
+        self.check_alive()
 
     def close(self) -> None:
         """End everything. Idempotent."""
