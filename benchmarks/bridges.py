@@ -36,7 +36,7 @@ from architectures import LLAMA_3_1_8B
 from needs_gpu import require_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lachesis.bridges.proof import FleetProof
+from lachesis.bridges.proof import NO_DIGESTS, FleetProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
@@ -281,9 +281,9 @@ def proof_parts(side: EngineSide) -> dict[str, float]:
     proof = fleet.of(engine.living[0])
     calls = {
         "trainer canary": lambda: proof.trainer(proof.token_ids),
-        "engine canary": lambda: proof.engine(proof.token_ids),
+        "engine canary": lambda: proof.engine(proof.token_ids, NO_DIGESTS),
         "trainer digests": proof.trainer_digests,
-        "engine digests": proof.engine_digests,
+        "engine canary and digests": proof.ask_engine,
     }
     found = {}
     for name, call in calls.items():

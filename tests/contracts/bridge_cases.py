@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from lachesis.bridges.proof import digest_functions
+from lachesis.bridges.proof import digests_of
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
@@ -215,16 +215,19 @@ class Live:
 
     def digests(self) -> tuple[dict[str, int], dict[str, int]] | None:
         """The trainer's and the engine's, of what travels."""
-        weights = self.side.weights
-        found = digest_functions(
+        weights, control = self.side.weights, self.remote.controls[-1]
+        found = digests_of(
             self.config,
             self.policy,
-            self.remote.controls[-1],
+            control,
             slices_of=None if weights is None else lambda: weights.slices,
             whole=whole_of(self.policy),
             deadline=lambda: soon("digests"),
         )
-        return None if found is None else (dict(found[0]()), dict(found[1]()))
+        if found is None:
+            return None
+        ours, wanted = found
+        return dict(ours()), dict(control.prove(CANARY, wanted, deadline=soon("digests"))[1])
 
 
 def build(case: Case, *, model: Path, directory: Path, servers: list[Server], tampering: Tampering) -> Live:

@@ -526,7 +526,7 @@ class TestInProcess:
             return SyncProof(
                 token_ids=CANARY,
                 trainer=policy.canary,
-                engine=built.canary,
+                engine=lambda token_ids, wanted: (built.canary(token_ids), {}),
                 session_id=session or built.health().session_id,
                 dtype="float32",
             )

@@ -63,12 +63,12 @@ def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSid
     held = side.bridge.engine.controls[0].state_dict_info(deadline=soon("the test"))  # type: ignore[attr-defined]
     assert {info.dtype for name, info in held.items() if "_proj.weight" in name} >= {"float8_e4m3fn"}
     for version in (1, 2):
-        before = proof_of(side).engine_digests()
+        before = proof_of(side).ask_engine()[1]
         policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
         with side.bridge.update_to(version):
             policy.step()
         proof = proof_of(side)
-        ours, theirs = proof.trainer_digests(), proof.engine_digests()
+        ours, theirs = proof.trainer_digests(), proof.ask_engine()[1]
         assert ours == theirs and theirs != before
         assert sum(name.endswith("_scale") for name in ours) == 7 * policy.transformer.config.num_hidden_layers
 

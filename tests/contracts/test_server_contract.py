@@ -397,6 +397,8 @@ class TestInfo:
         found = server.post("/bridge/digests", slices=asked)["digests"]
         own = base.get_parameter(NORM).detach().to(getattr(torch, server.get("/bridge/info")["dtype"]))
         assert found == {"norm": f"{digest(own):016x}", "rows": f"{digest(own[3:8]):016x}"}
+        proved = server.post("/bridge/prove", token_ids=CANARY, slices=asked)
+        assert proved["digests"] == found and proved["logprobs"] == pytest.approx(canary(server), abs=1e-6)
 
     def test_the_canary_reads_the_models_logprobs(self, server: Server, base: PreTrainedModel, factory: ServerFactory):
         assert close(canary(server), logprobs_of(base), factory)
@@ -495,7 +497,7 @@ class TestChannels:
     def test_one_change_at_a_time(self, server, base, factory):
         tensors = {name: parameter.detach() for name, parameter in base.named_parameters()}
         with still_serving(server, factory), channel(server, tensors, kind="full"), ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(server.http.post, "/nccl/receive", json={"weight_version": 900})
+            receiving = pool.submit(until_taken, server, "/nccl/receive", {"weight_version": 900})
             message = until_refused(server, "/bridge/set_version", {"weight_version": version(server)})
             assert "receiving" in message
             server.post("/nccl/stop_receiver")
@@ -670,6 +672,8 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "a canary of unknown tokens": ("/bridge/canary", {"token_ids": [5, 100_000]}, (400,)),
     "a canary without tokens": ("/bridge/canary", {}, (400,)),
     "digests of an unknown tensor": ("/bridge/digests", {"slices": {"x": {"name": "nothing"}}}, (404,)),
+    "a proof of an unknown tensor": ("/bridge/prove", {"token_ids": [5, 6], "slices": {"x": {"name": "none"}}}, (404,)),
+    "a proof without tokens": ("/bridge/prove", {"slices": {}}, (400,)),
     "digests of rows that are not there": ("/bridge/digests", {"slices": {NORM: {"start": 9999}}}, (400, 422)),
     "an unknown pause": ("/bridge/pause", {"mode": "stop"}, (400,)),
     "an unknown sleep": ("/bridge/sleep", {"level": 7}, (400,)),
@@ -892,6 +896,14 @@ def until_refused(server: Server, path: str, body: Mapping[str, Any]) -> str:
 
     until(tried)
     return found[0]
+
+
+def until_taken(server: Server, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    """The answer to a change that does not come while :func:`until_refused` tries its own."""
+    while True:
+        reply = server.http.post(path, json=body)
+        if not (reply.status_code == 409 and "setting the version" in reply.text):
+            return reply
 
 
 def do_damage(damage: str, path: Path, base: PreTrainedModel) -> None:

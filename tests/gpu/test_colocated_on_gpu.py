@@ -85,7 +85,7 @@ def train(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float
     # An adapter that is split over the workers of one engine is proved by its canary alone.
     whole = "lora_nccl" not in config.read_text() or "tensor_parallel_size: 2" not in config.read_text()
     for log in run_dir.glob("logs/engine*.log") if whole else ():
-        answered = log.read_text().count('"POST /bridge/digests HTTP/1.1" 200')
+        answered = log.read_text().count('"POST /bridge/prove HTTP/1.1" 200')
         assert answered > len(steps), f"{log.name}: digests were asked for at the start and after each step"
     return steps
 

@@ -33,6 +33,8 @@ Command = Callable[[int, Path], Sequence[str]]
 _LOOK_S = 0.05
 # What a server that was dead gets to say that it is there.
 _GREETING_S = 2.0
+# One that has answered so lately is thought to live: a transfer finds out.
+_QUIET_S = 1.0
 # Fewer than the quorum are looked at so often.
 _QUORUM_LOOK_S = 1.0
 
@@ -278,7 +280,7 @@ class ExternalBridge(Bridge[PolicyT]):
     def _meet(self) -> None:
         """Have dead servers replaced, and let those take part that came or came back."""
         engine = self.engine
-        engine.look(needed=self._servers.quorum is None)
+        engine.look(needed=self._servers.quorum is None, quiet_s=_QUIET_S)
         for url in self._replaced() if self._owned is not None else self._absent():
             try:
                 engine.greet(url, deadline=Deadline(f"an answer of {url}", _GREETING_S))

@@ -24,7 +24,7 @@ from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.http.dispatch import nobody_serves
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.served import DigestRequest, DigestSlice
 from lachesis.transport.float8 import FP8, SCALE
 from lachesis.transport.shared_tensors import dtype_name
 
@@ -41,6 +41,7 @@ QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "fp8": 2.0, "nf4": 4.0}
 _CANARY_TOKENS = 16
 
 Digests = Callable[[], Mapping[str, int]]
+NO_DIGESTS = DigestRequest(slices={})
 # Where a policy is built on the engine's tensors: which rows of which of them its parameters are.
 Slices = Callable[[], Mapping[str, DigestSlice]]
 # What each side says of itself: canary, and digests.
@@ -66,23 +67,23 @@ class SyncProof:
     Args:
         token_ids: the canary prompt.
         trainer: reads the canary under the trainer's weights, logprobs as in CanaryReading.
-        engine: reads it under the engine's.
+        engine: reads it under the engine's, and digests what is ``wanted`` of what the engine holds.
         session_id: the engine session this run works with.
         dtype: of the weights, or "tf32" where an engine multiplies in it; sets the tolerance.
         quantization: of one side where the other is not quantized; widens the tolerance.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
-        engine_digests: the same of what the engine holds; both or neither are given.
+        wanted: by which names the engine holds them; none without ``trainer_digests``.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
     """
 
     token_ids: Sequence[int]
     trainer: Callable[[Sequence[int]], Sequence[float]]
-    engine: Callable[[Sequence[int]], CanaryReading]
+    engine: Callable[[Sequence[int], DigestRequest], EngineSays]
     session_id: str
     dtype: str
     quantization: str = "none"
     trainer_digests: Digests = dict
-    engine_digests: Digests = dict
+    wanted: DigestRequest = NO_DIGESTS
     concurrent: bool = False
     _last: tuple[Sequence[float], Sequence[float]] | None = field(default=None, init=False)
 
@@ -103,11 +104,7 @@ class SyncProof:
 
     def ask_engine(self) -> EngineSays:
         """Canary and digests of what it holds."""
-        if not self.concurrent or self.engine_digests is dict:
-            return self.engine(self.token_ids), self.engine_digests()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof") as pool:
-            digests = pool.submit(self.engine_digests)
-            return self.engine(self.token_ids), digests.result()
+        return self.engine(self.token_ids, self.wanted)
 
     def ask_trainer(self) -> TrainerSays:
         """Canary and digests of what the engine should hold."""
@@ -215,7 +212,7 @@ class FleetProof:
     def _judge(self, control: ServerControl, says: EngineSays, trainer: TrainerSays, *, version: int) -> float:
         proof = self.of(control)
         expected, ours = trainer
-        error = proof.judge(says, (expected, {} if proof.engine_digests is dict else ours), version=version)
+        error = proof.judge(says, (expected, ours if proof.wanted.asks else {}), version=version)
         self._engine.fleet.proved(control.url, proof.session_id, version)
         return error
 
@@ -276,7 +273,7 @@ def local_proof(policy: ModelPolicy, engine: Engine, *, context: int) -> SyncPro
     return SyncProof(
         token_ids=_canary(_vocab_size(policy), context),
         trainer=policy.canary,
-        engine=engine.canary,
+        engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
         session_id=engine.health().session_id,
         dtype=str(policy.transformer.dtype).removeprefix("torch."),
     )
@@ -307,18 +304,18 @@ def _server_proof(
     deadline = partial(Deadline, "the proof of sync", config.deadlines.sync_s, "deadlines.sync_s")
     info = control.info(deadline=deadline())
     ours = str(policy.transformer.dtype).removeprefix("torch.")
-    digests = digest_functions(config, policy, control, slices_of=slices_of, whole=whole, deadline=deadline)
-    mine, theirs = digests or (dict, dict)
+    digests = digests_of(config, policy, control, slices_of=slices_of, whole=whole, deadline=deadline)
+    mine, wanted = digests or (dict, NO_DIGESTS)
     return SyncProof(
         token_ids=_canary(min(_vocab_size(policy), info.model.vocab_size), info.model.max_model_len - 1),
         trainer=policy.canary,
-        engine=lambda token_ids: control.canary(token_ids, deadline=deadline()),
+        engine=lambda token_ids, wanted: control.prove(token_ids, wanted, deadline=deadline()),
         session_id=session_id,
         # The coarser of the two sets what can be expected of them.
         dtype=max((ours, engine_arithmetic(info)), key=tuple(TOLERANCE).index),
         quantization=coarser_quantization(config, rounds=info.model.rounds),
         trainer_digests=mine,
-        engine_digests=theirs,
+        wanted=wanted,
         concurrent=True,
     )
 
@@ -330,7 +327,7 @@ def engine_arithmetic(info: ServerInfo) -> str:
     return "tf32" if of_vllm and on_gpu and info.model.dtype == "float32" else info.model.dtype
 
 
-def digest_functions(
+def digests_of(
     config: LachesisConfig,
     policy: ModelPolicy,
     control: ServerControl,
@@ -338,8 +335,8 @@ def digest_functions(
     slices_of: Slices | None,
     whole: Whole,
     deadline: Callable[[], Deadline],
-) -> tuple[Digests, Digests] | None:
-    """Exact digests of what travels, on both sides; none where the server keeps it in another form.
+) -> tuple[Digests, DigestRequest] | None:
+    """Exact digests of what travels: the trainer's, and what to ask the server for; none where it has another form.
 
     That is so with adapters split over GPUs, with kernels that repack weights (as on the CPU), with layers whose cut
     the server does not know, and in another dtype.
@@ -352,7 +349,7 @@ def digest_functions(
             return None
         return (
             lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
-            lambda: control.digests({}, adapter=True, deadline=deadline()).digests,
+            DigestRequest(slices={}, adapter=True),
         )
     if dtype != policy.transformer.dtype:
         return None
@@ -362,7 +359,7 @@ def digest_functions(
     quantized = frozenset(name.removesuffix(SCALE) for name in slices if name.endswith(SCALE))
     return (
         lambda: policy.weight_digests(quantized=quantized),
-        lambda: control.digests(slices, deadline=deadline()).digests,
+        DigestRequest(slices=dict(slices)),
     )
 
 

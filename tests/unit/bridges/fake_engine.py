@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lachesis.bridges.external import Servers
 from lachesis.bridges.extract import full_weights, lora_tensors
-from lachesis.bridges.proof import FleetProof, SyncProof
+from lachesis.bridges.proof import EngineSays, FleetProof, SyncProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.types import CanaryReading
@@ -29,6 +29,7 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import (
     MEMORY_PARTS,
+    DigestRequest,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -139,6 +140,10 @@ class FakeServer(ServerControl):
 
     def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
         return Digests(digests=digests(self.tensors), weight_version=self.version, session_id=self.session_id)
+
+    def prove(self, token_ids: Sequence[int], wanted: DigestRequest, *, deadline: Deadline) -> EngineSays:
+        held = digests(self.tensors) if wanted.asks else {}
+        return self.canary(token_ids, deadline=deadline), held
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         self._begin("load_adapter")
@@ -315,11 +320,11 @@ def build_proof(policy: FakePolicy, engine: HttpEngine) -> FleetProof:
         return SyncProof(
             token_ids=(1, 2, 3),
             trainer=policy.canary,
-            engine=lambda token_ids: control.canary(token_ids, deadline=deadline),
+            engine=lambda token_ids, wanted: control.prove(token_ids, wanted, deadline=deadline),
             session_id=engine.fleet.session(control.url),
             dtype="float64",
             trainer_digests=lambda: digests(policy.travelling()),
-            engine_digests=lambda: control.digests(deadline=deadline).digests,
+            wanted=DigestRequest(),
         )
 
     return FleetProof(engine, proof_of=proof_of)

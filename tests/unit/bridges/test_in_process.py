@@ -54,7 +54,11 @@ class SharingEngine(FakeEngine):
 
 def proof_of(policy: Weights, engine) -> SyncProof:
     return SyncProof(
-        token_ids=(1, 2, 3), trainer=policy.canary, engine=engine.canary, session_id="fake", dtype="float32"
+        token_ids=(1, 2, 3),
+        trainer=policy.canary,
+        engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
+        session_id="fake",
+        dtype="float32",
     )
 
 

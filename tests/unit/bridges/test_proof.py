@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, SyncProof, engine_arithmetic, largest_difference
+from lachesis.bridges.proof import (
+    QUANTIZED_TOLERANCE,
+    TOLERANCE,
+    EngineSays,
+    SyncProof,
+    engine_arithmetic,
+    largest_difference,
+)
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import ModelInfo
+from lachesis.engines.serving.served import DigestRequest, ModelInfo
 
 TOKENS = (5, 12, 19)
 
@@ -24,6 +31,7 @@ class Pair:
         self.version = 1
         self.session_id = "mine"
         self.asked: list[tuple[int, ...]] = []
+        self.digests: dict[str, int] = {}
         self.proof = SyncProof(
             token_ids=list(TOKENS),
             trainer=self._read_trainer,
@@ -37,9 +45,10 @@ class Pair:
         self.asked.append(tuple(token_ids))
         return self.trainer
 
-    def _read_engine(self, token_ids: Sequence[int]) -> CanaryReading:
+    def _read_engine(self, token_ids: Sequence[int], wanted: DigestRequest) -> EngineSays:
         self.asked.append(tuple(token_ids))
-        return CanaryReading(tuple(self.engine), version=self.version, session_id=self.session_id)
+        reading = CanaryReading(tuple(self.engine), version=self.version, session_id=self.session_id)
+        return reading, self.digests if wanted.asks else {}
 
 
 def test_agreement_is_proved_on_the_canary_with_the_largest_difference():
@@ -52,7 +61,8 @@ def test_agreement_is_proved_on_the_canary_with_the_largest_difference():
 def test_what_was_proved_is_said_once_a_session(caplog: pytest.LogCaptureFixture):
     pair = Pair()
     caplog.set_level(logging.INFO)
-    pair.proof.trainer_digests = pair.proof.engine_digests = lambda: {"a": 1, "b": 2}
+    pair.proof.trainer_digests, pair.proof.wanted = (lambda: pair.digests), DigestRequest(slices=None)
+    pair.digests = {"a": 1, "b": 2}
     for _ in range(2):
         pair.proof.confirm(version=1)
     (said,) = [record.getMessage() for record in caplog.records if "[PROOF]" in record.getMessage()]
@@ -167,11 +177,10 @@ def digest_proof(trainer: dict[str, int], engine: dict[str, int], *, concurrent:
     return SyncProof(
         token_ids=TOKENS,
         trainer=lambda _: (-1.0, -2.0),
-        engine=lambda _: CanaryReading((-1.0, -2.0), version=1, session_id="mine"),
+        engine=lambda _, wanted: (CanaryReading((-1.0, -2.0), version=1, session_id="mine"), engine),
         session_id="mine",
         dtype="bfloat16",
         trainer_digests=lambda: trainer,
-        engine_digests=lambda: engine,
         concurrent=concurrent,
     )
 
@@ -197,17 +206,15 @@ def test_digests_see_what_a_canary_in_bfloat16_cannot(engine, said):
 
 
 def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
-    def broken() -> dict[str, int]:
+    def broken(token_ids: Sequence[int], wanted: DigestRequest) -> EngineSays:
         raise EngineError("the engine is gone")
 
     proof = SyncProof(
         token_ids=TOKENS,
         trainer=lambda _: (-1.0, -2.0),
-        engine=lambda _: CanaryReading((-1.0, -2.0), version=1, session_id="mine"),
+        engine=broken,
         session_id="mine",
         dtype="float32",
-        trainer_digests=dict,
-        engine_digests=broken,
         concurrent=True,
     )
     with pytest.raises(EngineError, match="gone"):

@@ -248,7 +248,7 @@ class TestBridge:
             return SyncProof(
                 token_ids=tuple(range(20, 32)),
                 trainer=partial(canary, policy),
-                engine=engine.canary,
+                engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
                 session_id=SESSION,
                 dtype="float32",
             )

@@ -149,6 +149,15 @@ def _app(state: FakeState) -> Starlette:
                 guarded=False,
             ),
             route("/bridge/digests", lambda body: {"digests": state.digests, **stamp()}, guarded=False),
+            route(
+                "/bridge/prove",
+                lambda body: {
+                    "logprobs": [state.canary] * (len(body["token_ids"]) - 1),
+                    "digests": state.digests,
+                    **stamp(),
+                },
+                guarded=False,
+            ),
             route("/nccl/status", lambda body: {"status": "connected", "detail": "x"}, guarded=False, method="GET"),
             route(
                 "/bridge/state_dict_info",

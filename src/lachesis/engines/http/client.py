@@ -241,13 +241,15 @@ class HttpEngine(Engine):
             self.fleet.died(control.url, error.message)
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
-    def look(self, *, needed: bool = True) -> None:
+    def look(self, *, needed: bool = True, quiet_s: float = 0.0) -> None:
         """Learn which of the servers that are thought to live do: one that gives no answer is dead.
+
+        Those that have answered anything within the last ``quiet_s`` seconds are not asked.
 
         Raises:
             EngineUnreachable: one is ``needed`` and none is left.
         """
-        self._on(self.living, lambda server: visit(self.fleet, server))
+        self._on([server for server in self.living if server.quiet_s >= quiet_s], lambda s: visit(self.fleet, s))
         if needed and not self.living:
             raise nobody_serves(self.fleet)
 

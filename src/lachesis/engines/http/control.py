@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,7 @@ class ServerControl:
         self._given_token = token
         self._token = token
         self._seen: tuple[float, str] | None = None
+        self._heard = -math.inf
         # No proxies: a server is this run's own, and the environment's proxy often cannot reach it.
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(
@@ -98,6 +100,7 @@ class ServerControl:
         except httpx.TransportError as error:
             raise self.unreachable(error) from error
         reply = read_reply(response, url=self.url, route=operation.path)
+        self._heard = time.monotonic()
         if self._seen is None:
             self.saw("in order")
         try:
@@ -132,6 +135,18 @@ class ServerControl:
         """Digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
         wanted = DigestRequest(slices=None if slices is None else dict(slices), adapter=adapter)
         return self.call(ops.DIGESTS, wanted, deadline=deadline)
+
+    def prove(
+        self, token_ids: Sequence[int], wanted: DigestRequest, *, deadline: Deadline
+    ) -> tuple[CanaryReading, Mapping[str, int]]:
+        """:meth:`canary` and the digests that are ``wanted``, of the same weights, in one answer."""
+        if not wanted.asks:
+            return self.canary(token_ids, deadline=deadline), {}
+        request = ops.ProofRequest(token_ids=tuple(token_ids), slices=wanted.slices, adapter=wanted.adapter)
+        found = self.call(ops.PROVE, request, deadline=deadline)
+        self.saw(f"at weight version {found.weight_version}, session {found.session_id}")
+        reading = CanaryReading(found.logprobs, version=found.weight_version, session_id=found.session_id)
+        return reading, found.digests
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         wanted = ops.LoadAdapter(adapter_path=path, adapter_name=name, weight_version=version)
@@ -186,7 +201,13 @@ class ServerControl:
 
     def saw(self, state: str) -> None:
         """Note how the server stood in an answer of just now, for errors to come."""
-        self._seen = (time.monotonic(), state)
+        self._heard = time.monotonic()
+        self._seen = (self._heard, state)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since it last answered, infinite before it ever did."""
+        return time.monotonic() - self._heard
 
     @property
     def last_state(self) -> str:

@@ -127,6 +127,10 @@ class CanaryRequest(Request):
     token_ids: TokenIds
 
 
+class ProofRequest(CanaryRequest, DigestRequest):
+    """What is read of the engine, and which tensors are digested, at the same weights."""
+
+
 class Empty(BaseModel):
     """Nothing."""
 
@@ -267,6 +271,10 @@ class Digests(Stamped):
         return self.weight_version
 
 
+class Proof(Canary, Digests):
+    """Both of the same weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Q, A]):
     """One route and what goes in and comes out of it.
@@ -307,6 +315,7 @@ CANARY = Operation("canary", "/bridge/canary", CanaryRequest, Canary, guarded=Fa
 # vLLM has this route with --enable-scale-out only, and names tokens otherwise.
 TOKENS = Operation("generate_tokens", "/inference/v1/generate", TokensBody, TokensAnswer, guarded=False)
 DIGESTS = Operation("digests", "/bridge/digests", DigestRequest, Digests, guarded=False)
+PROVE = Operation("prove", "/bridge/prove", ProofRequest, Proof, guarded=False)
 CLAIM = Operation("claim", "/bridge/claim", Claim, Owned)
 RELEASE = Operation("release", "/bridge/release", Release, Owned)
 LOAD_ADAPTER = Operation(

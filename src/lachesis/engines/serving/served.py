@@ -136,6 +136,11 @@ class DigestRequest(Request):
     slices: dict[str, DigestSlice] | None = None
     adapter: Flag = False
 
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for any."""
+        return self.adapter or self.slices != {}
+
     @field_validator("slices", mode="before")
     @classmethod
     def _named(cls, slices: Any) -> Any:

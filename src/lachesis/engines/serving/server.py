@@ -215,7 +215,7 @@ class Server:
         tensors = await self.served.state_dict_info()
         return {"num_params": len(tensors), "param_mappings": tensors}
 
-    async def canary(self, request: ops.CanaryRequest) -> Found:
+    async def canary(self, request: ops.CanaryRequest) -> dict[str, Any]:
         info, token_ids = self.served.model_info(), request.token_ids
         if not 2 <= len(token_ids) <= info.max_model_len:
             message = f"a canary of {len(token_ids)} tokens cannot be read"
@@ -223,8 +223,14 @@ class Server:
         check_token_ids(token_ids, info=info)
         return {"logprobs": _finite(await self.served.canary(token_ids))}
 
-    async def digests(self, request: DigestRequest) -> Found:
+    async def digests(self, request: DigestRequest) -> dict[str, Any]:
         return {"digests": await self.served.digests(request)}
+
+    async def prove(self, request: ops.ProofRequest) -> Found:
+        """Canary and digests in one answer: the first waits for the engine's next step, the others between two."""
+        wanted = DigestRequest(slices=request.slices, adapter=request.adapter)
+        canary, digests = await asyncio.gather(self.canary(request), self.digests(wanted))
+        return {**canary, **digests}
 
     async def claim(self, request: ops.Claim) -> None:
         """Note that the owner changes the weights from now on. Refused (409) where another one does."""

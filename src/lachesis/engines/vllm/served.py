@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -41,11 +42,11 @@ from lachesis.engines.vllm.worker import read_answer
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
 from lachesis.transport.shared_tensors import SharedTensor
 
+logger = logging.getLogger(__name__)
+
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.2
 # An update of 8 billion parameters comes 10 ms after this, so what looks first looks soon again.
 _ARRIVAL_S, _FIRST_LOOK_S = 0.05, 0.003
-
-
 # Token ids whose continuation n-grams guess, and how many of its continuations are looked at.
 _REPETITIVE = (5, 6, 7, 8) * 8
 _PROVED = 8
@@ -89,6 +90,7 @@ class ServedVllm:
         self._unusable = ""
         self._cache_epoch = 0
         self._cache_is_stale = False
+        self._emptying: asyncio.Task[None] | None = None
         self.sampling_fields = compat.sampling_fields()
         self.kind = compat.engine_kind()
 
@@ -308,15 +310,29 @@ class ServedVllm:
         """From now on no request reads what was computed under other weights.
 
         vLLM can empty the cache only while nothing is in flight, or by computing all that is in flight anew.
-        New requests have another salt instead, and those in flight go on with what they have.
+        New requests have another salt instead, and those in flight go on with what they have. That it is tried to
+        empty it is nothing to wait for, up to a step of what is in flight.
         """
         self._cache_epoch += 1
-        self._cache_is_stale = not await self._answered(self._engine.reset_prefix_cache())
+        self._cache_is_stale = True
+        self._emptying = asyncio.ensure_future(self._try_to_empty_cache())
         if self._engine.model_config.is_multimodal_model:
             await self._answered(self._engine.reset_encoder_cache())
 
+    async def _try_to_empty_cache(self) -> None:
+        epoch = self._cache_epoch
+        try:
+            emptied = await self._answered(self._engine.reset_prefix_cache())
+        except LachesisError as error:  # the engine is dead, which the next call says to somebody
+            logger.warning("the prefix cache was not emptied: %s", error.message)
+            return
+        if epoch == self._cache_epoch:
+            self._cache_is_stale = not emptied
+
     async def empty_stale_cache(self) -> None:
         """For requests that cannot have a salt: empty the cache, at the price of computing anew what is in flight."""
+        if self._emptying is not None:
+            await asyncio.shield(self._emptying)
         if self._cache_is_stale:
             await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._cache_is_stale = False

@@ -19,7 +19,7 @@ from lachesis.common.http import server_url
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.bodies import parse
-from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
 from lachesis.transport.layout import ReceivedTensor
 from tests.unit.engines.fake_server import FakeServer, refusal
@@ -92,6 +92,10 @@ class TestRoutes:
             {"slices": {"a": {"name": "qkv", "start": 2, "rows": 4}}, "adapter": True},
             {"slices": None, "adapter": False},
         ]
+        reading, digests = control.prove([1, 2, 3], DigestRequest(slices={}, adapter=True), deadline=soon())
+        assert (reading.logprobs, reading.version, digests) == ((-1.0, -1.0), 3, {"a": 255, "b": 1})
+        assert control.prove([1, 2, 3], DigestRequest(slices={}), deadline=soon()) == (reading, {})
+        assert fake.state.bodies("/bridge/prove") == [{"token_ids": [1, 2, 3], "slices": {}, "adapter": True}]
 
     @pytest.mark.parametrize(
         ("route", "call", "body"),
