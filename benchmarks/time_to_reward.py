@@ -2,12 +2,13 @@
 
     PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 100] [--target 0.8] [--tiny] [--out F]
                                                        [--only NAME ...] [--trl-rows 128 256 512] [--work DIRECTORY]
+                                                       [--engines N] [--ahead N]
 
 A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
 numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
 the same order, with the same completions a prompt, reward, loss, course of the learning rate and seed, each started as
-its users start it, with vLLM on the same GPU. TRL chooses its precision itself; of `--trl-rows`, its batches, the
-fastest in a few steps before the first seed is taken. Held-out
+its users start it, with vLLM on the same GPU (ours in `--engines` servers, `--ahead` batches ahead). TRL chooses its
+precision itself; of `--trl-rows`, its batches, the fastest in a few steps before the first seed is taken. Held-out
 accuracy is of answers sampled as in training, by Lachesis' evaluator: of ours in the run, of TRL's weights after its
 run. Seconds leave evaluating and saving out. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
 """
@@ -208,8 +209,13 @@ def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
     if engine == "vllm":
         # The cache's size is said, so that its memory is not measured and the other system may run on another GPU.
         flags = ["--max-num-seqs", "1024", "--kv-cache-memory-bytes", "8000000000"]
-        tree["engine"] = {"kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "extra_args": flags}
-        tree["bridge"] = {"kind": "shared_vllm"}
+        tree["engine"] = {
+            "kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "extra_args": flags,
+            "data_parallel_size": options.engines,
+        }  # fmt: skip
+        tree["bridge"] = {"kind": "shared_vllm" if options.engines == 1 else "broadcast"}
+    if options.ahead:
+        tree["pipeline"] = {"async_prefetch": True, "prefetch_depth": options.ahead}
     return tree
 
 
@@ -316,6 +322,8 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
+    parser.add_argument("--engines", type=int, default=1, help="our servers, all on the same GPU")
+    parser.add_argument("--ahead", type=int, default=0, help="our batches that are generated ahead, at most")
     parser.add_argument("--port", type=int, default=9137)
     parser.add_argument("--tiny", action="store_true", help="a small model and a few steps; also on a CPU")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-time-to-reward")

@@ -36,7 +36,9 @@ RUN_HERE = {
     "reasoning_tasks": (["--only", "chain_sum"], "| chain_sum | 2 |"),
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
                            "| **longer than the engine alone** |"),
-    "time_to_reward": (["--only", "Lachesis", "--seeds", "0", "--work", WORK], "| Lachesis | 0 |"),
+    "time_to_reward": (
+        ["--only", "Lachesis", "--seeds", "0", "--ahead", "1", "--work", WORK], "| Lachesis | 0 |",
+    ),
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
     "turns": ([], "| 2 |"),
     "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
