@@ -31,6 +31,11 @@ class Gate:
         """Whether a part of its memory is given back."""
         return bool(self.asleep)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine generates."""
+        return self._open.is_set()
+
     async def wait(self) -> None:
         """Return once the engine generates."""
         await self._open.wait()

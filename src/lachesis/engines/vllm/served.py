@@ -149,8 +149,9 @@ class ServedVllm:
     async def wait_until_running(self) -> None:
         """Return once the engine is neither paused nor asleep. Raises EngineError where it cannot serve any more."""
         self._check_usable()
-        await self._answered(self._gate.wait())
-        self._check_usable()
+        if not self._gate.is_open:
+            await self._answered(self._gate.wait())
+            self._check_usable()
 
     def generated_tokens(self) -> int | None:
         return compat.generated_tokens()
