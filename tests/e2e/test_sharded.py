@@ -80,14 +80,15 @@ def test_what_is_outside_of_the_layers_is_gathered_once_a_pass():
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_a_rank_reads_its_own_rows_only(tmp_path: Path, architecture: str):
-    """A Qwen2 of 63 MiB, whose peak is measured; five experts over two ranks, under an adapter."""
-    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    """A Qwen2 of 128 MiB, whose peak is measured; five experts over two ranks, under an adapter."""
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_key_value_heads": 4}
     model = tiny_model(architecture, **large if architecture == "qwen2" else {"num_experts": 5})
     for saved, directory in ((model, tmp_path), (tiny_model(architecture), tmp_path / "small")):
         saved.save_pretrained(directory, max_shard_size="30MB")
         tiny_tokenizer().save_pretrained(directory)
     share = sum(p.numel() for p in model.parameters()) * 4 / 2 / 2**20
-    limit = [str(share + 28)] if architecture == "qwen2" else []
+    # Above its share a rank was seen to take 5 to 28 MiB, by what its allocator had left; all of the model is 64 more.
+    limit = [str(share + 45)] if architecture == "qwen2" else []
     done = torchrun(2, "tests.shard_read_program", str(tmp_path), *limit)
     assert done.code == 0, done.err
     assert done.out.splitlines() == ["equal"]
