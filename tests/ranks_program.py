@@ -327,11 +327,14 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
     )
 
 
+def in_float64(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Grouped products of experts are of no float64."""
+    return {name: value for name, value in model.items() if name != "experts_implementation"}
+
+
 def batches(case: Case, *, packed: bool) -> list[Batch]:
     """Ragged ones: of micro-batches that no number of ranks divides, and one with a single micro-batch."""
-    # Grouped products of experts are of no float64.
-    model = {name: value for name, value in case.model.items() if name != "experts_implementation"}
-    source = tiny_model(**{"architecture": "qwen2"} | model).double()
+    source = tiny_model(**{"architecture": "qwen2"} | in_float64(case.model)).double()
     sizes = [(3, 30), (2, 1 << 20), (4, 25)]
     made = []
     for seed, (groups, max_tokens) in enumerate(sizes):
@@ -645,9 +648,7 @@ def step(alone: Policy, leading: Policy, batch: Batch, case: Case) -> None:
 
 def exact_metrics(case: Case, state: tuple[Any, Any, Any], batch: Batch) -> dict[str, Any]:
     """Those of the step in float64, by one process, from the weights and the state that it had before."""
-    # Grouped products of experts are of no float64.
-    model = {name: value for name, value in case.model.items() if name != "experts_implementation"}
-    case = replace(case, dtype="float64", compile=False, model=model)
+    case = replace(case, dtype="float64", compile=False, model=in_float64(case.model))
     policy = build(case, NotingAlone(), device=torch.device("cpu"))
     weights, optimizer, rest = tree_map(lambda leaf: leaf.double() if is_float32(leaf) else leaf, state)
     policy.load_weights(weights)

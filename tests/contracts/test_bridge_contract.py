@@ -27,7 +27,7 @@ import lachesis.bridges.broadcast
 from lachesis.bridges.broadcast import BroadcastBridge
 from lachesis.bridges.external import ExternalBridge
 from lachesis.bridges.in_process import InProcessBridge
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import SyncProof, canary_alone
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.errors import EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
@@ -526,7 +526,7 @@ class TestInProcess:
             return SyncProof(
                 token_ids=CANARY,
                 trainer=policy.canary,
-                engine=lambda token_ids, wanted: (built.canary(token_ids), {}),
+                engine=canary_alone(built.canary),
                 session_id=session or built.health().session_id,
                 dtype="float32",
             )

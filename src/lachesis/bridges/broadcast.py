@@ -209,14 +209,16 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _some_died(self, servers: tuple[tuple[str, str], ...]) -> bool:
         """Whether not all of them live any more; that an engine has died its server notices a moment later."""
-        patience = Deadline("a look at who has died", _NOTICE_S)
-        while True:
+
+        def all_live() -> str:
             self.engine.look()
-            if self.engine.sessions != servers:
-                return True
-            if patience.remaining_s() == 0.0:
-                return False
-            time.sleep(_POLL_S)
+            return "all live" if self.engine.sessions == servers else ""
+
+        try:
+            wait_until(all_live, Retry(Deadline("a look at who has died", _NOTICE_S), longest_s=_POLL_S))
+        except DeadlineExceeded:
+            return False
+        return True
 
     def _exchange(self, version: int, plan: TransferPlan, *, deadline: Deadline) -> None:
         """This rank's part and, where several send, those of the others at the same time."""

@@ -268,12 +268,19 @@ class ModelPolicy(Protocol):
 ModelPolicyT = TypeVar("ModelPolicyT", bound=ModelPolicy)
 
 
+def canary_alone(
+    read: Callable[[Sequence[int]], CanaryReading],
+) -> Callable[[Sequence[int], DigestRequest], EngineSays]:
+    """What an engine says that holds no bytes of its own to digest."""
+    return lambda token_ids, wanted: (read(token_ids), {})
+
+
 def local_proof(policy: ModelPolicy, engine: Engine, *, context: int) -> SyncProof:
     """Proof of sync with an engine in this process, by a canary; ``context`` is the longest that it may be."""
     return SyncProof(
         token_ids=_canary(_vocab_size(policy), context),
         trainer=policy.canary,
-        engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
+        engine=canary_alone(engine.canary),
         session_id=engine.health().session_id,
         dtype=str(policy.transformer.dtype).removeprefix("torch."),
     )

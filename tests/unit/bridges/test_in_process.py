@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from lachesis.bridges.in_process import InProcessBridge
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import SyncProof, canary_alone
 from lachesis.common.errors import EngineError, StaleWeights, TrainingError
 from lachesis.common.types import CanaryReading
 from tests.fakes import FakeEngine
@@ -56,7 +56,7 @@ def proof_of(policy: Weights, engine) -> SyncProof:
     return SyncProof(
         token_ids=(1, 2, 3),
         trainer=policy.canary,
-        engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
+        engine=canary_alone(engine.canary),
         session_id="fake",
         dtype="float32",
     )

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lachesis.bridges.external import Servers
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import SyncProof, canary_alone
 from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig
@@ -248,7 +248,7 @@ class TestBridge:
             return SyncProof(
                 token_ids=tuple(range(20, 32)),
                 trainer=partial(canary, policy),
-                engine=lambda token_ids, wanted: (engine.canary(token_ids), {}),
+                engine=canary_alone(engine.canary),
                 session_id=SESSION,
                 dtype="float32",
             )

@@ -90,7 +90,7 @@ class ServedVllm:
         self._unusable = ""
         self._cache_epoch = 0
         self._cache_is_stale = False
-        self._emptying: asyncio.Task[None] | None = None
+        self._emptying: asyncio.Task[None] | None = None  # asyncio itself holds no task
         self.sampling_fields = compat.sampling_fields()
         self.kind = compat.engine_kind()
 
@@ -332,8 +332,6 @@ class ServedVllm:
 
     async def empty_stale_cache(self) -> None:
         """For requests that cannot have a salt: empty the cache, at the price of computing anew what is in flight."""
-        if self._emptying is not None:
-            await asyncio.shield(self._emptying)
         if self._cache_is_stale:
             await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._cache_is_stale = False
