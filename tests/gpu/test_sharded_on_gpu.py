@@ -1,4 +1,4 @@
-"""Training by two ranks on two GPUs, over NCCL. Not part of `make test`: run where there are two.
+"""Training by ranks on two GPUs, and on four, over NCCL. Not part of `make test`: run where they are.
 
 PYTHONPATH=src python -m pytest tests/gpu/test_sharded_on_gpu.py
 """
@@ -26,6 +26,12 @@ OTHERS = [
     "replicate",
     *(name for name in GPU_CASES if name not in COMPILED),
 ]
+# Layouts of four, in float64. Those in float32 are compared over gloo alone: a GPU sums up in another order.
+OF_FOUR = [
+    *("hsdp_moe", "replicate_tensor", "tensor_of_four", "shard_tensor_lora"),
+    *("shard_context", "replicate_context", "context_tensor", "context_expert_of_four"),
+    *("shard_expert", "replicate_expert", "expert_of_four", "tensor_expert_of_four"),
+]
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 6},
     "model": {"compile": "off", "dtype": "float32"},
@@ -40,6 +46,14 @@ def test_two_gpus_learn_what_one_learns(cases: list[str]):
     done = torchrun(2, "tests.ranks_program", "--device", "cuda", *cases)
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert done.out.splitlines() == [f"{case}: equal over 2 ranks" for case in cases]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.timeout(600)
+def test_four_gpus_learn_what_one_learns():
+    done = torchrun(4, "tests.ranks_program", "--device", "cuda", *OF_FOUR, timeout_s=500)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert done.out.splitlines() == [f"{case}: equal over 4 ranks" for case in OF_FOUR]
 
 
 def test_a_run_on_two_gpus_is_that_of_one_and_is_resumed(tmp_path: Path):

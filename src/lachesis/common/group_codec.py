@@ -54,8 +54,8 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, 
         "versions": sample.versions,
         "temperature": sample.temperature,
         "rewards": _finite(sample.rewards),
-        "reward": _finite((sample.reward,))[0],
-        "advantage": _finite((sample.advantage,))[0],
+        "reward": _known(sample.reward),
+        "advantage": _known(sample.advantage),
     }
     if sample.token_advantages is not None:
         line["token_advantages"] = sample.token_advantages
@@ -137,7 +137,11 @@ def json_safe(value: Any) -> Any:
 
 def _finite(values: Sequence[float | None]) -> Sequence[float | None]:
     """JSON has no NaN; an unknown logprob is null."""
-    known = [value for value in values if value is not None]
-    if len(known) == len(values) and math.isfinite(sum(known)):  # as it is only where each of them is
-        return known
-    return [value if value is not None and math.isfinite(value) else None for value in values]
+    # A sum is finite only where each of them is.
+    if None not in values and math.isfinite(sum(values)):  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return values
+    return [_known(value) for value in values]
+
+
+def _known(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

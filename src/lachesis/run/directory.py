@@ -50,6 +50,8 @@ class RunDirectory:
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
+    # The step is noted beside training, how the run stands by it.
+    _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def files(self) -> dict[str, Path]:
@@ -89,11 +91,12 @@ class RunDirectory:
         Raises:
             CheckpointError: it cannot be written.
         """
-        self.state |= changes | {"updated": time.time()}
-        try:
-            write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        with self._updating:
+            self.state |= changes | {"updated": time.time()}
+            try:
+                write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
 
 
 @contextmanager

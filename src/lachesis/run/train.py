@@ -27,7 +27,7 @@ from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
-from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
+from lachesis.metrics.hub import DISK_FULL, HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
@@ -201,7 +201,7 @@ def _train_once(
             meter = run_meter(config, parts.policy.device)
             if meter is not None:
                 closing.callback(meter.close)
-            trainer, start, hub = build_trainer(
+            trainer, start = build_trainer(
                 config,
                 run=run,
                 parts=parts,
@@ -211,13 +211,13 @@ def _train_once(
                 pause=RequestedPause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
                 gpus=dict if meter is None else meter.take,
             )
-            closing.callback(hub.close)
+            closing.callback(trainer.telemetry.close)
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
             freeze()
             with engine_losses(parts.side):
-                return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+                return run_to_end(run, config, trainer=trainer, start=start)
 
 
 @contextmanager
@@ -268,8 +268,8 @@ def build_trainer(
     stop_requested: Callable[[], bool],
     pause: RequestedPause,
     gpus: Callable[[], Metrics] = dict,
-) -> tuple[Trainer, int, MetricsHub]:
-    """The loop over the parts of a run, where it starts, and what is told of its steps."""
+) -> tuple[Trainer, int]:
+    """The loop over the parts of a run, and where it starts."""
     policy = parts.policy
     checkpoints = build_checkpoints(config, run_dir=run.path, policy=policy, feed=parts.feed)
     start = checkpoints.restore() if resume else 0
@@ -300,7 +300,7 @@ def build_trainer(
         stop_requested=stop_requested,
         pause=pause,
     )
-    return trainer, start, hub
+    return trainer, start
 
 
 def build_parts(
@@ -393,9 +393,7 @@ def run_place(run: RunDirectory) -> RunPlace:
     )
 
 
-def run_to_end(
-    run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int, hub: MetricsHub
-) -> RunSummary:
+def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int) -> RunSummary:
     """Train to the end (or until asked to stop), save the model, close the sinks."""
     run.update(status="running", step=start, steps=total_steps(config))
     started = time.perf_counter()
@@ -406,7 +404,7 @@ def run_to_end(
     if finished and config.checkpoint.save_final:
         trainer.policy.save(run.files["final"])
         note_step(run.files["final"], step)
-    hub.close()  # which also writes the report
+    trainer.telemetry.close()  # which also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
     if finished:
         trainer.feed.complete()

@@ -54,14 +54,15 @@ class Trainer:
         if start == 0:
             self.telemetry.evaluation(self._evaluate(start))
         clock = Clock()
+        recorded = self.telemetry.flush  # first, so that a run resumed from a checkpoint has a line for every step
         for step in range(start + 1, steps + 1):
             try:
                 with clock.left_out():
-                    self.pause(step - 1, partial(self.checkpoints.save_if_asked, step - 1))
+                    self.pause(step - 1, partial(self.checkpoints.save_if_asked, step - 1, recorded=recorded))
                 with clock.measure("data_fetch_time"):
                     batch = self.bridge.retry(self.feed.next)  # back-pressure and deadlines live behind this
             except StopRequested:
-                self.checkpoints.maybe_save(step - 1, stopping=True)
+                self.checkpoints.maybe_save(step - 1, stopping=True, recorded=recorded)
                 return step - 1
             self.bridge.rest()
             with clock.measure("train_time"):
@@ -85,10 +86,9 @@ class Trainer:
                 evaluation=evaluation,
             )
             stopping = self.stop_requested() and step < steps
-            # After the record, so that a run resumed from this checkpoint has a line for every step; the
-            # seconds count with the next step.
+            # Its seconds count with the next step.
             with clock.measure("checkpoint_time"):
-                self.checkpoints.maybe_save(step, stopping=stopping)
+                self.checkpoints.maybe_save(step, stopping=stopping, recorded=recorded)
             if stopping:
                 return step
         return max(start, steps)

@@ -185,8 +185,13 @@ class RunCheckpoints:
         finally:
             seen.unlink()
 
-    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
+    def maybe_save(self, step: int, *, stopping: bool = False, recorded: Callable[[], object] = lambda: None) -> None:
         """Save if step N·every_steps is done, the run stops, or somebody has asked for it.
+
+        Args:
+            step: the last one that is done.
+            stopping: the run ends with it.
+            recorded: called before anything is saved; it returns once all is written that the run records of steps.
 
         Raises:
             CheckpointError: it could not be written, or the one before could not; the last one is untouched.
@@ -195,11 +200,11 @@ class RunCheckpoints:
         wanted = self._asked() or stopping or due
         if self._asynchronous and not wanted:
             self._reserve()
-        self._save(step, wanted=wanted, waits=stopping)
+        self._save(step, wanted=wanted, waits=stopping, recorded=recorded)
 
-    def save_if_asked(self, step: int) -> None:
+    def save_if_asked(self, step: int, *, recorded: Callable[[], object] = lambda: None) -> None:
         """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
-        self._save(step, wanted=self._asked())
+        self._save(step, wanted=self._asked(), recorded=recorded)
 
     def _reserve(self) -> None:
         """Memory for the first copy is taken beside the steps that come before it, once there is all of the state."""
@@ -212,10 +217,11 @@ class RunCheckpoints:
             held = (self._policy.weights(), self._policy.optimizer_state(), self._policy.reference_state())
             self._host_memory.reserve(leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 
-    def _save(self, step: int, *, wanted: bool, waits: bool = False) -> None:
+    def _save(self, step: int, *, wanted: bool, recorded: Callable[[], object], waits: bool = False) -> None:
         if wanted or (self._writing is not None and self._writing.written()):
             self.wait()
         if wanted:
+            recorded()
             self._writing = self._begin(step)
             if waits or not self._asynchronous:
                 self.wait()

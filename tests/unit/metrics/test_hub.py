@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import logging
 import statistics
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, 
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.hub import HubTelemetry, MetricsHub, Sink, group_metrics, throughput
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
+from tests.waiting import LONG_S
 
 
 class Recorder(Sink):
@@ -128,6 +130,67 @@ def emit(
     evaluation: EvalResult | None = None,
 ) -> None:
     telemetry.emit(step=5, metrics=metrics or {}, counters=counters or {}, groups=groups, evaluation=evaluation)
+    telemetry.flush()
+
+
+class SlowSink(Recorder):
+    """Takes a record once it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, record: StepRecord) -> None:
+        assert self.go_on.wait(LONG_S)
+        super().write(record)
+
+
+def tell(telemetry: HubTelemetry, step: int, **metrics: MetricValue) -> None:
+    telemetry.emit(step=step, metrics=metrics, counters={}, groups=(), evaluation=None)
+
+
+def test_a_sink_that_takes_long_holds_up_the_next_record_and_not_this_one():
+    sink = SlowSink()
+    told = telemetry(sink)
+    tell(told, 1)
+    assert sink.records == []
+    second = threading.Thread(target=tell, args=(told, 2))
+    second.start()
+    assert second.is_alive() and sink.records == []
+    sink.go_on.set()
+    second.join(LONG_S)
+    told.flush()
+    assert [record.step for record in sink.records] == [1, 2]
+
+
+def test_what_was_told_last_is_with_the_sinks_before_they_are_closed():
+    sink = SlowSink()
+    told = telemetry(sink)
+    tell(told, 1)
+    threading.Timer(0.05, sink.go_on.set).start()
+    told.close()
+    assert [record.step for record in sink.records] == [1] and sink.closed
+    told.close()
+
+
+def test_memory_of_a_gpu_is_read_when_its_step_ends():
+    sink, read = SlowSink(), iter([(3_000_000_000, 5_000_000_000), (7, 7)])
+    told = telemetry(sink, device_memory=lambda: next(read))
+    tell(told, 1)
+    assert next(read) == (7, 7), "it was read by then"
+    sink.go_on.set()
+    told.flush()
+    assert (sink.records[0].values["gpu_memory_gb"], sink.records[0].values["gpu_memory_reserved_gb"]) == (3.0, 5.0)
+
+
+def test_a_defect_on_the_way_to_the_sinks_is_raised_by_what_comes_next(sink: Recorder):
+    told = telemetry(sink)
+    tell(told, 1, reward=Sum(1.0))  # which the groups have as a mean
+    with pytest.raises(TypeError, match="'reward'"):
+        tell(told, 2)
+    tell(told, 3)
+    told.close()
+    assert [record.step for record in sink.records] == [3]
 
 
 def test_a_record_has_what_policy_feed_and_groups_say(sink: Recorder, make_group: Callable[..., Group]):

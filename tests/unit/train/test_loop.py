@@ -108,10 +108,12 @@ class Parts:
         if step == self.stop_pausing_after:
             raise StopRequested("while it was paused")
 
-    def save_if_asked(self, step: int) -> None:
+    def save_if_asked(self, step: int, *, recorded: Callable[[], None]) -> None:
+        assert recorded == self.flush
         self._call(f"save {step} if asked")
 
-    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
+    def maybe_save(self, step: int, *, stopping: bool = False, recorded: Callable[[], None]) -> None:
+        assert recorded == self.flush
         self._call(f"save? {step}{' stopping' if stopping else ''}")
 
     def take_metrics(self) -> dict[str, Any]:
@@ -123,6 +125,9 @@ class Parts:
     def emit(self, **what: Any) -> None:
         self._call(f"emit {what['step']}")
         self.emitted.append(what)
+
+    def flush(self) -> None:
+        raise AssertionError("a checkpoint asks for it")
 
     def stop_requested(self) -> bool:
         return self.stop_after is not None and self.step_now >= self.stop_after

@@ -92,6 +92,15 @@ def test_when_checkpoints_are_saved(tmp_path: Path, every_steps, steps, stopping
     assert saved(tmp_path) == expected
 
 
+def test_what_is_recorded_of_steps_is_written_before_a_checkpoint_of_them(tmp_path: Path):
+    """A run that is killed then goes on from the checkpoint, with a line for every step before it."""
+    manager = checkpoints(tmp_path, make_policy(options=loss_options()), every_steps=2)
+    there: list[list[str]] = []
+    for step in (1, 2):
+        manager.maybe_save(step, recorded=lambda: there.append(saved(tmp_path)))
+    assert (there, saved(tmp_path)) == ([[]], ["step_000002"])
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_everything_goes_on_exactly(tmp_path: Path, lora: bool):
     straight = make_policy(options=loss_options(), lora=lora)

@@ -14,7 +14,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
@@ -123,8 +127,36 @@ def installed_version() -> tuple[int, int]:
     return 0, 0
 
 
+def may_need_torchao(arguments: Sequence[str]) -> bool:
+    """Whether the model of ``vllm serve ARGUMENTS`` can be one of torchao's: a flag or its configuration names it.
+
+    True too where its configuration is not on this machine yet.
+    """
+    model, *flags = [*arguments] or [""]
+    if any("torchao" in word.lower() for word in flags):
+        return True
+    config = _config_here(model)
+    return config is None or "torchao" in config.read_text(encoding="utf-8", errors="replace")
+
+
+def _config_here(model: str) -> Path | None:
+    """The configuration of a model in a directory, or of the hub's if it has been downloaded."""
+    path = Path(model, "config.json")
+    if path.is_file():
+        return path
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # no name of the hub's
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process; its own entry needs a distribution called vllm, ours does not."""
+    if "torchao" not in sys.modules and not may_need_torchao(arguments):
+        # transformers imports it wherever it is installed, and its import initializes CUDA: half a gigabyte of the GPU
+        # for a process that only answers HTTP, and vLLM cannot fork its engine from that any more.
+        sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
     command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))

@@ -80,8 +80,10 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:
         raise ModelError(f"the experts of {type(model).__name__} have not been tried in parts", remedy=remedy)
+    # Below 5.19 transformers has it by a private name alone.
+    plan = (model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan) or {}
     for name, module in model.named_modules():
-        if style_of(model.ep_plan, name) != _DISPATCHED:
+        if style_of(plan, name) != _DISPATCHED:
             continue
         if hasattr(module, "base_layer"):
             raise ModelError(
@@ -89,6 +91,6 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
                 remedy="set adapter.targets to linear layers, or leave distributed.expert_parallel_size out",
             )
         keys = [key for key, _ in module.named_parameters(recurse=False)]
-        if any(style_of(model.ep_plan, f"{name}.{key}") != _WHOLE for key in keys):
+        if any(style_of(plan, f"{name}.{key}") != _WHOLE for key in keys):
             raise ModelError(f"transformers has parameters of {name} cut in a way that is not built", remedy=remedy)
         yield module

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from importlib import metadata
 
@@ -8,7 +10,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
-from lachesis.engines.vllm.launch import check_installed, main, plan_launch
+from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch
 from lachesis.engines.vllm.plugin import adapter_roots
 
 
@@ -111,6 +113,42 @@ class TestEnvironment:
 
     def test_what_asks_for_what_is_done_anyway_is_no_warning(self):
         assert not plan("m", VLLM_USE_V1="1", NUM_INFERENCE_NODES="0").warnings
+
+
+class TestTorchao:
+    """It is kept from a server that has no use for it: its import takes memory of the GPU."""
+
+    @pytest.mark.parametrize(
+        ("config", "flags", "needed"),
+        [
+            ({"model_type": "qwen2"}, (), False),
+            ({"model_type": "qwen2"}, ("--quantization", "fp8"), False),
+            ({"model_type": "qwen2"}, ("--quantization", "torchao"), True),
+            ({"model_type": "qwen2"}, ("--quantization=TorchAO",), True),
+            ({"quantization_config": {"quant_method": "torchao"}}, (), True),
+        ],
+    )
+    def test_a_model_in_a_directory(self, tmp_path, config, flags, needed):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert may_need_torchao([str(tmp_path), *flags]) is needed
+
+    def test_a_model_of_the_hub_that_is_here(self, tmp_path, monkeypatch):
+        here = tmp_path / "config.json"
+        here.write_text('{"model_type": "qwen2"}')
+        monkeypatch.setattr(launch, "try_to_load_from_cache", lambda repo, name: str(here))
+        assert not may_need_torchao(["Qwen/Qwen2.5-0.5B"])
+
+    @pytest.mark.parametrize("words", [[], ["nobody/has-this-model"], ["/no/such/directory"], ["--flag", "model"]])
+    def test_what_is_not_known_may_need_it(self, words):
+        assert may_need_torchao(words)
+
+    def test_transformers_does_not_import_what_is_kept_from_it(self):
+        code = (
+            "import sys; sys.modules['torchao'] = None; import transformers.modeling_utils; "
+            "from transformers.utils import is_torchao_available; print(is_torchao_available())"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["False"]
 
 
 class TestInstallation:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig
@@ -42,6 +43,14 @@ def test_a_rank_keeps_its_experts_and_knows_how_many_there_are(cut):
         assert torch.equal(parameter, before[name][2:]), name
     assert all(torch.equal(model.get_parameter(name), value) for name, value in whole.items())
     assert experts_of(experts) == 4
+
+
+def test_transformers_without_a_public_plan_will_do(cut, monkeypatch: pytest.MonkeyPatch):
+    """As before 5.19."""
+    owner = next(base for base in PreTrainedModel.__mro__ if "ep_plan" in vars(base))
+    monkeypatch.delattr(owner, "ep_plan")
+    model = tiny_model("qwen3_moe")
+    assert cut(model).apply(decoder_layers(model)[0]) is model.model.layers[0].mlp.experts
 
 
 def test_an_adapter_of_experts_is_refused(cut):
