@@ -168,7 +168,10 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     for setting in options.set:
         key, _, value = setting.partition("=")
         section, _, field = key.partition(".")
-        tree.setdefault(section, {})[field] = yaml.safe_load(value)
+        if value:
+            tree.setdefault(section, {})[field] = yaml.safe_load(value)
+        else:
+            tree.get(section, {}).pop(field, None)
     return tree
 
 
@@ -385,7 +388,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=3, help="first steps that medians leave out")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--devices", default=None, help="a GPU for our engine alone")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our runs")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=[VALUE]", help="for our runs")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--trl-rows", type=int, default=16, help="completions in one of TRL's forward passes")
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
