@@ -217,6 +217,27 @@ def test_a_server_whose_engine_is_dead_is_as_good_as_gone(
         check_each_server(live)
 
 
+@pytest.mark.parametrize("case", params(*(case for case in MORTAL if case.two)))
+@pytest.mark.usefixtures("environment")
+def test_a_server_whose_engine_hangs_in_a_transfer_is_left_out(
+    case: Case, request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+):
+    """Its server goes on answering; the others have the weights once the transfer's time is over."""
+    with bridged(case, request, models, tmp_path_factory) as live:
+        *others, last = live.remote.controls
+        info = last.info(deadline=soon("the last server"))
+        live.bridge._sync_s = 20.0
+        for engine in psutil.Process(info.pid).children(recursive=True):
+            engine.suspend()
+        live.update()
+        rows = {row.url: row for row in live.side.rows()}
+        assert {rows[other.url].state for other in others} == {State.SERVING}
+        assert rows[last.url].state is State.DEAD and "does not answer" in rows[last.url].reason
+        live.bridge._sync_s = 120.0
+        until(lambda: served_again(live, last.url), "it was not replaced")
+        check_each_server(live)
+
+
 def served_again(live: Live, url: str) -> bool:
     live.update()
     row = next(row for row in live.side.rows() if row.url == url)

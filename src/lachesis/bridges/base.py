@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -15,8 +16,14 @@ from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import Engine, PauseMode
 
+logger = logging.getLogger("lachesis")
+
 PolicyT = TypeVar("PolicyT")
 T = TypeVar("T")
+
+
+class EngineLeftOut(EngineError):
+    """One of several engines failed in a transfer and counts as dead: the others are still to have the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,10 @@ class Bridge(ABC, Generic[PolicyT]):
 
     @abstractmethod
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
-        """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``."""
+        """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``.
+
+        Raises EngineLeftOut to be called again, with a limit of its own, after one of several engines has failed.
+        """
 
     def _assemble(self) -> None:
         """Before a transfer: find out who is there to take it. Raises EngineError, DeadlineExceeded."""
@@ -181,6 +191,15 @@ class Bridge(ABC, Generic[PolicyT]):
         started = time.perf_counter()
         self._assemble()
         assembled = time.perf_counter()
+        while True:
+            try:
+                self._transfer_to_all(version, started=started, assembled=assembled, resuming=resuming)
+            except EngineLeftOut as left:
+                logger.warning("weight version %d goes to the engines that are left: %s", version, left.message)
+            else:
+                return
+
+    def _transfer_to_all(self, version: int, *, started: float, assembled: float, resuming: ExitStack) -> None:
         deadline = Deadline(
             name=f"the transfer of weight version {version} and its proof",
             limit_s=self._sync_s,

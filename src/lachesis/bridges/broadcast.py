@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from lachesis.bridges.base import PolicyT, RankSent
+from lachesis.bridges.base import EngineLeftOut, PolicyT, RankSent
 from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import (
     Whole,
@@ -50,10 +50,11 @@ from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor, Staging
 from lachesis.transport.partners import Partners, SendPacked
-from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, call_off, listen
+from lachesis.transport.rendezvous import Aborted, PeerFailed, Rendezvous, address_towards, call_off, listen
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PolicyIn = TypeVar("PolicyIn", contravariant=True)
 
 _POLL_S = 0.1
@@ -134,7 +135,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     """Channels from the trainer to all workers of all servers; nothing touches the disk.
 
     They are connected at the first transfer, and anew after one that failed or where other servers are there than
-    before. Where a server dies in the midst of a transfer, that begins again with the others.
+    before. Where a server dies, fails or hangs in the midst of a transfer, that begins again with the others, and the
+    one counts as dead. What a second one fails with too is no fault of theirs, and is raised.
 
     Args:
         source: what travels, :func:`lora_source` or :func:`full_source`.
@@ -177,17 +179,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._plan: TransferPlan | None = None
         self._channel: Channel | None = None
         self._connected: tuple[tuple[str, str], ...] = ()
+        self._failures: list[tuple[str, EngineError]] = []  # of servers in the transfer that goes on, the first first
+        self._left_out: dict[int, str] = {}  # by version: why one was, its address taken out
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         started = time.perf_counter()
-        while not self._sent(version, deadline=deadline):
-            logger.warning("[NCCL] Weight version %d is sent again, to the servers that are left", version)
-        logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
-
-    def _sent(self, version: int, *, deadline: Deadline) -> bool:
-        """Whether the servers took the weights; else some of them have died, and others have not."""
         servers = self.engine.sessions
+        self._failures = []
         if self._channel is not None and servers != self._connected:
             self._disconnect()
         try:
@@ -198,14 +197,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._connected, self._loading = servers, False
         except BaseException as error:
             self._disconnect()
-            if len(servers) == 1 or not isinstance(error, EngineError):
+            if len(servers) == 1 or not isinstance(error, EngineError | DeadlineExceeded):
                 raise
-            if not self._some_died(servers):
-                raise
-            return False
+            if self._some_died(servers) or self._leave_out(error, version=version):
+                raise EngineLeftOut(error.message) from error
+            raise
         if self.engine.sessions != servers:  # one died when it had sent its last word
             self._disconnect()
-        return True
+        logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
 
     def _some_died(self, servers: tuple[tuple[str, str], ...]) -> bool:
         """Whether not all of them live any more; that an engine has died its server notices a moment later."""
@@ -219,6 +218,41 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         except DeadlineExceeded:
             return False
         return True
+
+    def _leave_out(self, error: EngineError | DeadlineExceeded, *, version: int) -> bool:
+        """Whether it was a server that failed, or that hangs, and not all of them: that one is dead from now on."""
+        if isinstance(error, DeadlineExceeded):
+            answers = Deadline("an answer of a server that was to receive", _LAST_WORD_S)
+            reason = f"it does not answer after {error.message}"
+            return self.engine.lose_silent(lambda server: server.stop_receiver(deadline=answers), reason=reason)
+        url = self._at_fault(error)
+        if url is None or isinstance(error, StaleWeights):
+            return False
+        said = error.message.replace(url, "")
+        if self._left_out.get(version) == said:
+            return False
+        self._left_out = {version: said}
+        self.engine.fleet.died(url, error.message)
+        return True
+
+    def _at_fault(self, error: EngineError) -> str | None:
+        """The server that failed first, by its address: others fail because it did."""
+        peer = error if isinstance(error, PeerFailed) else error.__cause__
+        if self._plan is not None and isinstance(peer, PeerFailed):
+            return max((rank, url) for url, rank in self._plan.ranks.items() if rank <= peer.rank)[1]
+        return next((url for url, failure in self._failures if failure is error), None)
+
+    def _noting(self, call: Callable[[ServerControl], T]) -> Callable[[ServerControl], T]:
+        """``call``, and a note of what a server failed with."""
+
+        def noted(server: ServerControl) -> T:
+            try:
+                return call(server)
+            except EngineError as error:
+                self._failures.append((server.url, error))
+                raise
+
+        return noted
 
     def _exchange(self, version: int, plan: TransferPlan, *, deadline: Deadline) -> None:
         """This rank's part and, where several send, those of the others at the same time."""
@@ -271,7 +305,9 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         channel = self._channel
         assert channel is not None
         self._loading = self._staging == "none"
-        received = self._threads.submit(self.engine.on_all, lambda server: self._receive(server, version, deadline))
+        received = self._threads.submit(
+            self.engine.on_all, self._noting(lambda server: self._receive(server, version, deadline))
+        )
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
             sent = self._send_tensors(channel, plan, share, deadline=deadline)
@@ -465,11 +501,11 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                     f"Failed to start NCCL receiver on vLLM ({server.url}): {error.message}", remedy=error.remedy
                 ) from error
 
-        self.engine.on_all(start)
+        self.engine.on_all(self._noting(start))
 
     def _not_connected(self, deadline: Deadline) -> str:
         """Why the receivers are not all connected yet. Raises EngineError where one has failed."""
-        connected = self.engine.on_all(lambda server: _check_receiver(server, deadline))
+        connected = self.engine.on_all(self._noting(lambda server: _check_receiver(server, deadline)))
         return "" if all(connected) else "a server's receiver is not connected"
 
     def _write_file(self, rendezvous: Rendezvous, plan: TransferPlan) -> None:

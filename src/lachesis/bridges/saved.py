@@ -27,11 +27,11 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lachesis.bridges.base import PolicyT
+from lachesis.bridges.base import EngineLeftOut, PolicyT
 from lachesis.bridges.external import Command, ExternalBridge, Servers
 from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, ModelError
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, ModelError, StaleWeights
 from lachesis.common.files import atomic_directory, clean_leftovers
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.http.control import ServerControl
@@ -94,11 +94,41 @@ class SavedBridge(ExternalBridge[PolicyT]):
         if self.capabilities.owns_engine:
             assert self._owned is not None, "config.rules checks it"
             self._owned.restart(deadline=deadline, command=self._command, checkpoint=path)
-        self.engine.on_all(lambda server: self._load(server, path, version, deadline))
+        self._load_on_all(path, version, deadline)
         if self.capabilities.owns_engine:
             self._build_proof()
         self._saved.prune(serving=path)
         logger.info(self._done, version, time.perf_counter() - started)
+
+    def _load_on_all(self, path: Path, version: int, deadline: Deadline) -> None:
+        """Have all servers load what was saved.
+
+        Raises:
+            EngineLeftOut: some could not, and are dead from now on.
+            EngineError, DeadlineExceeded: none could.
+        """
+        failed: dict[str, EngineError | DeadlineExceeded] = {}
+        loaded: list[str] = []
+
+        def load(server: ServerControl) -> None:
+            try:
+                self._load(server, path, version, deadline)
+            except (EngineUnreachable, StaleWeights):
+                raise
+            except (EngineError, DeadlineExceeded) as error:
+                failed[server.url] = error
+            else:
+                loaded.append(server.url)
+
+        self.engine.on_all(load)
+        if not failed:
+            return
+        first = next(iter(failed.values()))
+        if not loaded:
+            raise first
+        for url, error in failed.items():
+            self.engine.fleet.died(url, error.message)
+        raise EngineLeftOut(first.message) from first
 
 
 class VersionedDirectories:

@@ -48,6 +48,14 @@ class Aborted(EngineError):
     """This side called :meth:`Links.abort`: why is what that call was given."""
 
 
+class PeerFailed(EngineError):
+    """A peer has gone, or says that it has failed. ``rank`` is its in the channel."""
+
+    def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.rank = rank
+
+
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Where the trainer listens: ``init_method`` has the real port where port 0 was asked for.
@@ -301,7 +309,8 @@ class Links:
                 f"{_who(rank)} sends no control messages", remedy="look who connects to the channel"
             ) from error
         if "failed" in message:
-            raise EngineError(f"{_who(rank)} reports: {message['failed']}", remedy="look at the other side's log")
+            reason = f"{_who(rank)} reports: {message['failed']}"
+            raise PeerFailed(reason, rank=rank, remedy="look at the other side's log")
         self._unread[rank].append(message)
 
     def _check(self, cancel: threading.Event | None) -> None:
@@ -349,10 +358,9 @@ def _encoded(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def _gone(rank: int) -> EngineError:
-    return EngineError(
-        f"{_who(rank)} closed its end of the weight channel, or died", remedy="look at the log of that process"
-    )
+def _gone(rank: int) -> PeerFailed:
+    message = f"{_who(rank)} closed its end of the weight channel, or died"
+    return PeerFailed(message, rank=rank, remedy="look at the log of that process")
 
 
 def _who(rank: int) -> str:

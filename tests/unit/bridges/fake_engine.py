@@ -198,6 +198,8 @@ class FakeServer(ServerControl):
 
     def stop_receiver(self, *, deadline: Deadline) -> None:
         self._begin("stop_receiver")
+        if not self.goes_on.is_set() and not self.goes_on.wait(deadline.remaining_s()):  # its workers are asked
+            deadline.check("no answer")
         for receiver in self._receivers:
             receiver.close()
         self._receivers = []

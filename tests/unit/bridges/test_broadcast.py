@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lachesis.bridges import broadcast
 from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source, travelling
 from lachesis.bridges.extract import as_they_are, lora_tensors
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
+from lachesis.engines.fleet import State
 from lachesis.engines.serving.served import Refused, TransferKind
 from lachesis.transport.bridge_file import CHANNEL_FILE
 from lachesis.transport.layout import plan_buckets
@@ -311,15 +313,69 @@ def test_an_error_while_weights_are_made_ends_the_receiving(make):
     built.check_served(2)
 
 
-def test_one_of_two_servers_failing_ends_all(make):
-    built = make(servers=[FakeServer(), FakeServer(number=1)])
-    built.bridge.sync(0)
-    built.servers[1].faults["receive"] = EngineError("the second server does not answer")
-    with pytest.raises(EngineError, match="the second server does not answer"):
+@pytest.mark.parametrize("call", ["start_receiver", "joining", "receive", "loading"])
+def test_a_server_that_fails_in_a_transfer_is_dead_and_the_others_have_the_weights(make, caplog, call: str):
+    built = make(servers=[FakeServer(), FakeServer(number=1), FakeServer(number=2)])
+    if call in ("receive", "loading"):
+        built.bridge.sync(0)
+    failing = built.servers[1]
+    failing.faults[call] = EngineError("no memory for an update")
+    with caplog.at_level(logging.WARNING):
         built.update(1)
-    assert [server.version for server in built.servers] == [0, 0]
+    assert "goes to the engines that are left" in caplog.text and "no memory for an update" in caplog.text
+    assert failing.version == 0 and built.bridge.engine.fleet.state(failing.url) is State.DEAD
+    assert "no memory for an update" in built.bridge.engine.fleet.reason(failing.url)
+    assert [server.version for server in built.servers] == [1, 0, 1]
+    built.update(2)  # it is met again, and takes part
+    built.check_served(2)
+
+
+@pytest.mark.parametrize("call", ["start_receiver", "receive"])
+def test_what_two_servers_fail_with_is_no_fault_of_theirs(make, call: str):
+    built = make(servers=[FakeServer(number=number) for number in range(4)])
+    if call == "receive":
+        built.bridge.sync(0)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise EngineError("engines know no such tensor")
+
+    for server in built.servers:
+        setattr(server, call, refuse)
+    with pytest.raises(EngineError, match="engines know no such tensor"):
+        built.update(1)
+    assert len(built.bridge.engine.living) == 3, "one was taken for the culprit"
+    for server in built.servers:
+        delattr(server, call)
     built.update(2)
     built.check_served(2)
+
+
+def test_a_server_that_hangs_in_a_transfer_is_dead_and_the_others_have_the_weights(make, monkeypatch):
+    monkeypatch.setattr(broadcast, "_LAST_WORD_S", 1.0)
+    built = make(servers=[FakeServer(), FakeServer(number=1), FakeServer(number=2)])
+    built.bridge.sync(0)
+    hanging = built.servers[1]
+    hanging.goes_on.clear()
+    built.bridge._sync_s = 2.0
+    built.update(1)
+    assert [server.version for server in built.servers] == [1, 0, 1]
+    assert built.bridge.engine.fleet.state(hanging.url) is State.DEAD
+    assert "does not answer" in built.bridge.engine.fleet.reason(hanging.url)
+    hanging.goes_on.set()
+    built.bridge._sync_s = LONG_S
+    built.update(2)
+    built.check_served(2)
+
+
+def test_a_transfer_that_is_slow_for_all_servers_ends_at_its_deadline(make, monkeypatch):
+    built = make(servers=[FakeServer(), FakeServer(number=1)], sync_s=LONG_S)
+    built.bridge.sync(0)
+    built.bridge._sync_s = 0.5
+    for server in built.servers:
+        server.receive = lambda version, deadline: wait_out(deadline)
+    with pytest.raises(DeadlineExceeded, match=r"the transfer of weight version 1 "):
+        built.update(1)
+    assert len(built.bridge.engine.living) == 2
 
 
 def test_a_server_that_never_receives_ends_at_the_deadline(make):

@@ -29,6 +29,7 @@ from lachesis.bridges.saved import (
 )
 from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
+from lachesis.engines.fleet import State
 from lachesis.engines.serving.adapter_files import read_adapter
 from lachesis.engines.serving.served import Refused
 from tests.tiny import tiny_model
@@ -167,13 +168,28 @@ def test_a_refused_swap_raises_and_what_is_served_stays(tmp_path):
     assert names(tmp_path / "adapters") == ["v3"]
 
 
-def test_one_of_two_servers_refusing_raises(tmp_path):
+def test_one_of_two_servers_that_cannot_load_it_is_dead_until_the_next_update(tmp_path):
     servers = FakeServer(), FakeServer(number=1)
     bridge, policy = build(tmp_path, *servers)
     bridge.sync(0)
-    servers[1].faults["load_adapter"] = EngineError("the inference server does not answer")
-    with pytest.raises(EngineError, match="does not answer"):
+    servers[1].faults["load_adapter"] = EngineError("the adapter cannot be read")
+    update(bridge, policy, 1)
+    assert [server.version for server in servers] == [1, 0]
+    assert bridge.engine.fleet.state(servers[1].url) is State.DEAD
+    assert bridge.engine.fleet.reason(servers[1].url) == "the adapter cannot be read"
+    update(bridge, policy, 2)
+    assert [server.version for server in servers] == [2, 2]
+
+
+def test_where_no_server_can_load_it_that_is_raised_and_none_is_dead(tmp_path):
+    servers = FakeServer(), FakeServer(number=1)
+    bridge, policy = build(tmp_path, *servers)
+    bridge.sync(0)
+    for server in servers:
+        server.faults["load_adapter"] = EngineError("the adapter cannot be read")
+    with pytest.raises(EngineError, match="cannot be read"):
         update(bridge, policy, 1)
+    assert len(bridge.engine.living) == 2
     assert names(tmp_path / "adapters") == ["v0", "v1"], "either may be in use"
 
 

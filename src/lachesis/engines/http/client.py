@@ -241,6 +241,29 @@ class HttpEngine(Engine):
             self.fleet.died(control.url, error.message)
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
+    def lose_silent(self, call: Callable[[ServerControl], object], *, reason: str) -> bool:
+        """Servers that do not answer ``call`` in its time are dead from now on, as long as others do; whether any is.
+
+        What they answer does not matter.
+        """
+
+        def answered(control: ServerControl) -> bool:
+            try:
+                call(control)
+            except (DeadlineExceeded, EngineUnreachable):
+                return False
+            except LachesisError:
+                pass
+            return True
+
+        living = self.living
+        silent = [one for one, there in zip(living, self._on(living, answered), strict=True) if not there]
+        if len(silent) == len(living):
+            return False
+        for control in silent:
+            self.fleet.died(control.url, reason)
+        return bool(silent)
+
     def look(self, *, needed: bool = True, quiet_s: float = 0.0) -> None:
         """Learn which of the servers that are thought to live do: one that gives no answer is dead.
 
