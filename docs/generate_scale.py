@@ -181,9 +181,11 @@ and what it has of Kubernetes' own API against that.
 
 ## What has run, and what is calculated
 
-One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
-transfer between them measured ([results](../benchmarks/RESULTS.md)), and both sides on both in turn
-([measured](../benchmarks/RESULTS.md#two-gpus-train-and-generate-in-turn)); on one, a mixture of 30 billion parameters
+One, two and four GPUs of one host have run. On two: sharded training over both, and trainer and engine on one each,
+with the transfer between them measured ([results](../benchmarks/RESULTS.md)), and both sides on both in turn
+([measured](../benchmarks/RESULTS.md#two-gpus-train-and-generate-in-turn)). On four: layouts of four ranks over NCCL,
+with small models, and two ranks that send to engines on the two others
+([measured](../benchmarks/RESULTS.md#two-gpus-train-and-two-generate)). On one: a mixture of 30 billion parameters
 under an adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More
 ranks have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
@@ -191,10 +193,9 @@ two replicas of contexts of two, and tensor groups of two, sharded and not, agai
 weights to 1e-9 in float64), and `make layouts` up
 to eight ranks (replicate 2 x shard 2 x context 2, or x tensor 2; shard 2 x context 2 x tensor 2), and what a layer
 keeps on each rank of a context, a tensor or an expert group against what `plan` counts. So have experts been shared out
-by two ranks, and in `make layouts` by up to eight, also beside all of these. On GPUs neither replicas of shards nor
-contexts, tensor groups and expert groups have run: that needs four of the first, two of the others. Several nodes have
-not run at all. All tables of this page are **calculated**: from the shapes of the models, from the counts of memory
-that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
+by two ranks, and in `make layouts` by up to eight, also beside all of these. Several nodes have not run at all. All
+tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held against
+[measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|
@@ -219,7 +220,7 @@ def constants() -> Iterator[str]:
             "measured: 8B between two H100s over NVLink, a window of four buckets",
         ),
         ("a rank sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
-        ("taking in within a node", cost.TAKE_WITHIN_NODE, "assumed: two thirds of NVLink's one way"),
+        ("taking in within a node", cost.TAKE_WITHIN_NODE, "measured: 8B from three H200s to a fourth over NVLink"),
         ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
         ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
         ("writing a checkpoint, a node", cost.WRITE_BYTES_S, "assumed: as much as a local NVMe disk takes"),
@@ -286,7 +287,7 @@ def cells(found: Scale) -> Iterator[str]:
     yield f"{layout.train} + {layout.generate}"
     yield f"{layout.engines} x TP{layout.tensor_parallel}"
     yield rank(found)
-    yield f"{found.transfer_s:.1f} s"
+    yield f"{found.transfer_s:.2f} s"
     yield f"{found.checkpoint / cost.GB:,.0f} GB, {duration(found.checkpoint_s)}, {found.copy_s:.1f} s"
     yield f"{duration(found.load_s)}, {found.host / cost.GB:,.0f} GB"
 

@@ -28,8 +28,8 @@ from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, L
 SEND_WITHIN_NODE = 275e9
 # The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used, 0.61. Calculated.
 SEND_BETWEEN_NODES = 30e9
-# What an engine's GPU takes in within its node, however many send. Assumed: two thirds of NVLink's one way.
-TAKE_WITHIN_NODE = 300e9
+# What an engine's GPU takes in within its node, however many send: there, from three senders, on H200s.
+TAKE_WITHIN_NODE = 330e9
 # What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
 GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
 # A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
