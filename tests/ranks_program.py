@@ -199,6 +199,7 @@ MORE: dict[int, dict[str, Case]] = {
         "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
     },
     4: {
+        "fsdp_of_four": Case(loss={"beta": 0.1, **EMA}),
         "hsdp_moe": Case(distributed={"replicate_size": 2}, model=MOE, uses=2),
         "shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}, uses=2),
         "replicate_context": Case(distributed={**CONTEXT, "strategy": "replicate"}),
@@ -244,7 +245,7 @@ GPU_CASES: dict[str, Case] = {
 # Those whose states differ in what ranks write of them.
 IN_PARTS = (
     *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
-    *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
+    *("fsdp_of_four", "hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
     *("expert", "shard_expert", "replicate_shard_tensor_expert"),
     *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
 )
@@ -256,7 +257,7 @@ REPLICAS = ("replicate", "hsdp", "hsdp_float32", "hsdp_of_eight")
 SENT = (
     *("full", "tied", "lora", "moe", "groups_of_one", "replicate", "context_moe", "masters"),
     *("tensor_tied", "tensor_lora", "expert", "tensor_expert"),
-    *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context_moe"),
+    *("fsdp_of_four", "hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context_moe"),
 )
 
 
