@@ -16,6 +16,7 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.http.control import ServerControl
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, whole_of
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
@@ -38,7 +39,8 @@ class Case:
     """A bridge over an engine.
 
     ``engine`` is that of this process, the embedded server, or vLLM. ``exact`` says that digests of what travels
-    exist on both sides, ``two`` that the engine is two servers, ``owned`` that the bridge starts its server.
+    exist on both sides, ``two`` that the engine is two servers, ``owned`` that the bridge starts its server, of so many
+    ``workers``.
     """
 
     engine: Literal["in process", "embedded", "vllm"]
@@ -47,6 +49,7 @@ class Case:
     exact: bool = True
     two: bool = False
     owned: bool = False
+    workers: int = 1
 
     @property
     def name(self) -> str:
@@ -135,6 +138,7 @@ def configuration(case: Case, *, model: Path, directory: Path, urls: list[str]) 
     else:
         engine = {"kind": "vllm", "port": free_ports(2), "max_model_len": MAX_LEN, "enforce_eager": True}
         engine |= {"data_parallel_size": 2} if case.two else {}
+        engine |= {"tensor_parallel_size": case.workers}
     return LachesisConfig.model_validate(
         {
             "run": {"name": directory.name, "dir": str(directory.parent), "steps": 1000},
@@ -213,9 +217,9 @@ class Live:
         pairs = zip(self.policy.canary(tokens), self.engine.canary(tokens).logprobs, strict=True)
         return max(abs(a - b) for a, b in pairs)
 
-    def digests(self) -> tuple[dict[str, int], dict[str, int]] | None:
-        """The trainer's and the engine's, of what travels."""
-        weights, control = self.side.weights, self.remote.controls[-1]
+    def digests(self, control: ServerControl | None = None) -> tuple[dict[str, int], dict[str, int]] | None:
+        """The trainer's and a server's, of what travels; the last one's unless it is said."""
+        weights, control = self.side.weights, control or self.remote.controls[-1]
         found = digests_of(
             self.config,
             self.policy,
