@@ -105,7 +105,15 @@ def cases() -> list[Case]:
     found += [Case("3B", method, context) for method in ("full", "LoRA", "QLoRA") for context in CONTEXTS]
     for size in ("14B", "32B", "24B"):
         found += [Case(size, method, context, *recomputed) for method in ("LoRA", "QLoRA") for context in CONTEXTS]
-    return found
+    return [*shared_cases(), *found]
+
+
+def shared_cases() -> list[Case]:
+    """Further rows of one card shared with an engine: an adapter for each size, all weights where they fit."""
+    found = [Case(size, "LoRA, shared", context) for size in ("1.5B", "3B") for context in CONTEXTS]
+    found += [Case("1.5B", "full, shared", 1024), *(Case("3B", "full, shared", context) for context in CONTEXTS)]
+    large = [(size, context) for size in ("14B", "24B", "32B") for context in CONTEXTS]
+    return found + [Case(size, "LoRA, shared", context, "checkpointing", CHECKPOINTING) for size, context in large]
 
 
 def sharded_cases() -> list[Case]:
@@ -116,6 +124,7 @@ def sharded_cases() -> list[Case]:
         Case("8B", "full", 1024, *recomputed), Case("8B", "full", 8192, *recomputed), Case("8B", "LoRA", 8192),
         Case("14B", "LoRA", 8192, *recomputed), Case("32B", "LoRA", 8192, *recomputed),
         Case("8B", "full", 1024), Case("8B", "full", 8192), Case("14B", "full", 8192, *recomputed),
+        Case("3B", "full", 8192), Case("3B", "LoRA", 8192), Case("24B", "LoRA", 8192, *recomputed),
     ]  # fmt: skip
 
 
