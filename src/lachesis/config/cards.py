@@ -19,9 +19,11 @@ CONTEXT_BYTES = 6 * 10**8
 # on an H200, whatever the model's size (benchmarks/memory.json), and over several ranks as much again as is gathered,
 # for that comes and goes: 1.8 to 5.5 GB on two H100s (benchmarks/memory_two_gpus*.json).
 FRAGMENTS_BYTES = 10**9
-# What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill. Assumed.
+# What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill, and what is not
+# torch's. With 8B on an H200 1.3 GiB, with 1.3 billion parameters 0.7 (benchmarks/RESULTS.md, "What a vLLM server takes
+# beside its weights").
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
-# What it takes on top of its share: CUDA graphs. Assumed.
+# What it takes on top of its share, CUDA graphs: 0.45 to 0.99 GiB there.
 ENGINE_GRAPHS_BYTES = 2**30
 # A server needs a cache for so many sequences at a time to be of use; more are served in turn.
 _SEQUENCES = 16
