@@ -178,7 +178,9 @@ EXPERTS, INNER = 4, 24
 GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
 
 
-def mixture(monkeypatch: pytest.MonkeyPatch, stacked: dict[str, Tensor], kernels: str) -> WorkerWeights:
+def mixture(
+    monkeypatch: pytest.MonkeyPatch, stacked: dict[str, Tensor], kernels: str, *, rank: int = 0, size: int = 1
+) -> WorkerWeights:
     """A worker with a layer of experts, loaded from each expert's tensors and made ready for these kernels."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -186,8 +188,9 @@ def mixture(monkeypatch: pytest.MonkeyPatch, stacked: dict[str, Tensor], kernels
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     alone = SimpleNamespace(rank_in_group=0, world_size=1)
-    for group in ("_TP", "_DP", "_PCP", "_EP"):
+    for group in ("_DP", "_PCP", "_EP"):
         monkeypatch.setattr(parallel_state, group, alone)
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=rank, world_size=size))
     chosen = (UnquantizedMoeBackend[kernels], None)
     monkeypatch.setattr(unquantized_fused_moe_method, "select_unquantized_moe_backend", lambda **_: chosen)
 
@@ -211,9 +214,9 @@ def mixture(monkeypatch: pytest.MonkeyPatch, stacked: dict[str, Tensor], kernels
             layer.weight_loader(layer.w13_weight, up, "weight", "w3", expert)
             layer.weight_loader(layer.w2_weight, stacked[DOWN][expert], "weight", "w2", expert)
         layer.quant_method.process_weights_after_loading(layer)
-    config = SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    config = SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace(tensor_parallel_size=size))
     runner = SimpleNamespace(get_model=lambda: model)
-    return WorkerWeights(SimpleNamespace(model_runner=runner, vllm_config=config, device="cpu", rank=0))
+    return WorkerWeights(SimpleNamespace(model_runner=runner, vllm_config=config, device="cpu", rank=rank))
 
 
 def stacked_experts() -> dict[str, Tensor]:
@@ -237,6 +240,31 @@ def test_every_expert_of_a_mixture_is_proved_where_kernels_leave_the_order(monke
         parameter[[0, 1]] = parameter[[1, 0]]
         assert held.digests({"slices": found})[name] != expected[name], "two experts have changed places"
         parameter[[0, 1]] = parameter[[1, 0]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_that_workers_share_out_are_proved(monkeypatch: pytest.MonkeyPatch, size: int):
+    stacked = stacked_experts()
+    workers = [mixture(monkeypatch, stacked, "TRITON", rank=rank, size=size) for rank in range(size)]
+    ours = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
+    assert sorted(held_shapes(workers[-1]).values()) == sorted(ours.values())
+    slices = map_parameters(
+        ours, held_shapes(workers[0]), model_type="qwen3_moe", engine_kind="vllm 0.32.0", mixtures=True
+    )
+
+    def found() -> dict[str, int]:
+        return add_workers([one.digest_parts({"slices": slices}) for one in workers])
+
+    expected = digests(stacked)
+    assert found() == expected
+    for name, part in slices.items():
+        held = workers[-1]._runner.get_model().get_parameter(part.name).data
+        assert held.numel() * size == stacked[name].numel(), "each has a share"
+        kept = held.clone()
+        for lost in (torch.zeros_like(kept[:2]), kept[[1, 0]]):
+            held[:2] = lost
+            assert {other for other in expected if found()[other] != expected[other]} == {name}
+            held.copy_(kept)
 
 
 @pytest.mark.parametrize("kernels", ["FLASHINFER_CUTLASS", "XPU", "CPU"])

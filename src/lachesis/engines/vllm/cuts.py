@@ -41,7 +41,8 @@ class Cut:
     Attributes:
         shape: of the whole.
         blocks: of rows; none where the tensor has no dimension.
-        columns: the number of the worker's share of each row; 0 too where it has whole rows.
+        columns: the number of the worker's share of each row; 0 too where it has whole rows. Of an expert, whose row is
+            all of its matrix, the share need not lie together.
     """
 
     shape: tuple[int, ...]
@@ -116,6 +117,8 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
     if not hasattr(owner, "quant_method"):
         # What has no loader of its own is loaded whole.
         return None if hasattr(held, "weight_loader") else _whole(held)
+    if leaf in ("w13_weight", "w2_weight"):
+        return _experts(layer, leaf, held)
     if type(owner.quant_method).__name__ not in _UNQUANTIZED or leaf not in ("weight", "bias") or not held.numel():
         return None
     if kind in _BY_OUTPUTS:
@@ -153,6 +156,19 @@ def _by_inputs(layer: Any, held: Tensor) -> Cut | None:
     if held.ndim != 2 or held.shape[1] * layer.tp_size != layer.input_size:
         return None
     return Cut((held.shape[0], layer.input_size), (Block(0, 0, held.shape[0]),), layer.tp_rank)
+
+
+def _experts(layer: Any, leaf: str, held: Tensor) -> Cut | None:
+    """All experts of a layer, stacked: workers have an equal share of each one's rows (gate, up) or columns (down).
+
+    Where whole experts are shared out instead there is no rule.
+    """
+    ways = layer.moe_config.moe_parallel_config
+    if ways.ep_size > 1 or not _in_order(layer.quant_method):
+        return None
+    shape = list(held.shape)
+    shape[1 if leaf == "w13_weight" else 2] *= ways.tp_size
+    return Cut(tuple(shape), (Block(0, 0, shape[0]),), ways.tp_rank)
 
 
 def _vocabulary(layer: Any, held: Tensor) -> Cut | None:

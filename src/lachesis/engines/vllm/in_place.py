@@ -61,7 +61,7 @@ class InPlaceLoader:
         for name, shape in shapes.items():
             whole, first, rows = _within(name, shapes, held=held, members=members)
             cut = cuts.get(whole)
-            if cut is None or tuple(cut.shape) != (*rows, *shape[1:]):
+            if cut is None or len(cut.shape) > 2 or tuple(cut.shape) != (*rows, *shape[1:]):
                 return None
             found[name] = [*_parts(held[whole], cut, first=first, rows=shape[0])] if shape else [_all(held[whole])]
             spare += _spare_rows(held[whole], cut) if shape else ()
