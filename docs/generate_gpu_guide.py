@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str | None]]] = {
     "four": (4, {"full": "full", "LoRA": "LoRA"}),
 }
 
-PROPOSED = (24, 40, 48, 80)
+PROPOSED, PROPOSED_SIZES = (24, 40, 48, 80), ("8B", "14B", "24B", "32B")
 NO_CARD = "none of them"
 
 INTRODUCTION = """\
@@ -242,19 +242,33 @@ def order_rows() -> Iterator[str]:
 
 
 def proposals() -> Iterator[str]:
-    """What `plan --fit` proposes for the usual cards."""
+    """What `plan --fit` proposes for the usual cards, and in words where it has nothing to propose."""
     yield f"| model | {' | '.join(f'{card} GB' for card in PROPOSED)} |"
     yield "|---" * (1 + len(PROPOSED)) + "|"
-    for size in ("8B", "14B", "24B"):
+    without: list[str] = []
+    for size in PROPOSED_SIZES:
         model = find_shape(MODELS[size])
         assert model is not None
         config = configured("full", 1024, {"engine": VLLM, "bridge": {"kind": "shared_vllm"}}, checkpointing=False)
         cells: list[str] = []
+        too_small: list[str] = []
         for card in PROPOSED:
             found = fit(config, card_gb=card, found=model)
-            words = [] if found is None else [f"`{word}`" for word in found.words()]
-            cells.append("nothing tried" if found is None else "<br>".join([*words, f"{found.use.total / GB:.0f} GB"]))
+            if found is None:
+                too_small.append(str(card))
+                cells.append("nothing fits")
+            else:
+                words = [f"`{word}`" for word in found.words()]
+                cells.append("<br>".join([*words, f"{found.use.total / GB:.0f} GB"]))
         yield f"| {size} | {' | '.join(cells)} |"
+        if too_small:
+            *_, (_, _, least) = steps_with_savings(config, found=model)
+            cards = " and ".join(too_small)
+            without.append(
+                f"Of {size} nothing that is tried fits on {cards} GB: with all changes it takes {least / GB:.1f} GB."
+            )
+    if without:
+        yield f"\n{' '.join(without)} Then: more cards (`torchrun`), or a smaller model."
 
 
 def render() -> str:
