@@ -32,7 +32,7 @@ from lachesis.bridges.extract import as_saved, full_digests, full_weights, tenso
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.errors import EngineError
 from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.engines.serving.served import TransferKind
@@ -567,19 +567,16 @@ def send(policy: Policy) -> None:
 
 
 def send_to_one_that_hangs(policy: Policy) -> None:
-    """No rank waits longer than the transfer may take; the next one is as if nothing had been."""
+    """No rank waits longer than the transfer may take, the other has the weights then, and next time both have."""
     servers = [FakeServer(workers=2, engine="vllm"), FakeServer(number=1, engine="vllm")]
-    with sending(policy, servers, limit_s=3.0) as bridge:
+    with sending(policy, servers, limit_s=5.0) as bridge:
         bridge.sync(0)
         servers[0].goes_on.clear()
         began = time.monotonic()
-        try:
-            bridge.sync(1)
-        except DeadlineExceeded as error:
-            assert "deadlines.sync_s" in str(error), error
-        else:
-            raise AssertionError("nobody has taken the weights")
-        assert time.monotonic() - began < 20.0
+        bridge.sync(1)
+        assert time.monotonic() - began < 25.0
+        assert [server.version for server in servers] == [0, 1]
+        assert_same(servers[1].tensors, saved_weights(policy))
         servers[0].goes_on.set()
         bridge.sync(2)
         for server in servers:
