@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -263,10 +264,15 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What the sinks get for one finished optimizer step. ``values`` are reduced over all ranks."""
+    """What the sinks get for one finished optimizer step.
+
+    ``values`` are reduced over all ranks. ``ended`` is when the step did, in seconds since the epoch: sinks hear of it
+    later.
+    """
 
     step: int
     values: Mapping[str, float]
     groups: Sequence[Group] = ()
     evaluation: EvalResult | None = None
     findings: Sequence[Finding] = ()
+    ended: float = field(default_factory=time.time)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lachesis.common.errors import LachesisError
@@ -164,7 +166,8 @@ class HubTelemetry:
         if self._device_memory is not None:
             allocated, reserved = self._device_memory()
             measured.append({"gpu_memory_gb": Mean(allocated / 1e9), "gpu_memory_reserved_gb": Mean(reserved / 1e9)})
-        self._telling = self._beside.submit(self._tell, step, measured, counters, groups, evaluation)
+        told = partial(self._tell, measured, counters=counters)
+        self._telling = self._beside.submit(told, StepRecord(step, {}, groups, evaluation, ended=time.time()))
 
     def flush(self) -> None:
         """Return once the sinks have all that was told. Raises what went wrong on the way to them, a defect of ours."""
@@ -180,19 +183,12 @@ class HubTelemetry:
             self._beside.shutdown()
             self._hub.close()
 
-    def _tell(
-        self,
-        step: int,
-        measured: Sequence[Metrics],
-        counters: dict[str, float],
-        groups: tuple[Group, ...],
-        evaluation: EvalResult | None,
-    ) -> None:
+    def _tell(self, measured: Sequence[Metrics], record: StepRecord, *, counters: dict[str, float]) -> None:
         counted = {name: Mean(n) if name in _SECONDS else Sum(n) for name, n in counters.items()}
         # The batch was trained on by the weights before this step.
-        of_groups = group_metrics(groups, reward_names=self._reward_names, version=step - 1)
+        of_groups = group_metrics(record.groups, reward_names=self._reward_names, version=record.step - 1)
         values = reduce_metrics(merge_metrics([*measured, counted, of_groups]))
-        self._hub.emit(StepRecord(step=step, values=values | throughput(values), groups=groups, evaluation=evaluation))
+        self._hub.emit(replace(record, values=values | throughput(values)))
 
 
 def throughput(values: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import errno
 import logging
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -181,6 +182,17 @@ def test_memory_of_a_gpu_is_read_when_its_step_ends():
     sink.go_on.set()
     told.flush()
     assert (sink.records[0].values["gpu_memory_gb"], sink.records[0].values["gpu_memory_reserved_gb"]) == (3.0, 5.0)
+
+
+def test_a_record_says_when_its_step_ended_however_late_sinks_hear_of_it():
+    sink = SlowSink()
+    told = telemetry(sink)
+    tell(told, 1)
+    ended = time.time()
+    time.sleep(0.05)
+    sink.go_on.set()
+    told.flush()
+    assert sink.records[0].ended <= ended
 
 
 def test_a_defect_on_the_way_to_the_sinks_is_raised_by_what_comes_next(sink: Recorder):

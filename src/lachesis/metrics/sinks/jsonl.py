@@ -63,7 +63,7 @@ class JsonlSink(Sink):
             {
                 "type": "step",
                 "step": record.step,
-                "time": self._clock(),
+                "time": record.ended,
                 # JSON has no NaN.
                 "values": {name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 "findings": [_fields(finding) for finding in record.findings],

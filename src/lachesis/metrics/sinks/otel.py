@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import time
 from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError
@@ -67,7 +66,7 @@ class OpenTelemetrySink(Sink):
             values |= evaluation_values(record.evaluation)
         self._measure(values)
         if record.values.get("step_time", 0.0) > 0:
-            line = StepLine(record.step, time.time(), dict(record.values))
+            line = StepLine(record.step, record.ended, dict(record.values))
             events = step_events(line, origin=0.0, ends=self._ends, rows=timeline_rows([line]))
             self._trace([event for event in events if event["ph"] == "X"])
 

@@ -27,16 +27,16 @@ def test_lines_have_the_documented_form(tmp_path: Path) -> None:
     sink = JsonlSink(path, clock=lambda: 1000.5)
     sink.evaluation(evaluation(0))
     finding = Finding("warning", "kl_high", "mean_kl is “high”")
-    sink.write(
-        StepRecord(step=1, values={"loss": math.nan, "reward": 0.25}, evaluation=evaluation(1), findings=[finding])
-    )
+    values = {"loss": math.nan, "reward": 0.25}
+    sink.write(StepRecord(step=1, values=values, evaluation=evaluation(1), findings=[finding], ended=1001.5))
     first, second = [json.loads(line) for line in path.read_text().splitlines()]  # flushed before close
     sink.close()
     assert first["type"] == "evaluation" and first["step"] == 0 and first["problems"] == 512
+    assert first["time"] == 1000.5
     assert second == {
         "type": "step",
         "step": 1,
-        "time": 1000.5,
+        "time": 1001.5,
         "values": {"loss": None, "reward": 0.25},
         "findings": [{"level": "warning", "rule": "kl_high", "message": "mean_kl is “high”"}],
         "evaluation": {
