@@ -260,5 +260,5 @@ def _deviation(group: Group) -> float | None:
 def _stdev(values: Sequence[float]) -> float:
     """The deviation (n - 1) of at least two values. That of `statistics` is exact to the last bit and takes 50 times
     as long, which for the groups of a step are milliseconds."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    mean = sum(values) / len(values)
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)  # hypot: no square overflows
