@@ -128,7 +128,7 @@ def work(path: Path, *, logs: Path, card_gb: float, only: Collection[str]) -> li
         while True:
             try:
                 jobs = read_jobs(path)
-            except ValueError as error:  # it is being written: what runs goes on
+            except (OSError, ValueError) as error:  # it is being written: what runs goes on
                 if said != str(error):
                     said = str(error)
                     say("the file", f"stays as it was read before: {said}")

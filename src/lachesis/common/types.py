@@ -137,6 +137,11 @@ class Sample:
         """1 where a completion token counts in the loss; same length as ``completion_ids``."""
         return self.mask if self.mask is not None else (1,) * len(self.completion_ids)
 
+    @property
+    def num_learned(self) -> int:
+        """Completion tokens that count in the loss."""
+        return len(self.completion_ids) if self.mask is None else sum(self.mask)
+
     def judged(self, *, rewards: tuple[float | None, ...], reward: float | None, advantage: float | None) -> Sample:
         """The sample with these. ``dataclasses.replace`` takes twice as long, twice for every sample of a run."""
         return Sample(

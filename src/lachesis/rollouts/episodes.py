@@ -298,7 +298,7 @@ class EpisodeSource(GroupwiseSource):
             self._counts["dropped_groups"] += 1
             return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} can be trained on")
         samples = tuple(sample for one in played for sample in one.samples)
-        self._counts["tokens_generated"] += sum(sum(sample.loss_mask()) for sample in samples)
+        self._counts["tokens_generated"] += sum(sample.num_learned for sample in samples)
         for one in played:
             for name, value in one.metrics.items():
                 self._logged.setdefault(name, []).append(value)
@@ -460,7 +460,7 @@ class EpisodeEvaluator:
             message = f"evaluation at step {step}: all {len(self.prompts)} rollouts failed"
             raise RewardError(message, remedy="look into the log")
         rewards = [one.samples[-1].reward or 0.0 for one in played]
-        lengths = [sum(sum(sample.loss_mask()) for sample in one.samples) for one in played]
+        lengths = [sum(sample.num_learned for sample in one.samples) for one in played]
         return EvalResult(
             step=step,
             accuracy=sum(reward >= self.success_reward for reward in rewards) / len(self.prompts),

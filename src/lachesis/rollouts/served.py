@@ -141,7 +141,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         names = {name for one in done for name in one.metrics}
         return Attempts(
             rewards=tuple(map(reward_of, done)),
-            lengths=tuple(sum(sum(sample.loss_mask()) for sample in one.samples) for one in done),
+            lengths=tuple(sum(sample.num_learned for sample in one.samples) for one in done),
             metrics={name: [one.metrics[name] for one in done if name in one.metrics] for name in names},
             failures=failures,
         )

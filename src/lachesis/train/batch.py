@@ -199,7 +199,7 @@ def pack(
         for number, group in enumerate(groups)
         for sample in group.samples
     ]
-    counted = [row for row in rows if any(row.sample.loss_mask())]
+    counted = [row for row in rows if row.sample.num_learned]
     if not counted:
         raise TrainingError(
             f"none of the {len(groups)} groups of this step has a completion token to learn from",
@@ -216,7 +216,7 @@ def pack(
         groups=tuple(groups),
         micro_batches=MicroBatches.of(passes),
         num_sequences=len(rows),
-        num_tokens=sum(sum(row.sample.loss_mask()) for row in counted),
+        num_tokens=sum(row.sample.num_learned for row in counted),
         skipped_sequences=len(counted) - len(kept),
         distinct_tokens=sum(tree.num_inputs for tree in whole),
         flat_tokens=sum(len(part.sequence.ids) * len(part.sequence.rows) for tree in whole for part in tree.parts),
@@ -237,7 +237,8 @@ def _require_whole(sample: Sample) -> None:
             remedy="give those of all tokens of prompt and completion but the last",
         )
     whole = sample.token_advantages is None or len(sample.token_advantages) == tokens
-    if whole and sample.prompt_ids and len(sample.logprobs) == tokens == len(sample.loss_mask()):
+    masked = sample.mask is None or len(sample.mask) == tokens
+    if whole and masked and sample.prompt_ids and len(sample.logprobs) == tokens:
         return
     raise TrainingError(
         f"a sample with {len(sample.prompt_ids)} prompt and {tokens} completion tokens has {len(sample.logprobs)} "

@@ -70,10 +70,11 @@ class Unit:
     """Sequences in the order of their prefix tree: what packing moves around."""
 
     parts: tuple[Part, ...]
+    num_inputs: int = field(init=False)
 
-    @property
-    def num_inputs(self) -> int:
-        return sum(part.new for part in self.parts)
+    def __post_init__(self) -> None:
+        # Once: packing asks for it many times.
+        object.__setattr__(self, "num_inputs", sum(len(one.ids) - shared for one, shared in self.parts))
 
     @property
     def num_rows(self) -> int:

@@ -24,7 +24,7 @@ ENVIRONMENT = Dialect(
         *(
             together(name, "", note)
             for name, note in (
-                ("VLLM_WORKER_MULTIPROC_METHOD", "vLLM's own; spawn if unset, as CUDA does not survive a fork"),
+                ("VLLM_WORKER_MULTIPROC_METHOD", "vLLM's own; if unset fork beside an NVIDIA driver, else spawn"),
                 ("PYTORCH_CUDA_ALLOC_CONF", "torch's own; expandable segments that cannot be shared are refused"),
                 ("CUDA_LAUNCH_BLOCKING", "CUDA's own; 1 makes everything slow"),
                 ("TOKENIZERS_PARALLELISM", "the library's own"),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -48,6 +48,8 @@ _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
+# There is an NVIDIA driver.
+_DRIVER = Path("/dev/nvidiactl")
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
     "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon to skip: weights come over routes of the server",
@@ -60,6 +62,8 @@ _HARMFUL = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded by routes that need the session's token",
 }
 
+StartMethod = Literal["fork", "spawn"]
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
@@ -70,7 +74,13 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plugins: Iterable[str] = ()) -> LaunchPlan:
+def plan_launch(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    plugins: Iterable[str] = (),
+    start_method: StartMethod = "spawn",
+) -> LaunchPlan:
     """Put our defaults around what the user gave.
 
     Args:
@@ -78,6 +88,7 @@ def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plu
             ``--allowed-host``.
         environment: of this process; every variable is handed on but those that are named in a warning.
         plugins: names of vLLM plugins that are installed and on by default.
+        start_method: of the engine's process, where the environment names none.
 
     Raises:
         ConfigError: two flags that do not go together with ours.
@@ -95,6 +106,7 @@ def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plu
         added += ["--max-loras", str(len(given.lora_modules) + 1)]
     hosts = [*([given.host] if given.host else []), *ours.allowed_host]
     child, warnings = _environment(environment, roots=ours.adapter_root, hosts=hosts, plugins=plugins)
+    child.setdefault("VLLM_WORKER_MULTIPROC_METHOD", start_method)
     return LaunchPlan((*rest, *added), child, tuple(warnings))
 
 
@@ -125,6 +137,16 @@ def installed_version() -> tuple[int, int]:
         if match:
             return int(match[1]), int(match[2])
     return 0, 0
+
+
+def start_method(*, driver: Path = _DRIVER) -> StartMethod:
+    """How vLLM is to start its engine.
+
+    A forked one does not import all again that the server has imported, 12 s of a start on a GPU. vLLM spawns it all
+    the same where the server has used CUDA before, as CUDA does not survive a fork. On a CPU neither do the threads of
+    OpenMP.
+    """
+    return "fork" if driver.exists() else "spawn"
 
 
 def may_need_torchao(arguments: Sequence[str]) -> bool:
@@ -173,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.argv[1:] if arguments is None else arguments,
             environment=os.environ,
             plugins=[entry.name for group in _GROUPS_ON_BY_DEFAULT for entry in metadata.entry_points(group=group)],
+            start_method=start_method(),
         )
     except LachesisError as error:
         sys.stderr.write(f"lachesis: {error}\n")
@@ -229,8 +252,6 @@ def _environment(
     allowed = child.get("VLLM_PLUGINS")
     named = [*plugins] if allowed is None else [part for part in allowed.split(",") if part]
     child["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, ENTRY_POINT]))
-    # A forked process cannot use CUDA once its parent has.
-    child.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if hosts:
         child[HOSTS_VARIABLE] = ",".join([*filter(None, [child.get(HOSTS_VARIABLE)]), *hosts])
     if roots:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.engines.http.dispatch import read_cached_tokens, read_completions
@@ -119,6 +120,24 @@ def test_cached_tokens_travel_in_both_forms_and_are_left_out_where_nobody_knows_
     known = [replace(one, cached_tokens=cached) for one, cached in zip(result.completions, (0, None, 2), strict=True)]
     for reply in both_forms(replace(result, completions=tuple(known))):
         assert read_cached_tokens(reply, n=3) == [0, None, 2]
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (3, 1, 2), (5, -1), (2, 2)])
+def test_arrays_are_divided_by_lengths_that_say_where_all_of_them_end(lengths: tuple[int, ...]):
+    arrays = {
+        "lengths": np.array(lengths, dtype=np.int64),
+        "token_ids": np.arange(4, dtype=np.int32),
+        "token_logprobs": -np.arange(4, dtype=np.float32),
+        "weight_version": np.zeros((len(lengths), 2), dtype=np.int64),
+    }
+    answer = save(arrays, metadata={"session_id": "s", "finish_reasons": "[]"})
+    if sum(lengths) == 4 and min(lengths) >= 0:
+        parts = [list(range(lengths[0])), list(range(lengths[0], 4))]
+        assert read_arrays(answer)["token_ids"] == parts
+        assert read_arrays(answer)["token_logprobs"] == [[-float(value) for value in part] for part in parts]
+    else:
+        with pytest.raises(ValueError, match="4 values for parts of"):
+            read_arrays(answer)
 
 
 def test_a_server_that_does_not_say_them_has_not_answered():

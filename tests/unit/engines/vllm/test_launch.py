@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
-from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch
+from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch, start_method
 from lachesis.engines.vllm.plugin import adapter_roots
 
 
@@ -94,10 +95,13 @@ class TestEnvironment:
         assert plan("m", VLLM_PLUGINS="mine").environment["VLLM_PLUGINS"] == "mine,lachesis"
         assert plan("m", VLLM_PLUGINS="").environment["VLLM_PLUGINS"] == "lachesis"
 
-    def test_processes_are_spawned_unless_told_otherwise(self):
-        assert plan("m").environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-        told = plan("m", VLLM_WORKER_MULTIPROC_METHOD="fork").environment
-        assert told["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    def test_the_engine_is_forked_beside_a_driver_and_else_spawned_unless_told_otherwise(self, tmp_path: Path):
+        (tmp_path / "nvidiactl").touch()
+        assert start_method(driver=tmp_path / "nvidiactl") == "fork"
+        assert start_method(driver=tmp_path / "none") == "spawn"
+        for told, method in (({}, "fork"), ({}, "spawn"), ({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, "fork")):
+            found = plan_launch(["m"], environment=told, start_method=method).environment
+            assert found["VLLM_WORKER_MULTIPROC_METHOD"] == ("spawn" if told else method)
 
     def test_documented_variables_stay(self):
         given = {"CUDA_VISIBLE_DEVICES": "1", "LOGDIR": "/l", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}
