@@ -29,6 +29,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """What is torn down at the end wants its garbage collected."""
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What is torn down at the end wants its garbage collected; not where other processes have run the tests."""
+    if not config.getoption("forks", 0):
+        gc.unfreeze()

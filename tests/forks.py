@@ -21,6 +21,8 @@ import pytest
 from _pytest.config import create_terminal_writer
 
 _NUMBER_BYTES = 4
+# Taken first, for none of them is to be begun when the others end: with few tests they take long, compiling or waiting.
+_LONG = ("test_broadcast", "test_router_replay", "test_flash4", "test_attention", "test_engine", "test_channel")
 _codes: list[int] = []
 _FORK = get_context("fork")
 Files = Sequence[Sequence[pytest.Item]]
@@ -47,7 +49,7 @@ def pytest_runtestloop(session: pytest.Session) -> Literal[True] | None:
     count = session.config.getoption("--forks")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    files = sorted((list(items) for _, items in itertools.groupby(session.items, _file)), key=len, reverse=True)
+    files = sorted((list(items) for _, items in itertools.groupby(session.items, _file)), key=_place)
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # theirs too, and removed by this one
     numbers = _queue(len(files))
     children = [_Child(session, files, numbers) for _ in range(count)]
@@ -71,6 +73,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def _file(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
+
+
+def _place(items: Sequence[pytest.Item]) -> tuple[bool, int]:
+    return items[0].path.stem not in _LONG, -len(items)
 
 
 def _queue(count: int) -> int:
@@ -107,39 +113,56 @@ def _listen(session: pytest.Session, children: Sequence[_Child]) -> None:
         for reports in connection.wait(list(talking)):
             child = talking[reports]  # type: ignore[index]
             try:
-                name, values = child.reports.recv()
+                told = child.reports.recv()
             except EOFError:
                 del talking[child.reports]
                 if child.running:
                     hook.pytest_runtest_logreport(report=child.died())
                 continue
-            if name == "pytest_warning_recorded":
-                hook.pytest_warning_recorded.call_historic(kwargs=values)
-                continue
-            if name == "pytest_runtest_logreport":
-                values = {"report": hook.pytest_report_from_serializable(config=session.config, data=values)}
-            else:
-                child.running = (values["nodeid"], values["location"]) if name == "pytest_runtest_logstart" else None
-            getattr(hook, name)(**values)
-            if session.shouldfail:
-                raise session.Failed(session.shouldfail)
+            for name, values in told:
+                _report(session, child, name, values)
+
+
+def _report(session: pytest.Session, child: _Child, name: str, values: dict[str, Any]) -> None:
+    hook = session.config.hook
+    if name == "pytest_warning_recorded":
+        hook.pytest_warning_recorded.call_historic(kwargs=values)
+        return
+    if name == "pytest_runtest_logreport":
+        values = {"report": hook.pytest_report_from_serializable(config=session.config, data=values)}
+    else:
+        child.running = (values["nodeid"], values["location"]) if name == "pytest_runtest_logstart" else None
+    getattr(hook, name)(**values)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
 
 
 class _Told:
-    """What pytest would print here goes to the process that prints."""
+    """What pytest would print here goes to the process that prints.
+
+    A message a test, of how the one before it ended and that it starts; what failed is told at once.
+    """
 
     def __init__(self, config: pytest.Config, reports: Connection) -> None:
         self._config, self._reports = config, reports
+        self._untold: list[tuple[str, dict[str, Any]]] = []
+
+    def tell(self) -> None:
+        self._reports.send(self._untold)
+        self._untold = []
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        self._reports.send(("pytest_runtest_logstart", {"nodeid": nodeid, "location": location}))
+        self._untold.append(("pytest_runtest_logstart", {"nodeid": nodeid, "location": location}))
+        self.tell()
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        self._reports.send(("pytest_runtest_logfinish", {"nodeid": nodeid, "location": location}))
+        self._untold.append(("pytest_runtest_logfinish", {"nodeid": nodeid, "location": location}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._reports.send(("pytest_runtest_logreport", data))
+        self._untold.append(("pytest_runtest_logreport", data))
+        if report.failed:
+            self.tell()
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
@@ -147,7 +170,7 @@ class _Told:
         text = UserWarning(f"{warning_message.category.__name__}: {warning_message.message}")
         told = warnings.WarningMessage(text, UserWarning, warning_message.filename, warning_message.lineno)
         values = {"warning_message": told, "when": when, "nodeid": nodeid, "location": location}
-        self._reports.send(("pytest_warning_recorded", values))
+        self._untold.append(("pytest_warning_recorded", values))
 
 
 def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Connection) -> None:
@@ -161,11 +184,13 @@ def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Con
     capture.stop_global_capturing()  # into a file that the processes would share
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    plugins.register(_Told(config, reports))
+    told = _Told(config, reports)
+    plugins.register(told)
     items = itertools.chain.from_iterable(files[number] for number in _numbers(numbers))
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         assert item is not None
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    told.tell()
     reports.close()
     os._exit(0)  # not waiting for threads that tests have left behind in a wait of half a minute
 

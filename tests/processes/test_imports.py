@@ -221,3 +221,14 @@ def test_how_threads_wait_is_said_before_torch_is_loaded():
     words = [sys.executable, "-c", program]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LONG_S, check=True)
     assert ended.stdout == "5000\n"
+
+
+def test_transformers_does_not_import_torchao_where_it_is_kept_from_it():
+    """As it is from a server that has no use for it."""
+    code = (
+        "import sys; sys.modules['torchao'] = None; import transformers.modeling_utils; "
+        "from transformers.utils import is_torchao_available; print(is_torchao_available())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False"]

@@ -196,18 +196,6 @@ def test_a_worker_whose_drafts_do_not_pay_hands_none_out(kind: str):
         assert worker.proposed == len(had)
 
 
-def test_a_step_whose_output_comes_later_is_counted_then():
-    pytest.importorskip("vllm")
-    worker, now = FakeWorker(), [0.0]
-    drafts = WorkerDrafts(worker, forgetful=True, switch=DraftSwitch(clock=lambda: now[0]))
-    drafts._sample = lambda grammar: SimpleNamespace(
-        get_output=lambda: SimpleNamespace(sampled_token_ids=[[1, 2], [3]])
-    )
-    later = worker.sample_tokens(None)
-    assert drafts.switch._tokens == 0
-    assert later.get_output().sampled_token_ids == [[1, 2], [3]] and drafts.switch._tokens == 3
-
-
 def test_a_step_without_tokens_is_none():
     worker, now = FakeWorker(), [0.0]
     drafts = WorkerDrafts(worker, forgetful=True, switch=DraftSwitch(clock=lambda: now[0]))
