@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--only NAME ...] [--repeats 5] [--out FILE.json]
                                                    [--budgets TOKENS TOKENS ...] [--equal GROUPS | --tree]
-                                                   [--drawn STEPS [--dtype float32]]
+                                                   [--drawn STEPS [--dtype float32]] [--profile]
 
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
@@ -16,6 +16,8 @@ are joined before.
 
 ``--drawn`` takes so many steps of one policy instead, over lengths and numbers of groups that are drawn anew each
 time (drawn_lengths.py), and says whether a step stalls or memory creeps.
+
+``--profile`` says below each row where the time of one more step went, kernel by kernel (kernel_times.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import torch
 import transformers
 from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B
 from drawn_lengths import HEADING, LARGE, SMALL, WARM_UP, Work, line, measure_drawn, summarize
+from kernel_times import kernels_of, table
 from needs_gpu import require_gpu
 from step_workloads import (
     GENERATIONS,
@@ -374,13 +377,14 @@ def compared_steps(config: Qwen2Config, *, device: torch.device, options: argpar
     write = sys.stdout.write
     write(f"{parameters / 1e9:.2f} B parameters, {tokens:,} tokens\n")
     results = []
-    table = plans(config, shared, own_prompts, device=device, options=options)
-    for name, budget, build in tree_plans(config, device=device, options=options) if options.tree else table:
+    flat = plans(config, shared, own_prompts, device=device, options=options)
+    for name, budget, build in tree_plans(config, device=device, options=options) if options.tree else flat:
         if not any(part in name or part == f"={name}" for part in options.only):
             continue
         try:
             step, forward_tokens, micro_batches = build()
             seconds, spread, peak = measure(step, device=device, repeats=options.repeats)
+            profiled = table(kernels_of(step, device=device), seconds=seconds) if options.profile else ""
         except torch.OutOfMemoryError:
             write(f"{name:32s} {budget or '':>7}  out of memory\n")
             continue
@@ -395,7 +399,7 @@ def compared_steps(config: Qwen2Config, *, device: torch.device, options: argpar
         results.append(asdict(row))
         computed = f"{forward_tokens:6d} tokens in" if forward_tokens else "padded rows in"
         write(f"{name:32s} {budget or '':>7} {seconds:8.3f} s ±{spread:.3f} {peak:7.1f} GB  MFU {mfu:5.1%}  "
-              f"{computed} {micro_batches} micro-batches\n")  # fmt: skip
+              f"{computed} {micro_batches} micro-batches\n{profiled}")  # fmt: skip
         sys.stdout.flush()
     return results
 
@@ -412,6 +416,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", help="tokens a micro-batch, a row each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[""], help="only rows that contain one of these; =NAME is one row")
+    parser.add_argument("--profile", action="store_true", help="where the time of a step goes, kernel by kernel")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.drawn is not None and options.drawn <= WARM_UP:

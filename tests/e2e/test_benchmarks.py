@@ -41,7 +41,9 @@ RUN_HERE = {
     ),
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
     "turns": ([], "| 2 |"),
-    "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
+    "train_step": (
+        ["--no-trl", "--repeats", "1", "--only", "float32 residual", "--profile"], "lachesis LoRA, float32 residual",
+    ),
 }  # fmt: skip
 RATE = r"[1-9][\d,]*"
 WORST = r"\d+\.\d \(worst \d+\.\d\)"
@@ -81,6 +83,7 @@ OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_tr
 NO_SCRIPTS = {
     "architectures",
     "drawn_lengths",
+    "kernel_times",
     "memory_rows",
     "needs_gpu",
     "overlap_table",

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from lachesis.config.rules import check
 from tests.paths import BENCHMARKS
@@ -325,3 +326,42 @@ class TestSideBySide:
         file.write_text(f'[[job]]\nname = "a"\ncommand = "{command}"\ngb = {{ 0 = 1 }}\nlimit_s = 20\n')
         assert side_by_side.work(file, logs=tmp_path, card_gb=80, only=()) == []
         assert (tmp_path / "done").exists()
+
+
+class TestKernelTimes:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
+            ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128", "matrix products"),
+            ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+            ("triton_red_fused__to_copy_abs_amax_1", "fused by the compiler: sums, largest values"),
+            ("triton_poi_fused_mul_silu_3", "fused by the compiler: elementwise"),
+            ("Memcpy DtoD (Device -> Device)", "copies"),
+            ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "all others"),
+        ],
+    )
+    def test_a_kernel_is_of_a_kind_by_its_name(self, kernel_times: ModuleType, name: str, kind: str):
+        assert kernel_times.Kernel(name=name, seconds=1.0, calls=1).kind == kind
+
+    def test_what_ran_in_a_step_is_found_and_summed_up(self, kernel_times: ModuleType):
+        left, right = torch.ones(64, 64), torch.ones(64, 64)
+
+        def step() -> None:
+            for _ in range(3):
+                left @ right
+            left.clone()
+
+        kernels = kernel_times.kernels_of(step, device=torch.device("cpu"))
+        assert {one.name: one.calls for one in kernels}["aten::mm"] == 3
+        assert [one.seconds for one in kernels] == sorted((one.seconds for one in kernels), reverse=True)
+        lines = kernel_times.table(kernels, seconds=0.5).splitlines()
+        assert "in a step of 0.500 s" in lines[0]
+        (products,) = [line for line in lines if line.startswith("| matrix products |")]
+        assert products.endswith("| 3 |") and any(line.startswith("| - `aten::mm` |") for line in lines)
+
+
+@pytest.fixture(scope="module")
+def kernel_times() -> ModuleType:
+    return load("kernel_times")

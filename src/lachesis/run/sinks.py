@@ -116,19 +116,19 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     or its base weights.
     """
     engine, pipeline = config.engine, config.pipeline
-    kind = coarser_quantization(config, rounds=engine.kind == "vllm" and engine.rounds)
+    kind = coarser_quantization(config, rounds=engine.rounds if engine.kind == "vllm" else 0)
     wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
     limits = HealthLimits(
         staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted,
         sync_every=getattr(config.bridge, "every_steps", 1),
         environments=config.source.kind == "atropos",
     )
-    if config.model.matmul_dtype != "auto":
-        return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
-    if kind == "none" or config.engine.place == "trainer":
-        return limits
-    wider = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
-    return wider if kind == "int8" else replace(wider, logprob_diff=ROUNDED_LOGPROB_DIFF)
+    apart = kind != "none" and config.engine.place != "trainer"
+    if apart:
+        limits = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
+    if config.model.matmul_dtype != "auto" or (apart and kind != "int8"):
+        limits = replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
+    return limits
 
 
 def _completion_picker(

@@ -11,11 +11,13 @@ from lachesis.bridges.proof import (
     TOLERANCE,
     EngineSays,
     SyncProof,
+    coarser_quantization,
     engine_arithmetic,
     largest_difference,
 )
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
+from lachesis.config.schema import LachesisConfig
 from lachesis.engines.serving.operations import ServerInfo
 from lachesis.engines.serving.served import DigestRequest, ModelInfo
 
@@ -221,7 +223,7 @@ def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
         proof.confirm(version=1)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4", "fp8 with its cache"])
 def test_where_one_side_is_quantized_they_may_differ_more_and_not_by_anything(kind):
     pair = Pair(quantization=kind)
     allowed = QUANTIZED_TOLERANCE[kind]
@@ -230,6 +232,28 @@ def test_where_one_side_is_quantized_they_may_differ_more_and_not_by_anything(ki
     pair.engine = (-1.0 - 1.1 * allowed, -2.0)
     with pytest.raises(StaleWeights, match=f"allowed {allowed:g}"):
         pair.proof.confirm(version=1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "expected"),
+    [
+        ("none", {}, "none"),
+        ("none", {"quantization": "fp8"}, "fp8"),
+        ("none", {"kv_cache_dtype": "fp8_e4m3"}, "fp8"),
+        ("none", {"quantization": "fp8", "kv_cache_dtype": "fp8"}, "fp8 with its cache"),
+        ("int8", {"quantization": "fp8"}, "fp8"),
+        ("nf4", {"kv_cache_dtype": "fp8"}, "nf4"),
+    ],
+)
+def test_the_coarser_of_trainer_and_engine_says_how_far_apart_they_may_be(trainer, engine, expected):
+    model = ModelInfo(
+        model="tiny", served_names=(), dtype="bfloat16", vocab_size=8, max_model_len=32, tensor_parallel_size=1,
+        device="cuda:0", lora_enabled=True, max_lora_rank=8, **engine,
+    )  # fmt: skip
+    sections = {"run": {"steps": 1}, "model": {"path": "a", "quantization": trainer}, "adapter": {"kind": "lora"}}
+    sections |= {"data": {"path": "a"}, "rewards": {"functions": ["a.b"]}, "engine": {"kind": "vllm"}}
+    config = LachesisConfig.model_validate(sections)
+    assert coarser_quantization(config, rounds=model.rounds) == expected
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def test_an_engine_that_alone_computes_in_8_bits_may_differ_more_before_a_run_sa
     limits = health_limits(LachesisConfig.model_validate(sections))
     assert HealthLimits().logprob_diff < limits.logprob_diff < 1.0
     assert HealthLimits().canary_error < limits.canary_error < QUANTIZED_TOLERANCE["fp8"]
+    both = sections | {"model": {"path": "a", "matmul_dtype": "float8"}}
+    assert health_limits(LachesisConfig.model_validate(both)) == limits, "the trainer's products are not the canary's"
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])

@@ -111,7 +111,7 @@ class LachesisConfig(Section):
     @model_validator(mode="after")
     def _corrected(self) -> Self:
         """An engine that computes in 8 bits samples from another policy: the loss is weighted, unless told not to."""
-        rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds
+        rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds > 0
         if not rounds or "sampler_correction" in self.algorithm.model_fields_set:
             return self
         algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})

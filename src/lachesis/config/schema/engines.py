@@ -172,9 +172,12 @@ class VllmEngineConfig(BaseEngineConfig):
         return math.floor(OWN_GPU_UTILIZATION * 100 / self.servers_on_own_card) / 100
 
     @property
-    def rounds(self) -> bool:
-        """Whether it samples from another policy than the trained one, because it computes in 8 bits."""
-        return self.quantization != "none" or self.kv_cache_dtype != "auto"
+    def rounds(self) -> int:
+        """How much of it computes in 8 bits, so that it samples from another policy than the trained one.
+
+        Weights, or keys and values, or both (2).
+        """
+        return (self.quantization != "none") + (self.kv_cache_dtype != "auto")
 
 
 class HttpEngineConfig(BaseEngineConfig):

@@ -58,9 +58,9 @@ class ModelInfo:
     kv_cache_dtype: str = "auto"
 
     @property
-    def rounds(self) -> bool:
-        """Whether it computes in 8 bits what a trainer computes in 16 or more."""
-        return "fp8" in self.quantization or "fp8" in self.kv_cache_dtype
+    def rounds(self) -> int:
+        """What it computes in 8 bits and a trainer in 16 or more: weights, or keys and values, or both (2)."""
+        return ("fp8" in self.quantization) + ("fp8" in self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)
