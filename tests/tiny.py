@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,35 +59,46 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+class _Writer(pickle.Pickler):
+    """Leaves tensors out of what it writes; in their place stands where in ``tensors`` they are, each of them once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: object) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._places[id(obj)]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
 class _Kept:
     """Written once and read anew for each test that asks: ``copy.deepcopy`` takes five times as long.
 
-    Its tensors are copied beside what is written, each of them once, so that what is tied stays tied.
+    Its tensors are copied beside what is written, so that what is tied stays tied.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors: list[torch.Tensor] = []
-        places: dict[int, int] = {}
-
-        def place(part: object) -> int | None:
-            if not isinstance(part, torch.Tensor):
-                return None
-            if id(part) not in places:
-                places[id(part)] = len(self._tensors)
-                self._tensors.append(part)
-            return places[id(part)]
-
-        written = io.BytesIO()
-        pickler = pickle.Pickler(written, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = place  # type: ignore[method-assign]
-        pickler.dump(model)
-        self._written = written.getvalue()
+        file = io.BytesIO()
+        writer = _Writer(file)
+        writer.dump(model)
+        self._written, self._tensors = file.getvalue(), writer.tensors
 
     def copy(self) -> PreTrainedModel:
-        tensors = copy.deepcopy(self._tensors)
-        unpickler = pickle.Unpickler(io.BytesIO(self._written))
-        unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Reader(io.BytesIO(self._written), copy.deepcopy(self._tensors)).load()
 
 
 _BUILT: dict[str, _Kept] = {}

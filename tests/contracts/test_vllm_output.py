@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from lachesis.engines.vllm.drafts import DraftSwitch, WorkerDrafts
+from tests.contracts.vllm_server import needs_vllm
 from tests.unit.engines.vllm.test_drafts import FakeWorker
 from tests.unit.engines.vllm.test_logprobs import Engine
 
+pytestmark = needs_vllm
+
 
 def test_an_output_that_comes_after_vllm_has_ended_the_request():
-    pytest.importorskip("vllm")
     engine = Engine(later=True)
     engine.step({"r": (7, -0.5), "s": (1, -1.0)}, new={"r": (3, "a"), "s": (3, "b")})()
     late = engine.step({"r": (99, -9.0), "s": (2, -2.0)})  # r has ended already, which vLLM learns later
@@ -24,7 +24,6 @@ def test_an_output_that_comes_after_vllm_has_ended_the_request():
 
 
 def test_a_step_whose_output_comes_later_is_counted_then():
-    pytest.importorskip("vllm")
     worker, now = FakeWorker(), [0.0]
     drafts = WorkerDrafts(worker, forgetful=True, switch=DraftSwitch(clock=lambda: now[0]))
     drafts._sample = lambda grammar: SimpleNamespace(

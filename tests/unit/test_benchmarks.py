@@ -316,13 +316,14 @@ class TestSideBySide:
         said = capsys.readouterr().out
         assert "bad failed with 3" in said and "long took more than 0 s" in said
 
-    def test_a_file_that_is_wrong_for_a_while_ends_nothing(
-        self, side_by_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("change", ["echo half >", "rm"])
+    def test_a_file_that_is_wrong_or_away_for_a_while_ends_nothing(
+        self, side_by_side: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
     ):
         monkeypatch.setattr(side_by_side, "LOOK_S", 0.02)
         file = tmp_path / "jobs.toml"
         right = tmp_path / "right"
-        command = f"cp {file} {right}; echo half > {file}; sleep 0.2; cp {right} {file}; touch {{logs}}/done"
+        command = f"cp {file} {right}; {change} {file}; sleep 0.2; cp {right} {file}; touch {{logs}}/done"
         file.write_text(f'[[job]]\nname = "a"\ncommand = "{command}"\ngb = {{ 0 = 1 }}\nlimit_s = 20\n')
         assert side_by_side.work(file, logs=tmp_path, card_gb=80, only=()) == []
         assert (tmp_path / "done").exists()

@@ -74,7 +74,7 @@ class Unit:
 
     def __post_init__(self) -> None:
         # Once: packing asks for it many times.
-        object.__setattr__(self, "num_inputs", sum(len(one.ids) - shared for one, shared in self.parts))
+        object.__setattr__(self, "num_inputs", sum(part.new for part in self.parts))
 
     @property
     def num_rows(self) -> int:

@@ -49,7 +49,7 @@ _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
-# There is an NVIDIA driver.
+# Stands where an NVIDIA driver is loaded.
 _DRIVER = Path("/dev/nvidiactl")
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
@@ -140,7 +140,7 @@ def installed_version() -> tuple[int, int]:
     return 0, 0
 
 
-def start_method(*, driver: Path = _DRIVER) -> StartMethod:
+def usual_start_method(*, driver: Path = _DRIVER) -> StartMethod:
     """How vLLM is to start its engine.
 
     A forked one does not import all again that the server has imported, 12 s of a start on a GPU. vLLM spawns it all
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.argv[1:] if arguments is None else arguments,
             environment=os.environ,
             plugins=[entry.name for group in _GROUPS_ON_BY_DEFAULT for entry in metadata.entry_points(group=group)],
-            start_method=start_method(),
+            start_method=usual_start_method(),
         )
     except LachesisError as error:
         sys.stderr.write(f"lachesis: {error}\n")
