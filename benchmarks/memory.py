@@ -66,6 +66,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # A step of theirs takes seconds.
 SLOW = ("14B", "24B", "32B")
+# What of several devices needs no recomputation.
+_SHARDED = [("1.5B", "full"), ("1.5B", "LoRA"), ("3B", "full"), ("3B", "LoRA"), ("8B", "full"), ("8B", "LoRA")]
 ELSEWHERE = {"engine": {"kind": "http"}, "bridge": {"kind": "broadcast"}}
 # Tokens of a sequence, of its prompt, completions of a prompt, tokens of a micro-batch. As many completions as fill it.
 CONTEXTS: dict[int, tuple[int, int, int]] = {1024: (128, 4, 4096), 8192: (1024, 1, 8192)}
@@ -117,15 +119,11 @@ def shared_cases() -> list[Case]:
 
 
 def sharded_cases() -> list[Case]:
-    """Rows of several devices."""
+    """Rows of several devices, the longer context first: it is the one that decides what fits."""
     recomputed = ("checkpointing", CHECKPOINTING)
-    return [
-        Case("1.5B", "full", 8192), Case("1.5B", "LoRA", 8192),
-        Case("8B", "full", 1024, *recomputed), Case("8B", "full", 8192, *recomputed), Case("8B", "LoRA", 8192),
-        Case("14B", "LoRA", 8192, *recomputed), Case("32B", "LoRA", 8192, *recomputed),
-        Case("8B", "full", 1024), Case("8B", "full", 8192), Case("14B", "full", 8192, *recomputed),
-        Case("3B", "full", 8192), Case("3B", "LoRA", 8192), Case("24B", "LoRA", 8192, *recomputed),
-    ]  # fmt: skip
+    found = [Case(size, method, context) for context in (8192, 1024) for size, method in _SHARDED]
+    large = [("8B", "full"), ("14B", "LoRA"), ("32B", "LoRA"), ("14B", "full"), ("24B", "LoRA")]
+    return found + [Case(size, method, context, *recomputed) for context in (8192, 1024) for size, method in large]
 
 
 def sections(case: Case, *, tiny: bool) -> dict[str, Any]:
