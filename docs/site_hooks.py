@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+EXIT_CODES = sorted(int(path.stem.rpartition("-")[2]) for path in (ROOT / "docs" / "errors").glob("exit-code-*.md"))
 KINDS = {
     "Tutorials": [
         "tutorials/first-run",
@@ -50,6 +52,7 @@ KINDS = {
         "configuration",
         "commands",
         "errors",
+        *(f"errors/exit-code-{code}" for code in EXIT_CODES),
         "metrics",
         "losses",
         "mixtures",
@@ -132,9 +135,20 @@ def _target(target: str, *, page: str) -> str | None:
 
 def on_config(config: Any) -> Any:
     """The order of the pages."""
-    kinds: list[Any] = [{kind: names} for kind, names in pages().items()]
+    kinds: list[Any] = [{kind: list(_folded(names))} for kind, names in pages().items()]
     config.nav = ["index.md", *kinds, {"Project": [site_path(path) for path in PROJECT]}]
     return config
+
+
+def _folded(names: list[str]) -> Iterator[Any]:
+    """The pages of the exit codes as an entry of their own, which opens."""
+    codes = [name for name in names if name.startswith("errors/")]
+    for name in names:
+        if name == "errors.md":
+            yield name
+            yield {"Exit codes": codes}
+        elif name not in codes:
+            yield name
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -6,7 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_readme_and_the_pages_form_a_whole():
-    """Every page can be reached from the README."""
+    """Every page can be reached from the README, those of the exit codes by their list."""
     linked = set(re.findall(r"\]\((docs/[^)#\s]+)", (ROOT / "README.md").read_text()))
+    linked |= {f"docs/{name}" for name in re.findall(r"\]\((errors/[^)#\s]+)", (ROOT / "docs/errors.md").read_text())}
     assert {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT} <= linked
 
 
@@ -372,7 +373,20 @@ def rows_of(page: Path) -> Iterator[Row]:
             yield Row(number, tuple(re.findall(r"`([^`]+)`", row["says"])), row.get("exit", ""))
 
 
+def codes_of(page: Path) -> Iterator[Row]:
+    """The messages on the page of an exit code."""
+    code = page.stem.rpartition("-")[2]
+    return (replace(row, exit=code) for row in rows_of(page))
+
+
 TROUBLES = [pytest.param(row, id=str(row.line)) for row in rows_of(ROOT / "docs" / "troubleshooting.md")]
+
+
+TROUBLES += [
+    pytest.param(row, id=f"{page.stem}:{row.line}")
+    for page in sorted((ROOT / "docs" / "errors").iterdir())
+    for row in codes_of(page)
+]
 
 
 @pytest.mark.parametrize("row", TROUBLES)

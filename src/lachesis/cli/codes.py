@@ -39,7 +39,7 @@ def meaning(word: str) -> Iterator[str]:
     if word.isdecimal() and (words := exit_codes().get(int(word))) is not None:
         yield f"exit code {int(word)}"
         yield f"    {words}"
-        yield f"    more: docs/errors.md#exit-code-{int(word)}"
+        yield f"    more: docs/errors/exit-code-{int(word)}.md"
         return
     from lachesis.metrics.health.monitor import RULES
 

@@ -12,24 +12,32 @@ from lachesis.cli import base
 from lachesis.cli.codes import exit_codes, meaning
 from lachesis.common import errors
 from lachesis.metrics.health.monitor import RULES
+from lachesis.run.cluster.layout import FINAL
 from tests.paths import DOCS
 
 
-def test_each_exit_code_has_its_place_on_the_page_and_no_other_has():
-    page = (DOCS / "errors.md").read_text()
-    headings = [int(number) for number in re.findall(r"^## Exit code (\d+)$", page, re.MULTILINE)]
-    assert headings == list(exit_codes())
-    for code, words in exit_codes().items():
-        for name in re.findall(r"\b[A-Z]\w+(?=: )", words):
-            if hasattr(errors, name):
-                section = page.partition(f"## Exit code {code}\n")[2].partition("\n## ")[0]
-                assert f"`{name}`" in section
+def test_each_exit_code_has_a_page_and_is_in_the_list_of_them():
+    listed = re.findall(
+        r"^\| \[(\d+)\]\(errors/exit-code-(\d+)\.md\) \| ([^|]+) \|", (DOCS / "errors.md").read_text(), re.M
+    )
+    assert [int(code) for code, *_ in listed] == [int(page) for _, page, _ in listed] == list(exit_codes())
+    assert len([*(DOCS / "errors").iterdir()]) == len(listed)
+    for code, _, title in listed:
+        page = (DOCS / "errors" / f"exit-code-{code}.md").read_text()
+        assert page.startswith(f"# Exit code {code}: {title}\n") and "\n## What to do\n" in page
+        for name in re.findall(r"\b[A-Z]\w+(?=: )", exit_codes()[int(code)]):
+            assert not hasattr(errors, name) or f"`{name}`" in page
+
+
+def test_jobs_are_said_to_stay_ended_with_the_codes_that_they_do():
+    said = re.search(r"start nothing anew that ended with ([\d, or]+), as", (DOCS / "errors.md").read_text())
+    assert said is not None and [int(code) for code in re.findall(r"\d+", said[1])] == FINAL
 
 
 def test_each_error_class_is_told_with_its_code():
     assert exit_codes()[errors.StaleWeights.exit_code].startswith("StaleWeights: The engine's weights")
     assert {70, 130, 143, 0, 1} < exit_codes().keys()
-    assert [*meaning("6")][-1].endswith("docs/errors.md#exit-code-6")
+    assert [*meaning("6")][-1].endswith("docs/errors/exit-code-6.md")
     assert [*meaning("99")] == [*meaning("learning_rate")] == []
 
 
