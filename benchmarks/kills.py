@@ -25,7 +25,8 @@ from typing import Any
 import psutil
 import yaml
 from tests.e2e.atropos_runs import BATCH, GROUP, PROBLEMS, Stage, stage, trained_ids, wait_for, write_model
-from tests.e2e.runs import COMMAND, FORKING, metrics, state
+from tests.e2e.runs import metrics, state
+from tests.warm import COMMAND, FORKING
 
 STEPS = 30
 # A killed process is back, or its run has ended, after this at the latest.

@@ -11,6 +11,7 @@ from lachesis.common.openmp import brief_waits
 # As the command line has it before torch is loaded.
 os.environ |= brief_waits(os.environ)
 
+import peft
 import transformers.models.qwen2.modeling_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,11 +19,12 @@ import lachesis.cli
 import lachesis.engines.embedded.server.app
 import lachesis.environments.shipped.arithmetic
 import lachesis.environments.shipped.gsm8k
+import lachesis.run.export
 import lachesis.run.serve
 import lachesis.run.services
 import lachesis.run.train
 
-__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast", "lachesis", "transformers"]
+__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast", "lachesis", "peft", "transformers"]
 
 # The garbage collector writes into what it looks through, which then would be no longer shared.
 gc.freeze()

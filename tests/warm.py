@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
 import runpy
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing import forkserver as servers
 from multiprocessing import reduction
 from multiprocessing.process import current_process
@@ -21,22 +23,38 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
+
 from tests.forkserver import forked_from, forkserver
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+# Where that is set, each forked process adds itself to the file that it names: its pid, its words.
+REGISTER = "LACHESIS_TESTS_FORKED"
+_START = subprocess.Popen
 # In a forked process: what descriptors that were passed on are there, by what they were.
 received: dict[int, int] = {}
 _is_forked = False
-# The supervisor of a server, whose other parent has another number. Signals are as at first in what it starts.
+# The supervisor of a server, whose other parent has another number.
 _SUPERVISE = """
 import os, runpy, subprocess, sys
 from tests import warm
 del sys.argv[0]
 sys.argv[1:3] = [str(warm.received[int(sys.argv[1])]), str(os.getppid())]
-subprocess.Popen = lambda command, preexec_fn, **options: warm.Popen(command, **options)
+subprocess.Popen = warm.Child
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# A script whose parts (the same one with other arguments) and servers are forked as it is itself.
+COMMAND = "from lachesis.cli import main; main()"
+# The servers that it starts are forked, too.
+FORKING = f"from tests import warm; warm.fork_servers(); {COMMAND}"
+# torchrun, but that its ranks are forked as it is itself.
+TORCHRUN = """
+import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as ranks
+from torch.distributed.run import main
+from tests import warm
+ranks.Popen = warm.Popen
+main()
+"""
+# A script whose parts (the same one with other arguments), commands of ours and servers are forked as it is itself.
 _SCRIPT = """
 import os, runpy, sys
 from tests import warm
@@ -49,7 +67,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class _Forked(subprocess.Popen):
-    """``subprocess.Popen`` of ``[sys.executable, "-c" or "-m", what, *arguments]``, which is forked by a server.
+    """``subprocess.Popen`` of ``[sys.executable, "-c" or "-m", what, *arguments]`` or a script, forked by a server.
 
     Environment, directory, arguments, streams, signals and exit are its own, and where its ``PYTHONPATH`` has another
     ``lachesis``, that is imported. What differs: its parent is the server, and so is its command line.
@@ -96,6 +114,46 @@ class _ForkedVllm(_Forked):
     imports = "tests.imports_vllm"
 
 
+class Child:
+    """``subprocess.Popen`` of the same, which is forked by this process itself: a supervisor, with imports behind it.
+
+    So its parent is who supervises it, and ``preexec_fn`` has its effect.
+    """
+
+    def __init__(self, command: Sequence[str], *, start_new_session: bool, preexec_fn: Callable[[], None]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            preexec_fn()
+            _leave_to_supervisor()
+            streams = [os.dup(number) for number in range(len(_STREAMS))]
+            _become(command[1:], dict(os.environ), os.getcwd(), streams, {}, start_new_session)
+
+    def poll(self) -> int | None:
+        return self._reaped(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reaped(0)
+
+    def _reaped(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _leave_to_supervisor() -> None:
+    """What closes where a program is executed, and signals as Python has them when it begins."""
+    subprocess.Popen = _START  # type: ignore[misc]
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the directory itself
+            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+
+
 # CUDA is of no use to a process that was forked from one which has looked for GPUs, as some imports do.
 FORKS = shutil.which("nvidia-smi") is None
 Popen = _Forked if FORKS else subprocess.Popen
@@ -125,15 +183,18 @@ def script(path: Path, *arguments: str) -> list[str]:
 
 
 def fork_parts(path: str) -> None:
-    """From now on what this process starts of that script is forked."""
+    """From now on what this process starts of that script, of our commands and by torchrun is forked."""
     if not FORKS:
         return
-    start, own = subprocess.Popen, [sys.executable, path]
+    kinds = {(path,): script(Path(path)), ("-m", "lachesis"): [sys.executable, "-c", FORKING],
+             ("-m", "torch.distributed.run"): [sys.executable, "-c", TORCHRUN]}  # fmt: skip
 
     def popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        if list(words[:2]) == own:
-            return Popen(script(Path(path), *words[2:]), **options)
-        return start(words, **options)
+        python, *rest = words
+        for kind, instead in kinds.items():
+            if python == sys.executable and tuple(rest[: len(kind)]) == kind:
+                return Popen([*instead, *rest[len(kind) :]], **options)
+        return _START(words, **options)
 
     # It stands for a class, of which nobody asks for anything else here.
     subprocess.Popen = popen  # type: ignore[assignment,misc]
@@ -159,6 +220,16 @@ def _is_vllm(command: Sequence[str]) -> bool:
     """Whether that is `lachesis serve` of vLLM, which is its default engine."""
     serves = list(command[1:4]) == ["-m", "lachesis", "serve"]
     return serves and "embedded" not in command
+
+
+def forked(register: Path) -> list[tuple[psutil.Process, list[str]]]:
+    """The processes that have added themselves to it and are still there, with the command lines that they have."""
+    found = []
+    for line in register.read_text().splitlines() if register.exists() else ():
+        entry = json.loads(line)
+        with suppress(psutil.NoSuchProcess):
+            found.append((psutil.Process(entry["pid"]), [sys.executable, *entry["words"]]))
+    return found
 
 
 class _Stream:
@@ -198,6 +269,9 @@ def _become(
     os.chdir(directory)
     unbuffered = "-u" in words[:1]
     _take(streams, unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
+    if register := environment.get(REGISTER):
+        with open(register, "a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "words": list(words)}) + "\n")
     code = 1
     try:
         _look_in([directory, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
@@ -243,6 +317,11 @@ def _look_in(paths: Sequence[str]) -> None:
 def _execute(words: Sequence[str]) -> None:
     kind, what, *arguments = words
     sys.argv = ["-c" if kind == "-c" else what, *arguments]
+    if kind.endswith(".py"):
+        sys.argv = list(words)
+        sys.path.insert(0, os.path.dirname(kind))
+        runpy.run_path(kind, run_name="__main__")
+        return
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return

@@ -1,4 +1,4 @@
-"""Agents as processes that have their imports behind them: smolagents takes half a second, for each rollout.
+"""Agents as processes that have their imports behind them, which take a second or two for each rollout.
 
 ``serve`` waits at a socket, and forks a process for whoever knocks; ``KNOCK`` is the program that a run starts as its
 agent. It gives its arguments, variables, directory and streams to the forked process, and ends as that does.
@@ -30,7 +30,10 @@ sys.exit(code[0] if code else 1)
 
 @contextmanager
 def host(program: Path, directory: Path) -> Iterator[list[str]]:
-    """Forks agents of ``program``, a file whose ``main()`` is one; yields the command that is given their arguments."""
+    """Forks agents of ``program``; yields the command that is given their arguments.
+
+    The program is a file whose ``main()`` is an agent. Its ``prepare()`` is called once, in front of all forks.
+    """
     path = directory / "door"
     server = subprocess.Popen([sys.executable, __file__, str(program), str(path)], start_new_session=True,
                               stdout=subprocess.PIPE)  # fmt: skip
@@ -45,6 +48,7 @@ def host(program: Path, directory: Path) -> Iterator[list[str]]:
 def serve(program: str, path: str) -> None:
     space: dict[str, object] = {"__name__": "agent"}
     exec(compile(Path(program).read_text(), program, "exec"), space)
+    space["prepare"]()  # type: ignore[operator]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)

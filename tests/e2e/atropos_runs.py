@@ -20,10 +20,11 @@ import yaml
 from lachesis.environments.shipped.arithmetic import problems
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests import warm
-from tests.e2e.runs import FORKING, environment, metrics, rewards
+from tests.e2e.runs import environment, metrics, rewards
 from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
 from tests.waiting import LONG_S
+from tests.warm import FORKING
 
 # So many problems are learned by heart, half-way, before training begins.
 PROBLEMS = 24
@@ -86,6 +87,11 @@ class Stage:
         return self.directory / "sessions"
 
     @property
+    def register(self) -> Path:
+        """Where processes that are forked add themselves."""
+        return self.directory / "forked.jsonl"
+
+    @property
     def run_dir(self) -> Path:
         return self.directory / "runs" / "job"
 
@@ -126,11 +132,11 @@ class Stage:
     ) -> None:
         """A process with a log of its own, which goes on where it was started before."""
         log = (self.directory / f"{name}.log").open("a")
-        sessions = {"LACHESIS_SESSION_DIR": str(self.sessions)}
+        own = {"LACHESIS_SESSION_DIR": str(self.sessions), warm.REGISTER: str(self.register)}
         with log:
             self.processes[name] = (popen if python[0] == sys.executable else subprocess.Popen)(
                 [*python, *map(str, words)],
-                env=environment(**sessions),
+                env=environment(**own),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -177,21 +183,24 @@ class Stage:
         self.processes[name].kill()
         self.processes[name].wait()
 
+    def below(self, of: str) -> list[tuple[psutil.Process, list[str]]]:
+        """The processes that one which was started here has started, with their command lines."""
+        one = psutil.Process(self.processes[of].pid)
+        started = [(process, process.cmdline()) for process in one.children(recursive=True)]
+        return started + [(process, words) for process, words in warm.forked(self.register) if process != one]
+
     def child(self, of: str, words: str) -> psutil.Process:
         """The process below one that was started here whose command line has these words."""
-        found = [
-            process
-            for process in psutil.Process(self.processes[of].pid).children(recursive=True)
-            if words in " ".join(process.cmdline()[1:5])
-        ]
+        found = [process for process, line in self.below(of) if words in " ".join(line[1:5])]
         assert found, f"{of} has no process {words}"
         return found[-1]
 
     def supervisor(self, of: str, words: str) -> psutil.Process:
         """The process that watches over :meth:`child` for the one that started it."""
-        found = self.child(of, words).parent()
-        assert found is not None and "supervisor.py" in " ".join(found.cmdline())
-        return found
+        pid = self.child(of, words).ppid()
+        found = [process for process, line in self.below(of) if process.pid == pid and "supervisor.py" in str(line)]
+        assert found, f"{words} has another parent"
+        return found[0]
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()

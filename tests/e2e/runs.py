@@ -23,20 +23,10 @@ from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.run.train import RunSummary, train
 from tests import warm
 from tests.waiting import LONG_S
+from tests.warm import COMMAND
 
 # What a run measures with a clock; all else has to be the same in two equal runs.
 _TIMED = ("_time", "_per_s")
-COMMAND = "from lachesis.cli import main; main()"
-# The servers that it starts are forked, too.
-FORKING = f"from tests import warm; warm.fork_servers(); {COMMAND}"
-# torchrun, but that its ranks are forked as it is itself.
-_TORCHRUN = """
-import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as ranks
-from torch.distributed.run import main
-from tests import warm
-ranks.Popen = warm.Popen
-main()
-"""
 
 
 def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
@@ -151,7 +141,7 @@ def torchrun(
     own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]
     paths = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = ["--standalone", "--max-restarts", str(max_restarts), "--nproc-per-node", str(ranks), "-m", *arguments]
-    kind = ("-c", _TORCHRUN) if forked else ("-m", "torch.distributed.run")
+    kind = ("-c", warm.TORCHRUN) if forked else ("-m", "torch.distributed.run")
     run = warm.run if forked else partial(subprocess.run, capture_output=True, text=True)
     done = run([sys.executable, *kind, *words], env=environment(PYTHONPATH=paths), timeout=timeout_s)
     return Outcome(done.returncode, done.stdout, done.stderr)

@@ -58,13 +58,24 @@ def double(x: int) -> int:
     '''
     return 2 * x
 
-def main():
-    model = OpenAIServerModel(os.environ["LACHESIS_MODEL"], api_base=os.environ["OPENAI_BASE_URL"])
+def make():
     agent = ToolCallingAgent(
-        tools=[double], model=model, max_steps=1, instructions="Be brief.", verbosity_level=LogLevel.OFF
+        tools=[double], model=None, max_steps=1, instructions="Be brief.", verbosity_level=LogLevel.OFF
     )
     agent.prompt_templates["system_prompt"] = "Use tools."
     agent.prompt_templates["final_answer"] = {"pre_messages": "", "post_messages": "{{task}}?"}
+    return agent
+
+made = []
+
+def prepare():
+    openai.OpenAI(api_key="none").chat.completions
+    openai.types.chat.ChatCompletion.model_rebuild()
+    made.append(make())
+
+def main():
+    agent = made.pop() if made else make()
+    agent.model = OpenAIServerModel(os.environ["LACHESIS_MODEL"], api_base=os.environ["OPENAI_BASE_URL"])
     print(agent.run(sys.argv[1]))
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.e2e.atropos_runs import (
@@ -23,6 +23,7 @@ from tests.e2e.atropos_runs import (
 )
 from tests.e2e.runs import metrics, rewards, state
 from tests.original import RUN_API, needs_original
+from tests.warm import FORKING
 
 # The last four steps of `none` are those after its fourth restart.
 STEPS = {"shared_vllm": 26, "lora_only": 30, "lora_nccl": 30, "none": 28}
@@ -148,7 +149,7 @@ def test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice(model: Path
         assert_each_batch_once(job, steps=steps)
 
 
-def start_everything(job: Stage, *words: str) -> None:
+def start_everything(job: Stage) -> None:
     """`lachesis run`, with the embedded engine's server, and the learned problems."""
     config = job.write_config(
         engine={"kind": "embedded_server", "port": job.engine_port, "urls": None},
@@ -161,7 +162,7 @@ def start_everything(job: Stage, *words: str) -> None:
     )
     text = config.read_text().replace("  urls: null\n", "")
     config.write_text(text)
-    job.start("trainer", "run", config, *words)
+    job.start("trainer", "run", config, python=(sys.executable, "-c", FORKING))
 
 
 def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path: Path):
@@ -171,7 +172,7 @@ def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path
         for step, words in ((6, "run-api"), (14, "env arithmetic"), (24, "lachesis serve")):
             job.wait_step(step)
             job.child("trainer", words).kill()
-        below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
+        below = [process for process, _ in job.below("trainer")]
         assert job.wait_trainer() == 0, job.log("trainer")
         wait_for(lambda: not any(process.is_running() for process in below), "the end of all processes")
         said = job.log("trainer")
@@ -206,7 +207,7 @@ def test_one_command_stops_everything_when_it_is_asked_to(model: Path, tmp_path:
     with stage(tmp_path, model=model, mode="shared_vllm", steps=10_000) as job:
         start_everything(job)
         job.wait_step(3)
-        below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
+        below = [process for process, _ in job.below("trainer")]
         assert len(below) >= 3
         job.processes["trainer"].send_signal(signal.SIGINT)
         assert job.wait_trainer() == 128 + signal.SIGINT

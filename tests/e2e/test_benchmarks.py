@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,12 +92,7 @@ NO_SCRIPTS = {
 
 
 def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    start = (
-        f"import runpy, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); "
-        "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    words = [sys.executable, "-c", start, str(BENCHMARKS / f"{name}.py"), *arguments]
-    return warm.run(words, env=environment(), cwd=cwd, timeout=2 * LONG_S)
+    return warm.run(warm.script(BENCHMARKS / f"{name}.py", *arguments), env=environment(), cwd=cwd, timeout=2 * LONG_S)
 
 
 @pytest.mark.parametrize("name", sorted(RUN_HERE))

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from lachesis.metrics.sinks.console import BARS
-from tests.e2e.runs import COMMAND, environment, state, write_reward, write_run
+from tests.e2e.runs import environment, state, write_reward, write_run
 from tests.waiting import LONG_S
+from tests.warm import COMMAND
 
 pty = pytest.importorskip("pty")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")

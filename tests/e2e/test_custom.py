@@ -17,9 +17,10 @@ from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.tape import read_groups
 from lachesis.run.custom import CONTRACTS
-from tests.e2e.runs import FORKING, checkpoints, command, metrics, run_here, state, untimed, write_run
+from tests.e2e.runs import checkpoints, command, metrics, run_here, state, untimed, write_run
 from tests.paths import DOCS
 from tests.ports import free_port
+from tests.warm import FORKING
 
 PAGE = (DOCS / "custom.md").read_text()
 _SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.M | re.S)

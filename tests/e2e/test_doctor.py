@@ -12,8 +12,9 @@ import pytest
 from tests import warm
 from tests.contracts.servers import python_path
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
-from tests.e2e.runs import FORKING, Outcome, environment, write_run
+from tests.e2e.runs import Outcome, environment, write_run
 from tests.ports import free_port
+from tests.warm import FORKING
 
 LORA: dict[str, Any] = {"adapter": {"kind": "lora", "r": 4}}
 # A line of the answer: how it was, what was looked at, and the rest.

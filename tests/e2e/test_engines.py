@@ -24,22 +24,11 @@ from lachesis.engines.http.control import ServerControl
 from tests import warm
 from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
-from tests.e2e.runs import (
-    FORKING,
-    Main,
-    Outcome,
-    environment,
-    files,
-    metrics,
-    rewards,
-    state,
-    torchrun,
-    write_reward,
-    write_run,
-)
+from tests.e2e.runs import Main, Outcome, environment, files, metrics, rewards, state, torchrun, write_reward, write_run
 from tests.e2e.test_learning import sharpen
 from tests.ports import free_port
 from tests.waiting import LONG_S
+from tests.warm import FORKING
 
 LORA = {"kind": "lora", "r": 8}
 RUN_S = 240.0

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.e2e.runs import COMMAND, FORKING, environment, metrics, state, write_run
+from tests.e2e.runs import environment, metrics, state, write_run
 from tests.paths import DOCS, ROOT, SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S
+from tests.warm import COMMAND, FORKING
 
 SECTIONS = dict(
     re.findall(r"^## ([^\n]+)\n.*?^```diff\n(.*?)^```$", (DOCS / "extending.md").read_text(), flags=re.M | re.S)

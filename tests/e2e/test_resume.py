@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.train.checkpoint import CheckpointManager
 from tests.e2e.runs import (
-    COMMAND,
     checkpoints,
     command,
     metrics,
@@ -24,6 +23,7 @@ from tests.e2e.runs import (
     write_reward,
     write_run,
 )
+from tests.warm import COMMAND
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 12},

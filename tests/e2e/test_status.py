@@ -14,9 +14,10 @@ import psutil
 from lachesis.run.status import read_status
 from tests import warm
 from tests.e2e.atropos_runs import wait_for
-from tests.e2e.runs import COMMAND, Main, checkpoints, environment, write_reward, write_run
+from tests.e2e.runs import Main, checkpoints, environment, write_reward, write_run
 from tests.ports import free_port
 from tests.waiting import LONG_S
+from tests.warm import COMMAND
 
 
 def start_trainer(config: Path, log: Path, *options: str) -> subprocess.Popen:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import FORKING, Main, Outcome, command, environment, torchrun
+from tests.e2e.runs import Main, Outcome, command, environment, torchrun
 from tests.paths import DOCS
 from tests.slurm import sbatch
 from tests.waiting import LONG_S
 from tests.walls import needs_namespaces
+from tests.warm import FORKING
 
 PAGES = sorted((DOCS / "tutorials").glob("*.md"))
 _CASES = [pytest.param(p, id=p.stem, marks=[needs_namespaces] if p.stem == "code" else []) for p in PAGES]
