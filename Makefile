@@ -91,13 +91,11 @@ unit processes: install
 	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS)
 
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
-contracts: DEAL := loadgroup
-e2e: DEAL := loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts: verifiers-0.1 openenv
 e2e: tinker
 contracts e2e: install original
-	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist $(DEAL) --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --forks-in-order --durations 15
 
 browser: install chromium
 	$(BIN)/python -m pytest tests/browser

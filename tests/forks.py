@@ -1,6 +1,8 @@
 """``-p tests.forks --forks 2``: processes that share the files out, forked once all are imported and collected.
 
-Importing what the tests import takes as long as a fifth of the tests, and pytest-xdist does it in each of its workers.
+Tests with the mark ``together(name)`` count as a file of that name, wherever they are.
+
+Importing what the tests import takes as long as a fifth of the tests, and pytest-xdist did it in each of its workers.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any, Literal
 
 import pytest
 from _pytest.config import create_terminal_writer
+
+from tests import forkserver
 
 _NUMBER_BYTES = 4
 # Taken first, for none of them is to be begun when the others end: with few tests they take long, compiling or waiting.
@@ -42,6 +46,7 @@ if __name__ in sys.argv:  # not where the tests of this file run sessions in a s
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, help="How many processes share the files.")
+    parser.addoption("--forks-in-order", action="store_true", help="Deal the files out in the order of collection.")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,7 +54,9 @@ def pytest_runtestloop(session: pytest.Session) -> Literal[True] | None:
     count = session.config.getoption("--forks")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    files = sorted((list(items) for _, items in itertools.groupby(session.items, _file)), key=_place)
+    files = _files(session.items)
+    if not session.config.option.forks_in_order:
+        files.sort(key=_place)
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # theirs too, and removed by this one
     numbers = _queue(len(files))
     children = [_Child(session, files, numbers) for _ in range(count)]
@@ -71,8 +78,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     _codes.append(int(exitstatus))
 
 
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def _files(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("together")
+        found.setdefault(mark.args[0] if mark else item.nodeid.partition("::")[0], []).append(item)
+    return [*found.values()]
 
 
 def _place(items: Sequence[pytest.Item]) -> tuple[bool, int]:
@@ -175,6 +186,7 @@ class _Told:
 
 def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Connection) -> None:
     """In the new process: run file after file. Fixtures of the session stay till the last one's end."""
+    forkserver.take_over()
     plugins, config = session.config.pluginmanager, session.config
     plugins.unregister(name="terminalreporter")
     # Where the limit of a test's time writes what all threads were at: to the output that is captured.

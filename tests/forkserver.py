@@ -36,6 +36,13 @@ def forked_from(module: str) -> Iterator[None]:
             servers.connect_to_new_process = usual
 
 
+def take_over() -> None:
+    """In a forked process: the servers that there are belong to who forked it, and are used by both."""
+    for server in (servers._forkserver, *_others.values()):
+        if server._forkserver_pid is not None:
+            server.ensure_running = lambda: None  # type: ignore[method-assign]
+
+
 def forkserver(preload: Sequence[str] = TENSORS) -> ForkServerContext:
     """One server serves all tests of a process, and what it imports is settled when the first of them starts it."""
     context = multiprocessing.get_context("forkserver")

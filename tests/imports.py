@@ -23,8 +23,17 @@ import lachesis.run.export
 import lachesis.run.serve
 import lachesis.run.services
 import lachesis.run.train
+from tests import warm
 
-__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast", "lachesis", "peft", "transformers"]
+__all__ = [
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "PreTrainedTokenizerFast",
+    "lachesis",
+    "peft",
+    "transformers",
+    "warm",
+]
 
 # The garbage collector writes into what it looks through, which then would be no longer shared.
 gc.freeze()

@@ -13,9 +13,9 @@ _numbers = itertools.count()
 
 
 def _begin() -> None:
-    """Each test process draws from somewhere else."""
+    """Each test process draws from somewhere else, those with the next numbers from far away."""
     global _numbers
-    _numbers = itertools.count(os.getpid() * 97)
+    _numbers = itertools.count(os.getpid() * 4001)
 
 
 _begin()

@@ -569,7 +569,7 @@ def send(policy: Policy) -> None:
 def send_to_one_that_hangs(policy: Policy) -> None:
     """No rank waits longer than the transfer may take, the other has the weights then, and next time both have."""
     servers = [FakeServer(workers=2, engine="vllm"), FakeServer(number=1, engine="vllm")]
-    with sending(policy, servers, limit_s=5.0) as bridge:
+    with sending(policy, servers, limit_s=2.5) as bridge:
         bridge.sync(0)
         servers[0].goes_on.clear()
         began = time.monotonic()

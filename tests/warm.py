@@ -21,11 +21,14 @@ from multiprocessing import reduction
 from multiprocessing.process import current_process
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from tests.forkserver import forked_from, forkserver
+
+if TYPE_CHECKING:  # it is not needed where commands run
+    import pytest
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 # Where that is set, each forked process adds itself to the file that it names: its pid, its words.
@@ -158,6 +161,15 @@ def _leave_to_supervisor() -> None:
 FORKS = shutil.which("nvidia-smi") is None
 Popen = _Forked if FORKS else subprocess.Popen
 VllmPopen = _ForkedVllm if FORKS else subprocess.Popen
+
+
+def start(config: pytest.Config) -> None:
+    """The servers that fork, before tests are collected: their imports take as long as those of all tests."""
+    if FORKS and config.getoption("forks", 0) and not config.option.collectonly:
+        forkserver(["tests.imports"])
+        if importlib.util.find_spec("vllm"):
+            with forked_from(_ForkedVllm.imports):
+                pass
 
 
 def run(

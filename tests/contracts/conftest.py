@@ -31,17 +31,22 @@ def group_of(item: pytest.Item) -> str:
     return STARTED_ANEW if case is not None and case.restarts else VLLM
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "together(name): one process takes all tests of that name, one after the other")
+    warm.start(config)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for ``--dist loadgroup``, in the order in which ``--no-loadscope-reorder`` deals them out."""
+    """Groups for ``--forks``, in the order in which ``--forks-in-order`` deals them out."""
 
     def place(item: pytest.Item) -> int:
-        group = next((mark.args[0] for mark in item.iter_markers("xdist_group")), "")
+        group = next((mark.args[0] for mark in item.iter_markers("together")), "")
         return FIRST.index(group) if group in FIRST else len(FIRST)
 
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+            item.add_marker(pytest.mark.together(group_of(item)))
     items.sort(key=place)
 
 

@@ -8,20 +8,26 @@ from pathlib import Path
 import pytest
 
 from lachesis import cli
+from tests import warm
 from tests.e2e.runs import Main, Outcome
 from tests.logs import handlers_kept
 
 HERE = Path(__file__).parent
 # The longest come first, so that workers which share the files out end at about the same time.
 FIRST = [
-    "test_engines", "test_benchmarks", "test_atropos_run", "test_atropos_vllm", "test_sharded", "test_gsm8k",
-    "test_loss_types", "test_original_environment", "test_learning", "test_resume", "test_atropos_layers",
-    "test_console_tty", "test_tinker_recipes", "test_tinker", "test_ray",
+    "test_sharded", "test_benchmarks", "test_atropos_run", "test_engines", "test_ray", "test_code", "test_loss_types",
+    "test_learning", "test_tutorials", "test_fleet", "test_resume", "test_distillation", "test_atropos_vllm",
+    "test_agents", "test_gsm8k", "test_doctor", "test_float8", "test_console_tty", "test_cluster",
+    "test_original_environment", "test_quickstart", "test_scripts", "test_tinker_recipes",
 ]  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    warm.start(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order in which ``--no-loadscope-reorder`` deals the files out, instead of by how many tests they have."""
+    """The order in which ``--forks-in-order`` deals the files out."""
 
     def place(item: pytest.Item) -> int:
         file = item.path.stem if HERE in item.path.parents else ""

@@ -50,3 +50,31 @@ def test_the_first_failure_ends_all_of_it_where_it_is_to(run):
     found.assert_outcomes(failed=1)
     assert found.ret == pytest.ExitCode.TESTS_FAILED
     found.stdout.fnmatch_lines(["*stopping after 1 failures*"])
+
+
+NOTES = """
+import pathlib, pytest
+{mark}
+def test_notes():
+    with pathlib.Path({path!r}).open("a") as file:
+        file.write("{name}\\n")
+"""
+
+
+def test_tests_of_one_name_are_run_as_one_file(run, tmp_path):
+    """In the place of the first of them."""
+    notes, together = tmp_path / "notes", "@pytest.mark.together('both')"
+    marks = {"test_a": "", "test_b": together, "test_c": "", "test_d": together}
+    files = {name: NOTES.format(name=name, mark=mark, path=str(notes)) for name, mark in marks.items()}
+    run("--forks-in-order", "-W", "ignore", forks=1, **files).assert_outcomes(passed=4)
+    assert notes.read_text().split() == ["test_a", "test_b", "test_d", "test_c"]
+
+
+def test_files_are_dealt_out_by_how_many_tests_they_have_or_as_they_were_collected(run, tmp_path):
+    notes = tmp_path / "notes"
+    files = {name: NOTES.format(name=name, mark="", path=str(notes)) for name in ("test_a", "test_b")}
+    files["test_b"] += PASSED
+    for words, order in (((), ["test_b", "test_a"]), (("--forks-in-order",), ["test_a", "test_b"])):
+        notes.unlink(missing_ok=True)
+        run(*words, forks=1, **files).assert_outcomes(passed=3)
+        assert notes.read_text().split() == order
