@@ -73,12 +73,12 @@ $(TINKER)/.installed: requirements-tinker.txt | install
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
-test: checks unit processes contracts e2e browser
+test: checks unit contracts e2e browser
 
-# Each has one thread that matters, and there are two cores.
+# Those of one thread, beside tests that mostly wait for processes.
 .PHONY: checks
 checks: install
-	$(MAKE) --jobs 2 --output-sync=target lint types site
+	$(MAKE) --jobs 2 --output-sync=target types processes lint site
 
 lint: install
 	$(BIN)/ruff check .
@@ -98,7 +98,7 @@ contracts e2e: install original
 	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --forks-in-order --durations 15
 
 browser: install chromium
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest tests/browser -p tests.forks --forks $(FORKS)
 
 # The report is looked at in a real browser; Debian's packages hold one with its driver.
 chromium:

@@ -26,7 +26,7 @@ QUESTIONS = {
     "own reward": "tutorials/own-reward.html",
     "reward is 0": "tutorials/own-reward.html",
     "run does not learn": "tutorials/does-not-learn.html",
-    "stale weights": "troubleshooting.html",
+    "stale weights": "errors/exit-code-7.html",
     "two GPUs": "tutorials/two-gpus.html",
     "axolotl vllm section": "tutorials/from-axolotl.html",
     "wandb": "watching.html",
