@@ -29,7 +29,7 @@ from tests.warm import FORKING
 # So many problems are learned by heart, half-way, before training begins.
 PROBLEMS = 24
 START_REWARD = 0.2
-GROUP, BATCH, RANK = 8, 128, 16
+GROUP, BATCH, RANK = 8, 256, 16
 
 
 def write_model(directory: Path, *, reward: float = START_REWARD, **sizes: int) -> Path:

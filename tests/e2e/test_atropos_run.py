@@ -81,7 +81,7 @@ def test_a_teacher_of_the_environments_teaches_without_any_reward(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of each sampled token the environment posts what a model says that knows the sums; scores only measure."""
-    steps = 12
+    steps = 8
     monkeypatch.setenv("TEACHER", str(write_model(tmp_path / "teacher", reward=0.95)))
     with stage(tmp_path, model=model, mode="shared_vllm", steps=steps) as job:
         job.start_api("--strict")
