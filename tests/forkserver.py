@@ -37,10 +37,10 @@ def forked_from(module: str) -> Iterator[None]:
 
 
 def take_over() -> None:
-    """In a forked process: the servers that there are belong to who forked it, and are used by both."""
+    """In a forked process: the servers that run are another's, and are used by both; Python would start them anew."""
     for server in (servers._forkserver, *_others.values()):
-        if server._forkserver_pid is not None:
-            server.ensure_running = lambda: None  # type: ignore[method-assign]
+        if server._forkserver_address is not None:
+            vars(server)["ensure_running"] = lambda: None
 
 
 def forkserver(preload: Sequence[str] = TENSORS) -> ForkServerContext:

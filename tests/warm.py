@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from multiprocessing import forkserver as servers
 from multiprocessing import reduction
 from multiprocessing.process import current_process
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tests.forkserver import forked_from, forkserver
+from tests.forkserver import forked_from, forkserver, take_over
 
 if TYPE_CHECKING:  # it is not needed where commands run
     import pytest
@@ -33,18 +32,19 @@ if TYPE_CHECKING:  # it is not needed where commands run
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 # Where that is set, each forked process adds itself to the file that it names: its pid, its words.
 REGISTER = "LACHESIS_TESTS_FORKED"
-_START = subprocess.Popen
 # In a forked process: what descriptors that were passed on are there, by what they were.
 received: dict[int, int] = {}
 _is_forked = False
 # The supervisor of a server, whose other parent has another number.
 _SUPERVISE = """
-import os, runpy, subprocess, sys
+import os, socket, sys
+from types import SimpleNamespace
+from lachesis.common import supervisor
 from tests import warm
-del sys.argv[0]
-sys.argv[1:3] = [str(warm.received[int(sys.argv[1])]), str(os.getppid())]
-subprocess.Popen = warm.Child
-runpy.run_path(sys.argv[0], run_name="__main__")
+_, _, link, _, grace_s, *command = sys.argv
+supervisor.subprocess = SimpleNamespace(Popen=warm.Child)
+socket = socket.socket(fileno=warm.received[int(link)])
+supervisor.supervise(socket, parent=os.getppid(), grace_s=float(grace_s), command=command)
 """
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.
@@ -147,7 +147,6 @@ class Child:
 
 def _leave_to_supervisor() -> None:
     """What closes where a program is executed, and signals as Python has them when it begins."""
-    subprocess.Popen = _START  # type: ignore[misc]
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -163,7 +162,7 @@ Popen = _Forked if FORKS else subprocess.Popen
 VllmPopen = _ForkedVllm if FORKS else subprocess.Popen
 
 
-def start(config: pytest.Config) -> None:
+def start_servers(config: pytest.Config) -> None:
     """The servers that fork, before tests are collected: their imports take as long as those of all tests."""
     if FORKS and config.getoption("forks", 0) and not config.option.collectonly:
         forkserver(["tests.imports"])
@@ -200,13 +199,14 @@ def fork_parts(path: str) -> None:
         return
     kinds = {(path,): script(Path(path)), ("-m", "lachesis"): [sys.executable, "-c", FORKING],
              ("-m", "torch.distributed.run"): [sys.executable, "-c", TORCHRUN]}  # fmt: skip
+    start = subprocess.Popen
 
     def popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         python, *rest = words
         for kind, instead in kinds.items():
             if python == sys.executable and tuple(rest[: len(kind)]) == kind:
                 return Popen([*instead, *rest[len(kind) :]], **options)
-        return _START(words, **options)
+        return start(words, **options)
 
     # It stands for a class, of which nobody asks for anything else here.
     subprocess.Popen = popen  # type: ignore[assignment,misc]
@@ -271,8 +271,7 @@ def _become(
     _is_forked = True
     atexit.unregister(os._exit)
     current_process()._config["daemon"] = False
-    # Processes that this one starts are forked by the same server; Python's own would start another.
-    servers._forkserver.ensure_running = lambda: None
+    take_over()
     received.update(passed)
     if session:
         os.setsid()

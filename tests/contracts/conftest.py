@@ -33,7 +33,7 @@ def group_of(item: pytest.Item) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "together(name): one process takes all tests of that name, one after the other")
-    warm.start(config)
+    warm.start_servers(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 KNOCK = """
 import json, os, socket, sys
@@ -46,9 +47,9 @@ def host(program: Path, directory: Path) -> Iterator[list[str]]:
 
 
 def serve(program: str, path: str) -> None:
-    space: dict[str, object] = {"__name__": "agent"}
+    space: dict[str, Any] = {"__name__": "agent"}
     exec(compile(Path(program).read_text(), program, "exec"), space)
-    space["prepare"]()  # type: ignore[operator]
+    space["prepare"]()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -62,7 +63,7 @@ def serve(program: str, path: str) -> None:
         door.close()
 
 
-def _become(door: socket.socket, main: object) -> None:
+def _become(door: socket.socket, main: Callable[[], None]) -> None:
     """The agent of whoever knocked."""
     code = 1
     try:
@@ -74,7 +75,7 @@ def _become(door: socket.socket, main: object) -> None:
         os.environ.update(told["variables"])
         os.chdir(told["directory"])
         sys.argv[1:] = told["arguments"]
-        main()  # type: ignore[operator]
+        main()
         code = 0
     except BaseException:
         traceback.print_exc()

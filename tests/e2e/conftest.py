@@ -23,7 +23,7 @@ FIRST = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    warm.start(config)
+    warm.start_servers(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
