@@ -138,7 +138,11 @@ def watch_server(run: subprocess.Popen[bytes], *, began: float) -> Server | None
 
 
 def find_server(pid: int, *, began: float) -> tuple[list[str], dict[str, str], float] | None:
-    for child in psutil.Process(pid).children(recursive=True):
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:  # it has just ended, and is no longer there to be asked
+        return None
+    for child in children:
         try:
             words = child.cmdline()
             if words[1:4] == ["-m", "lachesis", "serve"]:
