@@ -49,7 +49,6 @@ class Server:
     """An engine that a run started: how it was started, and when it was seen, and seen to serve."""
 
     command: list[str]
-    environment: dict[str, str]
     launched: float
     serves: float
 
@@ -126,7 +125,7 @@ def measure(config: Path, *, caches: str, options: argparse.Namespace) -> Start:
 
 def watch_server(run: subprocess.Popen[bytes], *, began: float) -> Server | None:
     """Wait until the engine of the run serves; None where the run ends without one."""
-    found: tuple[list[str], dict[str, str], float] | None = None
+    found: tuple[list[str], float] | None = None
     with httpx.Client(trust_env=False, timeout=1.0) as client:
         while run.poll() is None and time.time() - began < LIMIT_S:
             if found is None:
@@ -137,7 +136,7 @@ def watch_server(run: subprocess.Popen[bytes], *, began: float) -> Server | None
     return None
 
 
-def find_server(pid: int, *, began: float) -> tuple[list[str], dict[str, str], float] | None:
+def find_server(pid: int, *, began: float) -> tuple[list[str], float] | None:
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:  # it has just ended, and is no longer there to be asked
@@ -146,7 +145,7 @@ def find_server(pid: int, *, began: float) -> tuple[list[str], dict[str, str], f
         try:
             words = child.cmdline()
             if words[1:4] == ["-m", "lachesis", "serve"]:
-                return words, child.environ(), child.create_time() - began
+                return words, child.create_time() - began
         except psutil.Error:  # it has just ended, or is not yet what it is to be
             continue
     return None
@@ -163,7 +162,7 @@ def healthy(client: httpx.Client, command: Sequence[str]) -> bool:
 def start_alone(server: Server, options: argparse.Namespace) -> float:
     """Seconds from the engine's command till it serves, with nothing beside it."""
     began = time.time()
-    process = launch(server.command, options, "engine", environment=server.environment)
+    process = launch(server.command, options, "engine")
     try:
         with httpx.Client(trust_env=False, timeout=1.0) as client:
             while not healthy(client, server.command):
@@ -175,9 +174,7 @@ def start_alone(server: Server, options: argparse.Namespace) -> float:
         end(process)
 
 
-def launch(
-    command: Sequence[str], options: argparse.Namespace, name: str, *, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
+def launch(command: Sequence[str], options: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
     """Start it with caches of this benchmark's own, its output in a log, and as the head of a group."""
     own = {variable: str(options.work / "caches" / name) for variable, name in CACHES.items()}
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -186,7 +183,7 @@ def launch(
             list(command),
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=defaults | dict(os.environ if environment is None else environment) | own,
+            env=defaults | dict(os.environ) | own,
             start_new_session=True,
         )
 

@@ -9,7 +9,6 @@ import os
 import runpy
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from multiprocessing import reduction
 from multiprocessing.process import current_process
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
@@ -38,13 +37,26 @@ _is_forked = False
 # The supervisor of a server, whose other parent has another number.
 _SUPERVISE = """
 import os, socket, sys
-from types import SimpleNamespace
-from lachesis.common import supervisor
+from lachesis.common import forked, supervisor
 from tests import warm
 _, _, link, _, grace_s, *command = sys.argv
-supervisor.subprocess = SimpleNamespace(Popen=warm.Child)
-socket = socket.socket(fileno=warm.received[int(link)])
-supervisor.supervise(socket, parent=os.getppid(), grace_s=float(grace_s), command=command)
+socket, parent = socket.socket(fileno=warm.received[int(link)]), os.getppid()
+try:
+    supervisor.supervise(socket, is_asked_for=lambda: os.getppid() == parent, grace_s=float(grace_s),
+                         start=lambda: forked.ForkedChild(command))
+except forked.Forked:
+    pass
+else:
+    raise SystemExit
+warm.go_on_as(command)
+"""
+# A fork server, which has its imports by being forked itself.
+_FORKSERVER = """
+import sys
+from lachesis.common import forked
+from tests import warm
+sys.argv[1] = str(warm.received[int(sys.argv[1])])
+forked.main()
 """
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.
@@ -117,43 +129,10 @@ class _ForkedVllm(_Forked):
     imports = "tests.imports_vllm"
 
 
-class Child:
-    """``subprocess.Popen`` of the same, which is forked by this process itself: a supervisor, with imports behind it.
-
-    So its parent is who supervises it, and ``preexec_fn`` has its effect.
-    """
-
-    def __init__(self, command: Sequence[str], *, start_new_session: bool, preexec_fn: Callable[[], None]) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            preexec_fn()
-            _leave_to_supervisor()
-            streams = [os.dup(number) for number in range(len(_STREAMS))]
-            _become(command[1:], dict(os.environ), os.getcwd(), streams, {}, start_new_session)
-
-    def poll(self) -> int | None:
-        return self._reaped(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reaped(0)
-
-    def _reaped(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-
-def _leave_to_supervisor() -> None:
-    """What closes where a program is executed, and signals as Python has them when it begins."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the directory itself
-            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                os.close(int(name))
+def go_on_as(command: Sequence[str]) -> NoReturn:
+    """In a forked process: be that command, which this process supervises no more."""
+    streams = [os.dup(number) for number in range(len(_STREAMS))]
+    _become(command[1:], dict(os.environ), os.getcwd(), streams, {}, False)
 
 
 # CUDA is of no use to a process that was forked from one which has looked for GPUs, as some imports do.
@@ -216,8 +195,9 @@ def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
     """From now on servers of ours that this process starts are forked as well, with their supervisors."""
     if not FORKS:
         return
-    process = importlib.import_module("lachesis.common.process")
-    assign(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _supervised}))
+    for module, popen in {"process": _supervised, "forkserver": _forkserver}.items():
+        own = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
+        assign(importlib.import_module(f"lachesis.common.{module}"), "subprocess", own)
 
 
 def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
@@ -226,6 +206,11 @@ def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
         return subprocess.Popen(words, **options)
     popen = VllmPopen if _is_vllm(arguments[3:]) else Popen
     return popen([python, "-c", _SUPERVISE, script, *arguments], **options)
+
+
+def _forkserver(words: Sequence[str], **options: Any) -> subprocess.Popen:
+    python, _, _, *arguments = words
+    return VllmPopen([python, "-c", _FORKSERVER, *arguments], **options)
 
 
 def _is_vllm(command: Sequence[str]) -> bool:
@@ -265,7 +250,7 @@ def _become(
     streams: Sequence[int],
     passed: Mapping[int, int],
     session: bool,
-) -> None:
+) -> NoReturn:
     """In the new process: be what ``python WORDS`` would be, to the end."""
     global _is_forked
     _is_forked = True
@@ -348,7 +333,7 @@ def _code(end: SystemExit) -> int:
     return 1
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     """As an interpreter ends."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

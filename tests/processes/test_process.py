@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.forkserver import ForkServer
 from lachesis.common.process import (
     ManagedProcess,
     check_port_free,
@@ -51,15 +54,50 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from lachesis.common.deadline import Deadline
+from lachesis.common.forkserver import ForkServer
 from lachesis.common.process import ManagedProcess
-command, url, log = [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[3], Path(sys.argv[4])
-ManagedProcess(command, url=url, log_path=log, grace_s=2).start(deadline=Deadline("start", 60))
-if sys.argv[5:] and os.fork() == 0:
+program, port, url, log, forkserver, *more = sys.argv[1:]
+command, log = [sys.executable, "-m", program, port], Path(log)
+forked_from = ForkServer("imports", [], log_path=log, env=os.environ) if forkserver == "forked" else None
+process = ManagedProcess(command, url=url, log_path=log, grace_s=2, forkserver=forked_from)
+process.start(deadline=Deadline("start", 60))
+if more and os.fork() == 0:
     time.sleep(600)
     os._exit(0)
 print("ready", flush=True)
 sys.stdin.read()
 """
+# What a fork server imports: by whom is told, and arguments say how it goes.
+IMPORTS = """
+import os, pathlib, time
+usable, importer = [], None
+def load(arguments):
+    global importer
+    for argument in arguments:
+        kind, _, value = argument.partition("=")
+        while kind == "until" and not pathlib.Path(value).exists():
+            time.sleep(0.01)
+        if kind == "fail":
+            raise ImportError(value)
+        if kind == "useless":
+            usable.append(False)
+    importer = os.getpid()
+def is_usable():
+    return not usable
+"""
+# Says who has imported, and how it finds itself.
+FORKED = (
+    """
+import os, signal, sys
+imports = sys.modules.get("imports")
+sockets = [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
+           and "socket" in os.readlink(f"/proc/self/fd/{name}")]
+usual = [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGCHLD)]
+large = len(os.environ.get("LARGE", ""))
+print("forked", imports and imports.importer, __name__, os.getcwd(), len(sockets), large, *usual, flush=True)
+"""
+    + SERVER
+)
 
 
 def soon(seconds: float = LONG_S) -> Deadline:
@@ -69,19 +107,38 @@ def soon(seconds: float = LONG_S) -> Deadline:
 class Server:
     """A ManagedProcess over a small server, and what it did."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, forked: bool = False, imports: Sequence[str] = ()) -> None:
         self.log = directory / "logs" / "engine.log"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.deaths: queue.Queue[EngineError] = queue.Queue()
+        self.programs = directory / "programs"
+        self.programs.mkdir(parents=True)
+        (self.programs / "imports.py").write_text(IMPORTS)
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [self.programs, SOURCE]))}
+        self.forkserver = None
+        if forked:
+            self.forkserver = ForkServer("imports", imports, log_path=self.log, env=self.environment)
         self.process = self.running(SERVER)
 
-    def running(self, code: str, **settings: object) -> ManagedProcess:
+    def program(self, code: str) -> str:
+        """The name of a module with that code."""
+        name = f"program_{zlib.crc32(code.encode())}"
+        (self.programs / f"{name}.py").write_text(code)
+        return name
+
+    def command(self, code: str) -> list[str]:
+        return [sys.executable, "-m", self.program(code), str(self.port)]
+
+    def running(self, code: str, **settings: Any) -> ManagedProcess:
+        own = {"PYTHONPATH": self.environment["PYTHONPATH"]}
         self.process = ManagedProcess(
-            [sys.executable, "-c", code, str(self.port)],
+            self.command(code),
             url=self.url,
             log_path=self.log,
-            **{"grace_s": LONG_S, "on_death": self.deaths.put, **settings},  # type: ignore[arg-type]
+            env=own | settings.pop("env", {}),
+            forkserver=self.forkserver,
+            **{"grace_s": LONG_S, "on_death": self.deaths.put, **settings},
         )
         return self.process
 
@@ -94,12 +151,17 @@ class Server:
         lines = [line.split() for line in self.log.read_text().splitlines() if line.startswith("pids")]
         return [int(word) for word in lines[-1][1:3]]
 
+    def close(self) -> None:
+        self.process.stop()
+        if self.forkserver is not None:
+            self.forkserver.kill()
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+
+@pytest.fixture(params=["executed", "forked"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path, forked=request.param == "forked")
     yield made
-    made.process.stop()
+    made.close()
 
 
 def gone(pids: list[int], *, timeout: float = LONG_S) -> bool:
@@ -141,7 +203,7 @@ def test_what_comes_after_another_starts_once_that_one_serves(server: Server, tm
     second = other.running(SERVER, after=first)
     try:
         launch_together([first, second])
-        assert first.pid is not None and second.pid is None
+        assert second.pid is None
         wait_together([first, second], deadline=soon())
         assert first.pid is not None and second.pid is not None
         begun = [psutil.Process(process.pid).create_time() for process in (first, second)]
@@ -205,9 +267,7 @@ def test_what_ignores_sigterm_is_killed(server: Server):
 
 def test_restart_with_another_command(server: Server):
     first = server.start()
-    server.process.restart(
-        [sys.executable, "-c", f"print('second', flush=True)\n{SERVER}", str(server.port)], deadline=soon()
-    )
+    server.process.restart(server.command(f"print('second', flush=True)\n{SERVER}"), deadline=soon())
     assert gone(first) and server.process.pid not in (None, first[0])
     assert server.process.last_lines()[0] == "second", "the log of the start before is not this one's"
     assert server.deaths.empty()
@@ -232,7 +292,7 @@ def test_a_taken_port_is_noticed_before_the_start(server: Server):
     with socket.create_server(("127.0.0.1", server.port)), pytest.raises(EngineError) as caught:
         server.process.start(deadline=soon())
     assert f"port {server.port}" in caught.value.message and f"pid {os.getpid()}" in caught.value.message
-    assert not server.log.exists(), "nothing was started"
+    assert not server.log.exists() or not server.log.read_text(), "nothing was started"
 
 
 def test_nobody_to_be_found_on_a_port():
@@ -275,10 +335,15 @@ def test_a_log_that_cannot_be_written(tmp_path: Path):
         process.launch()
 
 
+def supervisor_of(pids: Sequence[int]) -> psutil.Process:
+    supervisor = psutil.Process(pids[0]).parent()
+    assert supervisor is not None and supervisor.pid != os.getpid()
+    return supervisor
+
+
 def test_a_killed_supervisor_leaves_nothing_behind(server: Server):
     pids = server.start()
-    (supervisor,) = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
-    supervisor.kill()
+    supervisor_of(pids).kill()
     assert "lost its supervisor" in server.deaths.get(timeout=LONG_S).message
     # By then all have ended, so that another may take the port.
     assert not any(map(runs, pids))
@@ -288,7 +353,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(server: Server):
 def test_where_nobody_else_is_left_a_server_ends_with_its_supervisor(server: Server):
     """As where both are killed at once: nobody closes the socket for it, or reads it."""
     pids = server.start()
-    (supervisor,) = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
+    supervisor = supervisor_of(pids)
     server.process._life._kill = lambda: None  # type: ignore[union-attr, method-assign]
     supervisor.kill()
     assert gone(pids[:1])
@@ -296,23 +361,26 @@ def test_where_nobody_else_is_left_a_server_ends_with_its_supervisor(server: Ser
 
 
 def parent_of(server: Server, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", PARENT, SERVER, str(server.port), server.url, str(server.log), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [
+        sys.executable, "-c", PARENT, server.program(SERVER), str(server.port), server.url, str(server.log),
+        "executed" if server.forkserver is None else "forked", *arguments,
+    ]  # fmt: skip
+    return subprocess.Popen(command, env=server.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_a_parent_killed_with_a_forked_child_leaves_nothing_behind(server: Server):
     with parent_of(server, "fork") as parent:
         assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
-        pids, children = server.pids(), psutil.Process(parent.pid).children()
+        pids, supervisor = server.pids(), supervisor_of(server.pids())
+        own = {supervisor.pid, supervisor.ppid(), *pids}
+        (child,) = [child for child in psutil.Process(parent.pid).children() if child.pid not in own]
         assert not gone(pids, timeout=0)
-        by_name = {"supervisor.py" in str(child.cmdline()): child for child in children if child.pid not in pids}
         parent.kill()
         parent.wait()
     try:
-        assert gone([*pids, by_name[True].pid])
+        assert gone([*pids, supervisor.pid])
     finally:
-        by_name[False].kill()
+        child.kill()
 
 
 @pytest.mark.parametrize("ending", ["end of input", "SIGTERM"])
@@ -323,6 +391,94 @@ def test_the_end_of_a_program_ends_its_servers(server: Server, ending: str):
             parent.terminate()
     assert parent.returncode == (-signal.SIGTERM if ending == "SIGTERM" else 0)
     assert gone(server.pids())
+
+
+class TestForked:
+    """What is different where servers are forked from a process that has their imports."""
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+        made: list[Server] = []
+
+        def one(*imports: str) -> Server:
+            made.append(Server(tmp_path, forked=True, imports=imports))
+            return made[-1]
+
+        yield one
+        for server in made:
+            server.close()
+
+    def told(self, server: Server) -> list[list[str]]:
+        return [line.split()[1:] for line in server.log.read_text().splitlines() if line.startswith("forked")]
+
+    def test_several_have_the_imports_of_one_process(self, make: Callable[..., Server]):
+        server = make()
+        first, port = server.running(FORKED, env={"LARGE": "x" * 100_000}), free_port()
+        second = ManagedProcess(
+            [sys.executable, "-m", server.program(FORKED), str(port)],
+            url=f"http://127.0.0.1:{port}", log_path=server.log, forkserver=server.forkserver,
+        )  # fmt: skip
+        try:
+            launch_together([first, second])
+            wait_together([first, second], deadline=soon())
+            assert first.pid is not None and second.pid is not None
+            assert server.forkserver is not None
+            importer = str(server.forkserver.pid)
+            usual = [importer, "__main__", os.getcwd(), "0"]
+            told = sorted(self.told(server), key=lambda line: line[4])
+            assert told == [[*usual, "0", "True", "True"], [*usual, "100000", "True", "True"]]
+            server.forkserver.close()
+            assert gone([server.forkserver.pid]), "it has nothing more to do"
+            assert first.pid and second.pid, "they do not need it any more"
+            first.restart(deadline=soon())
+            assert self.told(server)[-1][0] == "None", "a later start has imports of its own"
+        finally:
+            second.stop()
+
+    def test_nothing_waits_for_the_imports_but_who_waits_for_the_server(
+        self, make: Callable[..., Server], tmp_path: Path
+    ):
+        server = make(f"until={tmp_path / 'imported'}")
+        server.process.launch()
+        assert server.process.pid is None
+        server.process.check()
+        with pytest.raises(EngineError, match="runs already"):
+            server.process.launch()
+        late = Deadline("the server's start", 0.2, "deadlines.engine_start_s")
+        with pytest.raises(DeadlineExceeded, match="is to be forked"):
+            server.process.wait_ready(deadline=late)
+        (tmp_path / "imported").touch()
+        server.process.wait_ready(deadline=soon())
+        assert server.process.pid == server.pids()[0]
+
+    def test_who_stops_waits_for_no_imports(self, make: Callable[..., Server]):
+        server = make("until=/no/such/file")
+        server.process.launch()
+        server.process.stop()
+        assert server.process.pid is None and server.deaths.empty()
+        assert server.forkserver is not None and gone([server.forkserver.pid])
+        check_port_free(server.url)
+
+    def test_imports_that_fail_are_an_error_with_their_cause(self, make: Callable[..., Server]):
+        server = make("fail=no module named so")
+        with pytest.raises(EngineError, match=r"did not begin(.|\n)*ImportError: no module named so") as caught:
+            server.process.start(deadline=soon())
+        assert str(server.log) in caught.value.message and caught.value.remedy
+
+    def test_what_cannot_use_the_imports_has_its_own(self, make: Callable[..., Server]):
+        server = make("useless")
+        server.running(FORKED).start(deadline=soon())
+        assert self.told(server)[0][:2] == ["None", "__main__"]
+
+    def test_one_that_is_killed_ends_no_server(self, make: Callable[..., Server]):
+        server = make()
+        pids = server.start()
+        assert server.forkserver is not None
+        os.kill(server.forkserver.pid, signal.SIGKILL)
+        assert gone([server.forkserver.pid])
+        server.process.check()
+        server.process.stop()
+        assert gone(pids)
 
 
 class TestLogs:

@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from lachesis.common.errors import EngineError
 
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
@@ -147,3 +150,18 @@ def _swap(temporary: Path, target: Path) -> Path | None:
             os.rename(aside, target)
         raise
     return aside if replacing else None
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open it for a process to append to, with the directories above it.
+
+    Raises:
+        EngineError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise EngineError(
+            f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
+        ) from error

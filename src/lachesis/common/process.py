@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,8 @@ import psutil
 
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.files import open_log
+from lachesis.common.forkserver import ForkServer, receive_supervisor
 from lachesis.common.http import server_url
 
 _TAIL_BYTES = 64 << 10
@@ -102,6 +104,7 @@ class ManagedProcess:
         grace_s: how long it may take to end before it is killed, in seconds.
         on_death: called from another thread, once a start, if it ends without having been asked to.
         after: what has to be ready before it starts, where they start together (:func:`launch_together`).
+        forkserver: forks ``python -m MODULE ...`` as long as it is open, once its imports are done.
     """
 
     def __init__(
@@ -116,8 +119,10 @@ class ManagedProcess:
         grace_s: float = 20.0,
         on_death: OnDeath | None = None,
         after: ManagedProcess | None = None,
+        forkserver: ForkServer | None = None,
     ) -> None:
         self.after = after
+        self._forkserver = forkserver
         self.command = tuple(map(str, command))
         self.url = None if url is None else server_url(url)
         self.name = name or f"the server at {self.url}"
@@ -130,7 +135,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the command, which leads its process group; ``None`` while it does not run."""
+        """Of the command, which leads its process group; ``None`` while it does not run, or is still to be forked."""
         life = self._life
         return None if life is None or life.ended.is_set() else life.pid
 
@@ -156,7 +161,7 @@ class ManagedProcess:
 
     def launch(self) -> None:
         """Start it without waiting for it. Raises EngineError as :meth:`start`."""
-        if self.pid is not None:
+        if self._life is not None and not self._life.ended.is_set():
             raise EngineError(f"{self.name} runs already (pid {self.pid})", remedy="stop it first")
         if self.url is not None:
             check_port_free(self.url)
@@ -166,8 +171,14 @@ class ManagedProcess:
                 f"the command {self.command[0]!r} of {self.name} is not there",
                 remedy="install it, or give its full path",
             )
+        forkserver = self._forkserver if self._forkserver is not None and self._forkserver.is_open else None
         self._life = _Life(
-            self.command, log_path=self.log_path, env=environment, grace_s=self._grace_s, died=self._died
+            self.command,
+            log_path=self.log_path,
+            env=environment,
+            grace_s=self._grace_s,
+            died=self._died,
+            forkserver=forkserver,
         )
         _running.add(self)
 
@@ -181,14 +192,17 @@ class ManagedProcess:
             with httpx.Client(trust_env=False) as client:
                 wait_until(lambda: self._why_not_ready(client), retry, sleep=self._life.ended.wait)
         except DeadlineExceeded as error:
+            log_path, lines = self._last_lines(self._life)
             raise DeadlineExceeded(
-                f"{error.message}; the end of its log {self.log_path}:{_shown(self.last_lines())}", remedy=error.remedy
+                f"{error.message}; the end of its log {log_path}:{_shown(lines)}", remedy=error.remedy
             ) from error
         self.check()  # another server may have answered while this one died
 
     def _why_not_ready(self, client: httpx.Client) -> str:
         self.check()
         url = self._health_url or ""
+        if self.pid is None:
+            return f"{self.name} is to be forked, once what it needs has been imported"
         return "" if answers(client, url) else f"{url} does not answer, pid {self.pid} still runs"
 
     def check(self) -> None:
@@ -219,18 +233,30 @@ class ManagedProcess:
 
     def last_lines(self) -> list[str]:
         """The end of what it has written since its last start."""
-        return last_lines(self.log_path, start=self._life.log_start if self._life else 0)
+        return self._last_lines(self._life)[1]
+
+    def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
+        """With the log that they are of: where it was to be forked and was not, that of the imports."""
+        if life is not None and life.forkserver is not None and life.pid is None:
+            return life.forkserver.log_path, last_lines(life.forkserver.log_path, start=life.forkserver.log_start)
+        return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)
 
     def _died(self, life: _Life) -> None:
         if self._on_death is not None:
             self._on_death(self._death(life))
 
     def _death(self, life: _Life) -> EngineError:
-        lines = last_lines(self.log_path, start=life.log_start)
+        log_path, lines = self._last_lines(life)
+        if life.pid is None:
+            return EngineError(
+                f"{self.name} did not begin, as what it is forked from ended during its imports; the end of its log "
+                f"{log_path}:{_shown(lines)}",
+                remedy=f"read {log_path}",
+            )
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
-            f"the end of its log {self.log_path}:{_shown(lines)}",
-            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
+            f"the end of its log {log_path}:{_shown(lines)}",
+            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {log_path}",
         )
 
 
@@ -253,8 +279,19 @@ def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) ->
         process.wait_ready(deadline=deadline)
 
 
+class _Supervisor(Protocol):
+    """What is asked of it: as of Popen's."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
 class _Life:
-    """One run of the command, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown."""
+    """One run of the command, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown.
+
+    ``pid`` is the command's, and ``None`` until it has been forked where a fork server is to do that.
+    """
 
     def __init__(
         self,
@@ -264,9 +301,11 @@ class _Life:
         env: Mapping[str, str],
         grace_s: float,
         died: Callable[[_Life], None],
+        forkserver: ForkServer | None,
     ) -> None:
-        self.pid = -1
+        self.pid: int | None = None
         self.code: int | None = None
+        self.forkserver = forkserver
         self.stopping = False
         self.ended = threading.Event()
         self._owner = os.getpid()
@@ -274,26 +313,25 @@ class _Life:
         self._lifetime_s = 0.0
         self._died = died
         self._link, theirs = socket.socketpair()
-        arguments = [theirs.fileno(), self._owner, grace_s, *command]
-        with theirs, _open_log(log_path) as log:
+        with theirs, open_log(log_path) as log:
             self.log_start = log.seek(0, os.SEEK_END)
-            # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), *map(str, arguments)],
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            if forkserver is None:
+                self._supervisor: _Supervisor | None = _start_supervisor(
+                    command, link=theirs, log=log, env=env, grace_s=grace_s
+                )
+            else:
+                self._supervisor = None  # it is there once it is forked
+                forkserver.fork(command, link=theirs, log=log, env=env, grace_s=grace_s)
         self._lines = self._link.makefile("r")
-        self.pid = self._first_pid(command)
-        self._server = _process(self.pid)
+        if self._supervisor is not None:
+            self._begin(self._first_word(self._supervisor, command=command))
         threading.Thread(target=self._watch, name=f"lachesis-process-{self.pid}", daemon=True).start()
 
-    def _first_pid(self, command: Sequence[str]) -> int:
-        """What the supervisor says first. Raises EngineError where it could not run the command, or is silent."""
+    def _begin(self, pid: int) -> None:
+        self._server, self.pid = _process(pid), pid
+
+    def _first_word(self, supervisor: _Supervisor, *, command: Sequence[str]) -> int:
+        """The pid, which the supervisor says. Raises EngineError where it could not run the command, or is silent."""
         self._link.settimeout(_SUPERVISOR_S)
         try:
             word, _, value = self._lines.readline().strip().partition(" ")
@@ -303,8 +341,8 @@ class _Life:
             self._link.settimeout(None)
             return int(value)
         self._link.close()
-        self._supervisor.kill()
-        self._supervisor.wait()
+        supervisor.kill()
+        supervisor.wait()
         raise EngineError(
             f"the server's command {shlex.join(command[:3])} cannot be run: {value or 'its supervisor ended'}",
             remedy="correct the command",
@@ -326,20 +364,27 @@ class _Life:
         self.stopping = True
         with suppress(OSError):  # it has ended
             self._link.shutdown(socket.SHUT_WR)
+        if self.pid is None and self.forkserver is not None:
+            self.forkserver.kill()  # its imports may take long
         if not self.ended.wait(timeout_s):
             self._kill()
             self.ended.wait(_SUPERVISOR_S)
 
     def _watch(self) -> None:
         with suppress(ConnectionError):  # as the end of the stream
+            if self._supervisor is None:
+                self._supervisor = receive_supervisor(self._link)
             for line in self._lines:
                 word, _, value = line.partition(" ")
-                if word == "exited":
+                if word == "started":
+                    self._begin(int(value))
+                elif word == "exited":
                     self.code = int(value)
         # End of the stream: the supervisor has ended, or was killed and can end nothing any more.
         if self.code is None:
             self._kill()
-        self._supervisor.wait()
+        if self._supervisor is not None:
+            self._supervisor.wait()
         self._lifetime_s = time.monotonic() - self._started
         self._link.close()
         self.ended.set()
@@ -348,7 +393,10 @@ class _Life:
 
     def _kill(self) -> None:
         """Without the supervisor's help: its group, if that is still the one we started, and wait until it is gone."""
-        self._supervisor.kill()
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        if self.pid is None:  # nothing has been forked
+            return
         leader = _process(self.pid)
         if leader is not None and leader != self._server:
             return  # another process has got that pid, so none is left that had the group
@@ -358,6 +406,23 @@ class _Life:
         until = time.monotonic() + _REAP_S
         while _has_members(self.pid) and time.monotonic() < until:
             time.sleep(_REAP_LOOK_S)
+
+
+def _start_supervisor(
+    command: Sequence[str], *, link: socket.socket, log: IO[bytes], env: Mapping[str, str], grace_s: float
+) -> _Supervisor:
+    """The process that starts the command, with its end of the link."""
+    arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
+    # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[link.fileno()],
+        start_new_session=True,
+    )
 
 
 def check_port_free(url: str) -> None:
@@ -429,16 +494,6 @@ def _has_members(group: int) -> bool:
             ):
                 return True
     return False
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
-    except OSError as error:
-        raise EngineError(
-            f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
-        ) from error
 
 
 _running: weakref.WeakSet[ManagedProcess] = weakref.WeakSet()

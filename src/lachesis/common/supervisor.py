@@ -1,9 +1,10 @@
 """Runs one command in a process group of its own, and never leaves it behind.
 
-Not to be imported: :mod:`lachesis.common.process` runs this file with a bare Python. The arguments are a file
-descriptor (one end of a socket pair), the pid of the process that asked, the seconds that the command gets to
-end, and the command. Down the socket go ``started PID``, then ``exited CODE`` with the code of Popen, or
-``failed REASON``. Up comes nothing but the end of the stream: the command is to stop, or who asked has died.
+:mod:`lachesis.common.process` runs this file with a bare Python, so it imports nothing of ours; a supervisor that is
+forked (:mod:`lachesis.common.forked`) calls :func:`supervise`. The arguments are a file descriptor (one end of a socket
+pair), the pid of the process that asked, the seconds that the command gets to end, and the command. Down the socket go
+``started PID``, then ``exited CODE`` with the code of Popen, or ``failed REASON``. Up comes nothing but the end of the
+stream: the command is to stop, or who asked has died.
 
 Why a process in between, and not prctl(PR_SET_PDEATHSIG): that signal is sent when the *thread* that started
 the child ends, it reaches the child but not what the child has started (an engine has workers, and they hold
@@ -23,6 +24,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 # Other children that the process that asked has forked may hold its end of the socket open when it has died: so
 # its pid is looked at too.
@@ -36,38 +39,58 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
 
-def supervise(link: socket.socket, parent: int, grace_s: float, command: list[str]) -> None:
-    """Run ``command`` until it ends, or is to be stopped; then end what is left of its group."""
+class Child(Protocol):
+    """What is asked of the command's process: as of Popen's."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+def supervise(
+    link: socket.socket, *, is_asked_for: Callable[[], bool], grace_s: float, start: Callable[[], Child]
+) -> None:
+    """Start the command; when it ends, or is to be stopped, end what is left of its group.
+
+    Args:
+        link: our end of the socket pair.
+        is_asked_for: whether the process that asked still lives.
+        grace_s: how long the command may take to end before it is killed, in seconds.
+        start: starts the command as the head of a group, and may raise OSError.
+    """
     wake, awake = socket.socketpair()
-    for end in (wake, awake):
-        end.setblocking(False)
-    # Signals to this process (a terminal's, a session's end) are not for it: it ends after its command.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
-    _adopt_orphans()
-    try:
-        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_child)
-    except OSError as error:
-        _tell(link, f"failed {error}")
-        return
-    _tell(link, f"started {child.pid}")
-    while child.poll() is None:
-        ready, _, _ = select.select([link, wake], [], [], _LOOK_S)
-        if wake in ready:
-            wake.recv(4096)
-        if link in ready or os.getppid() != parent:
-            _end(child, grace_s)
-            break
-    # The leader's number stays the group's while anyone is left in it, and is not given out again at once.
-    _signal_group(child.pid, signal.SIGKILL)
-    code = child.wait()
-    _reap_group(child.pid)
-    _tell(link, f"exited {code}")
+    with link, wake, awake:
+        for end in (wake, awake):
+            end.setblocking(False)
+        # Signals to this process (a terminal's, a session's end) are not for it: it ends after its command.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
+        _adopt_orphans()
+        try:
+            child = start()
+        except OSError as error:
+            _tell(link, f"failed {error}")
+            return
+        _tell(link, f"started {child.pid}")
+        while child.poll() is None:
+            ready, _, _ = select.select([link, wake], [], [], _LOOK_S)
+            if wake in ready:
+                wake.recv(4096)
+            if link in ready or not is_asked_for():
+                _end(child, grace_s)
+                break
+        # The leader's number stays the group's while anyone is left in it, and is not given out again at once.
+        _signal_group(child.pid, signal.SIGKILL)
+        code = child.wait()
+        _reap_group(child.pid)
+        _tell(link, f"exited {code}")
 
 
-def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
+def _end(child: Child, grace_s: float) -> None:
     """Ask the group to end, and return when its leader has, or after ``grace_s``."""
     _signal_group(child.pid, signal.SIGTERM)
     until = time.monotonic() + grace_s
@@ -94,7 +117,7 @@ def _reap_group(pid: int) -> None:
                 time.sleep(0.02)
 
 
-def _prepare_child() -> None:
+def prepare_child() -> None:
     """In the child, before the command: signals as usual, and SIGKILL where this process dies (Linux only)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -107,10 +130,16 @@ def _tell(link: socket.socket, line: str) -> None:
         link.sendall(f"{line}\n".encode())
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command of this file."""
+    number, parent, grace_s, *command = sys.argv[1:]
     supervise(
-        socket.socket(fileno=int(sys.argv[1])),
-        parent=int(sys.argv[2]),
-        grace_s=float(sys.argv[3]),
-        command=sys.argv[4:],
+        socket.socket(fileno=int(number)),
+        is_asked_for=lambda: os.getppid() == int(parent),
+        grace_s=float(grace_s),
+        start=lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=prepare_child),
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ import torch
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, EngineError
+from lachesis.common.forkserver import ForkServer
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
@@ -93,12 +94,15 @@ def server_urls(config: LachesisConfig) -> list[str]:
     return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
 
 
-def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path) -> list[ManagedProcess]:
+def server_processes(
+    config: LachesisConfig, *, directory: Path, log_path: Path, forkserver: ForkServer | None = None
+) -> list[ManagedProcess]:
     """The servers that the run is to start, not started yet; none where they run already.
 
     Args:
         directory: the run's, out of which they load weights.
         log_path: of the first server; further ones have it with their number.
+        forkserver: forks them, once it has their imports.
     """
     processes: list[ManagedProcess] = []
     if isinstance(config.engine, HttpEngineConfig):
@@ -117,6 +121,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
             env=dict.fromkeys(launchers_variables(os.environ)) | own,
             on_death=lambda error: logger.error("%s", error),
             after=last_on.get(place) if one_by_one else None,
+            forkserver=forkserver,
         )
         last_on[place] = process
         processes.append(process)

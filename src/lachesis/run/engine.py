@@ -22,7 +22,6 @@ from lachesis.bridges.saved import save_companions
 from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
-from lachesis.common.process import wait_together
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
@@ -155,10 +154,9 @@ def build_servers(
     urls = server_urls(config) if members is None else members()
     engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
     start_s = config.deadlines.engine_start_s
-    if launched is not None:
-        processes = launched.take()
-    else:
-        processes = launch_servers(config, directory=place.directory, log_path=place.engine_log)
+    if launched is None:
+        launched = launch_servers(config, directory=place.directory, log_path=place.engine_log)
+    processes = launched.take()
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     try:
         wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
@@ -166,7 +164,7 @@ def build_servers(
         deadline = Deadline("the start of the engine", limit_s, "deadlines.engine_start_s", watch=watch)
         if processes:
             meanwhile()
-        wait_together(processes, deadline=deadline)
+        launched.wait_ready(deadline=deadline)
         quorum = config.engine.quorum if config.engine.kind == "http" else None
         engine.connect_when_up(wait_s=wait_s, quorum=quorum, deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover
@@ -190,8 +188,7 @@ def build_servers(
         bridge = build_bridge(parts)
     except BaseException:
         engine.close()
-        if owned is not None:
-            owned.stop()
+        launched.stop()
         raise
     return EngineSide(bridge=bridge, weights=parts.weights, owned=owned)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from lachesis.common.chatter import without_chatter
+from lachesis.common.deadline import Deadline
+from lachesis.common.forkserver import ForkServer
 from lachesis.common.garbage import frozen_imports, thaw
 from lachesis.common.imports import load_function
-from lachesis.common.process import ManagedProcess, launch_together
-from lachesis.common.world import World
+from lachesis.common.process import ManagedProcess, launch_together, wait_together
+from lachesis.common.world import World, launchers_variables
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -97,14 +101,31 @@ def starts_engine(config: LachesisConfig) -> bool:
 
 @dataclass
 class LaunchedEngine:
-    """Servers on their way up, and whether somebody waits for them by now, who may move their logs."""
+    """Servers on their way up, and whether somebody waits for them by now, who may move their logs.
+
+    ``forkserver`` has their imports; :meth:`wait_ready` and :meth:`stop` end it.
+    """
 
     processes: Sequence[ManagedProcess]
+    forkserver: ForkServer | None = None
     taken: bool = False
 
     def take(self) -> Sequence[ManagedProcess]:
         self.taken = True
         return self.processes
+
+    def wait_ready(self, *, deadline: Deadline) -> None:
+        """Return once all are able to serve. Raises as :func:`~lachesis.common.process.wait_together`."""
+        wait_together(self.processes, deadline=deadline)
+        if self.forkserver is not None:
+            self.forkserver.close()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self.forkserver is not None:
+            self.forkserver.kill()
+        for process in self.processes:
+            process.stop()
 
 
 @contextmanager
@@ -121,22 +142,61 @@ def launched_engine(
     check(config, located=loaded.located, name=loaded.name)
     directory = run_directory(config)
     claim_run(directory, resume=resume, overwrite=overwrite)
-    with frozen_imports():
-        importlib.import_module("torch")  # to seed it, and a server is told what share of the GPU it gets
-    seed_everything(config.run.seed)
-    set_up(config, console=console)
-    launched = LaunchedEngine(launch_servers(config, directory=directory, log_path=engine_log(directory)))
-    try:
+    log_path = engine_log(directory)
+    with ExitStack() as closing:
+        # What they import depends on the model, which run.setup may have to make first.
+        forkserver = begin_imports(config, log_path=log_path) if config.run.setup is None else None
+        launched = LaunchedEngine([], forkserver)
+        closing.callback(lambda: _end(launched, log_path=log_path))
+        with frozen_imports():
+            importlib.import_module("torch")  # to seed it, and a server is told what share of the GPU it gets
+        seed_everything(config.run.seed)
+        set_up(config, console=console)
+        launched = launch_servers(config, directory=directory, log_path=log_path, forkserver=forkserver)
         yield launched
-    finally:
-        stop_servers(launched.processes)
-        if not launched.taken:
-            for process in launched.processes:
-                process.log_path.unlink(missing_ok=True)
 
 
-def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -> Sequence[ManagedProcess]:
+def _end(launched: LaunchedEngine, *, log_path: Path) -> None:
+    launched.stop()
+    if not launched.taken:
+        for path in {log_path, *(process.log_path for process in launched.processes)}:
+            path.unlink(missing_ok=True)
+
+
+def begin_imports(config: LachesisConfig, *, log_path: Path) -> ForkServer | None:
+    """The process that imports what the servers need, on its way; ``None`` where each had better do so itself.
+
+    It begins sooner than servers can, whose share of a GPU is not known yet, and imports once for all of them.
+
+    Args:
+        log_path: of the first server, which begins anew.
+
+    Raises:
+        EngineError: the log cannot be written.
+    """
+    log_path.unlink(missing_ok=True)
+    engine = config.engine
+    # Without vLLM the server says what is to be installed. Elsewhere than on Linux libraries do not survive a fork.
+    if engine.kind != "vllm" or sys.platform != "linux" or util.find_spec("vllm") is None:
+        return None
+    of_ranks = launchers_variables(os.environ)
+    return ForkServer(
+        "lachesis.engines.vllm.preload",
+        [config.model.path, *engine.extra_args],
+        log_path=log_path,
+        env={name: value for name, value in os.environ.items() if name not in of_ranks},
+    )
+
+
+def launch_servers(
+    config: LachesisConfig, *, directory: Path, log_path: Path, forkserver: ForkServer | None = None
+) -> LaunchedEngine:
     """The servers that the run is to start, on their way up; none where they run already.
+
+    Args:
+        directory: the run's.
+        log_path: of the first server.
+        forkserver: what :func:`begin_imports` gave, where it has been called.
 
     Raises:
         EngineError: a port is taken.
@@ -144,18 +204,16 @@ def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -
     from lachesis.engines.build import server_processes
     from lachesis.run.share import with_devices, with_share
 
-    placed = with_devices(with_share(config), environment=os.environ)
-    processes = server_processes(placed, directory=directory, log_path=log_path)
+    if forkserver is None and starts_engine(config):
+        forkserver = begin_imports(config, log_path=log_path)
+    launched = LaunchedEngine([], forkserver)
     try:
-        for process in processes:
+        placed = with_devices(with_share(config), environment=os.environ)
+        launched.processes = server_processes(placed, directory=directory, log_path=log_path, forkserver=forkserver)
+        for process in launched.processes[1:]:
             process.log_path.unlink(missing_ok=True)
-        launch_together(processes)
+        launch_together(launched.processes)
     except BaseException:
-        stop_servers(processes)
+        launched.stop()
         raise
-    return processes
-
-
-def stop_servers(processes: Sequence[ManagedProcess]) -> None:
-    for process in processes:
-        process.stop()
+    return launched

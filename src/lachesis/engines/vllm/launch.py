@@ -150,6 +150,16 @@ def usual_start_method(*, driver: Path = _DRIVER) -> StartMethod:
     return "fork" if driver.exists() else "spawn"
 
 
+def keep_torchao_away(arguments: Sequence[str]) -> None:
+    """Have it not imported, unless the model of ``vllm serve ARGUMENTS`` may need it.
+
+    transformers imports it wherever it is installed, and its import initializes CUDA: half a gigabyte of the GPU for a
+    process that only answers HTTP, and vLLM cannot fork its engine from that any more.
+    """
+    if "torchao" not in sys.modules and not may_need_torchao(arguments):
+        sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
+
+
 def may_need_torchao(arguments: Sequence[str]) -> bool:
     """Whether the model of ``vllm serve ARGUMENTS`` can be one of torchao's: a flag or its configuration names it.
 
@@ -176,10 +186,7 @@ def _config_here(model: str) -> Path | None:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process; its own entry needs a distribution called vllm, ours does not."""
-    if "torchao" not in sys.modules and not may_need_torchao(arguments):
-        # transformers imports it wherever it is installed, and its import initializes CUDA: half a gigabyte of the GPU
-        # for a process that only answers HTTP, and vLLM cannot fork its engine from that any more.
-        sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
+    keep_torchao_away(arguments)
     command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))

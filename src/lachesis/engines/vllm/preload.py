@@ -1,0 +1,38 @@
+"""What `lachesis serve` of vLLM imports, once for several servers (:class:`lachesis.common.forkserver.ForkServer`)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+
+from lachesis.engines.vllm.launch import keep_torchao_away
+
+# Of the command, then of vLLM; its engine's own come with what it does.
+_MODULES = (
+    "lachesis.cli.serving",
+    "lachesis.run.serve",
+    "lachesis.engines.vllm.plugin",
+    "lachesis.engines.vllm.served",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+)
+_CUDA_DRIVER = "libcuda.so.1"
+_CUDA_NOT_INITIALIZED = 3
+
+
+def load(arguments: Sequence[str]) -> None:
+    """Import it. ``arguments``, a model and flags of ``vllm serve``, tell what servers do without."""
+    keep_torchao_away(arguments)
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+def is_usable() -> bool:
+    """Whether processes that are forked from this one can use the GPUs: none of the imports has initialized CUDA."""
+    try:
+        driver = ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:  # there is no GPU
+        return True
+    # It initializes nothing itself.
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_NOT_INITIALIZED
