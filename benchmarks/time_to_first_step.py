@@ -143,7 +143,7 @@ def find_server(pid: int, *, began: float) -> tuple[list[str], float] | None:
         return None
     for child in children:
         try:
-            words = child.cmdline()
+            words = " ".join(child.cmdline()).split()  # one that was forked shows it as one word
             if words[1:4] == ["-m", "lachesis", "serve"]:
                 return words, child.create_time() - began
         except psutil.Error:  # it has just ended, or is not yet what it is to be

@@ -73,6 +73,7 @@ import os, pathlib, time
 usable, importer = [], None
 def load(arguments):
     global importer
+    print("begins to import")
     for argument in arguments:
         kind, _, value = argument.partition("=")
         while kind == "until" and not pathlib.Path(value).exists():
@@ -83,7 +84,7 @@ def load(arguments):
             usable.append(False)
     importer = os.getpid()
 def is_usable():
-    return not usable
+    return importer == os.getpid() and not usable
 """
 # Says who has imported, and how it finds itself.
 FORKED = (
@@ -216,7 +217,7 @@ def test_its_environment(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GONE", "here")
     server.running(SERVER, env={"MARK": "yes", "GONE": None})
     server.start()
-    assert server.log.read_text().split()[3:] == ["yes", "None"]
+    assert server.log.read_text().splitlines()[-1].split()[3:] == ["yes", "None"]
 
 
 @pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV")])
@@ -426,8 +427,11 @@ class TestForked:
             importer = str(server.forkserver.pid)
             usual = [importer, "__main__", os.getcwd(), "0"]
             told = sorted(self.told(server), key=lambda line: line[4])
+            assert server.log.read_text().count("begins to import") == 1
             assert told == [[*usual, "0", "True", "True"], [*usual, "100000", "True", "True"]]
             server.forkserver.close()
+            shown = " ".join(psutil.Process(second.pid).cmdline()).split()
+            assert shown == list(second.command), "as `ps` shows it"
             assert gone([server.forkserver.pid]), "it has nothing more to do"
             assert first.pid and second.pid, "they do not need it any more"
             first.restart(deadline=soon())

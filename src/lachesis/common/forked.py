@@ -5,6 +5,7 @@ See :class:`lachesis.common.forkserver.ForkServer`. It has one thread, as a proc
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -50,16 +51,18 @@ def main() -> None:
     with frozen_imports():
         imports = importlib.import_module(module)
         imports.load(arguments)
+    is_usable = imports.is_usable()
     gc.collect()
     gc.freeze()
+    sys.stdout.flush()  # what is left of what was said would be written by each process
     asked = socket.socket(fileno=int(number))
-    request = None
     try:
-        request = fork_supervisors(asked)
+        fork_supervisors(asked)
     except Forked as forked:
-        request = forked.args[0]
-    if request is not None:
-        run(request, is_usable=imports.is_usable())
+        request: Request = forked.args[0]
+    else:
+        os._exit(0)  # what was frozen would be taken for leaked
+    run(request, is_usable=is_usable)
 
 
 def fork_supervisors(asked: socket.socket) -> None:
@@ -149,13 +152,15 @@ class ForkedChild:
 def run(request: Request, *, is_usable: bool) -> None:
     """Be what ``python -m MODULE ARGUMENT...`` is, with its imports behind it; or execute it where they are no use."""
     python, _, module, *arguments = request.command
+    if util.find_spec("setproctitle"):  # vLLM brings it; so that `ps` tells which is which
+        # It finds its place in front of the environment that the process began with.
+        importlib.import_module("setproctitle").setproctitle(shlex.join(request.command))
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
     if not is_usable:
         os.execve(python, [*request.command], os.environ)
-    if util.find_spec("setproctitle"):  # vLLM brings it; so that `ps` tells which is which
-        importlib.import_module("setproctitle").setproctitle(shlex.join(request.command))
+    atexit.register(gc.unfreeze)  # as above
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

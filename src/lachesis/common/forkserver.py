@@ -31,8 +31,8 @@ class ForkServer:
     It ends with this process at the latest. Linux only.
 
     Args:
-        imports: a module with a function ``load(arguments)``, which imports, and one ``is_usable()``, which tells in
-            what was forked whether that can go on with them; where not, the command is executed anew.
+        imports: a module with a function ``load(arguments)``, which imports, and one ``is_usable()``, which tells
+            after that whether forked processes can go on with it; where not, commands are executed anew.
         arguments: for ``load``.
         log_path: what is said during the imports is appended here.
         env: its environment, and what the imports read of theirs.

@@ -180,11 +180,11 @@ def begin_imports(config: LachesisConfig, *, log_path: Path) -> ForkServer | Non
     if engine.kind != "vllm" or sys.platform != "linux" or util.find_spec("vllm") is None:
         return None
     of_ranks = launchers_variables(os.environ)
+    env = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    if engine.devices is not None:  # vLLM remembers what it has found out about the first GPU that it sees
+        env["CUDA_VISIBLE_DEVICES"] = engine.devices
     return ForkServer(
-        "lachesis.engines.vllm.preload",
-        [config.model.path, *engine.extra_args],
-        log_path=log_path,
-        env={name: value for name, value in os.environ.items() if name not in of_ranks},
+        "lachesis.engines.vllm.preload", [config.model.path, *engine.extra_args], log_path=log_path, env=env
     )
 
 

@@ -120,7 +120,8 @@ class TestImports:
     ):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
-        engine = {"kind": "vllm", "data_parallel_size": 2, "extra_args": ["--quantization", "torchao"]}
+        flags = ["--quantization", "torchao"]
+        engine = {"kind": "vllm", "data_parallel_size": 2, "devices": "1,2", "extra_args": flags}
         built = config({"path": "train.jsonl"}, engine=engine, bridge={"kind": "broadcast"})
         log = tmp_path / "engine.log"
         log.write_text("of the run before\n")
@@ -128,9 +129,10 @@ class TestImports:
         ((module, arguments), named) = begun[0]
         assert (module, arguments) == (
             "lachesis.engines.vllm.preload",
-            [built.model.path, "--quantization", "torchao"],
+            [built.model.path, *flags],
         )
         assert named["log_path"] == log and not log.exists()
+        assert named["env"]["CUDA_VISIBLE_DEVICES"] == "1,2"
         assert named["env"]["HF_HOME"] == str(tmp_path) and "TORCHELASTIC_USE_AGENT_STORE" not in named["env"]
 
     @pytest.mark.parametrize("without", ["vLLM", "the engine", "Linux"])

@@ -34,5 +34,5 @@ def is_usable() -> bool:
         driver = ctypes.CDLL(_CUDA_DRIVER)
     except OSError:  # there is no GPU
         return True
-    # It initializes nothing itself.
+    # It initializes nothing itself. In a forked process the answer would be the same either way.
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_NOT_INITIALIZED
