@@ -379,7 +379,7 @@ def test_a_parent_killed_with_a_forked_child_leaves_nothing_behind(server: Serve
         parent.kill()
         parent.wait()
     try:
-        assert gone([*pids, supervisor.pid])
+        assert gone([*pids, *own])
     finally:
         child.kill()
 

@@ -55,9 +55,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     sys.stdout.flush()  # what is left of what was said would be written by each process
-    asked = socket.socket(fileno=int(number))
     try:
-        fork_supervisors(asked)
+        fork_supervisors(socket.socket(fileno=int(number)), asker=os.pidfd_open(os.getppid()))
     except Forked as forked:
         request: Request = forked.args[0]
     else:
@@ -65,10 +64,18 @@ def main() -> None:
     run(request, is_usable=is_usable)
 
 
-def fork_supervisors(asked: socket.socket) -> None:
-    """One for each request, until who asks has closed. Raises Forked in the process of a command."""
+def fork_supervisors(asked: socket.socket, *, asker: int) -> None:
+    """One for each request, until who asks has closed, or has ended. Raises Forked in the process of a command.
+
+    Args:
+        asked: requests come over it.
+        asker: the pidfd of who asks; what that has forked may hold the other end of ``asked``.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    while (request := receive(asked)) is not None:
+    poll = select.poll()
+    for descriptor in (asked.fileno(), asker):
+        poll.register(descriptor, select.POLLIN)
+    while asked.fileno() in dict(poll.poll()) and (request := receive(asked)) is not None:
         if os.fork() == 0:
             asked.close()
             try:
