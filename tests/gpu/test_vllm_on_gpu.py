@@ -345,6 +345,14 @@ def test_weights_reach_an_engine_on_two_gpus(kind: str, devices: str, tmp_path: 
         check_updates(side, policy)
 
 
+def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu(tmp_path: Path):
+    model = write_model(tmp_path / "model", "qwen2")
+    with live(model, tmp_path, bridge={"kind": "lora_only"}, lora=True, data_parallel_size=2) as (side, policy):
+        check_updates(side, policy)
+        logs = [path.read_text() for path in tmp_path.glob("engine*.log")]
+    assert len(logs) == 2 and not any("import for themselves" in log for log in logs)
+
+
 @two_gpus
 def test_single_copy_is_refused_over_two_gpus(tmp_path: Path):
     model = write_model(tmp_path / "model", "qwen2")

@@ -473,6 +473,7 @@ class TestForked:
         server = make("useless")
         server.running(FORKED).start(deadline=soon())
         assert self.told(server)[0][:2] == ["None", "__main__"]
+        assert "import for themselves" in server.log.read_text()
 
     def test_one_that_is_killed_ends_no_server(self, make: Callable[..., Server]):
         server = make()

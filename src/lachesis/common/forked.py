@@ -52,6 +52,8 @@ def main() -> None:
         imports = importlib.import_module(module)
         imports.load(arguments)
     is_usable = imports.is_usable()
+    if not is_usable:
+        sys.stderr.write(f"lachesis: {module} is no use to processes that are forked, which import for themselves\n")
     gc.collect()
     gc.freeze()
     sys.stdout.flush()  # what is left of what was said would be written by each process
