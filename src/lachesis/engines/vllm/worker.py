@@ -140,6 +140,8 @@ class WorkerWeights:
             )
             self._slots.clear()
         if self._device.type == "cpu":
+            # vLLM's attention in 16 bits uses AMX where there is one, and ends by SIGILL where nobody has asked for it.
+            torch.cpu._init_amx()
             leave_ranks_uncompiled(self._runner.sampler)
         speculative = self._config.speculative_config
         ahead = bool(speculative) and self._config.scheduler_config.async_scheduling

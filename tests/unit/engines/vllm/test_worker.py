@@ -266,13 +266,24 @@ def runner() -> SimpleNamespace:
     return SimpleNamespace(sampler=type("Sampler", (), {"__module__": module.__name__})())
 
 
-def test_on_a_cpu_no_compiler_stands_before_the_first_token():
+def install_on_cpu(made: SimpleNamespace) -> None:
     config = SimpleNamespace(
         lora_config=None, speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False)
     )
     calls = dict.fromkeys(("execute_model", "sample_tokens"), print)
-    made = runner()
     WorkerWeights(SimpleNamespace(model_runner=made, vllm_config=config, device="cpu", rank=0, **calls)).install()
+
+
+def test_on_a_cpu_the_system_is_asked_for_what_attention_uses(monkeypatch: pytest.MonkeyPatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    install_on_cpu(runner())
+    assert asked == [True]
+
+
+def test_on_a_cpu_no_compiler_stands_before_the_first_token():
+    made = runner()
+    install_on_cpu(made)
     logprobs = torch.tensor([[-1.0, -3.0, -2.0]])
     ranks = sys.modules[type(made.sampler).__module__].batched_count_greater_than(logprobs, torch.tensor([[-2.0]]))
     assert ranks.tolist() == [2]
