@@ -1,4 +1,4 @@
-"""Files and directories that are either wholly there or not at all."""
+"""Files and directories that are either wholly there or not at all; and logs, which are appended to."""
 
 from __future__ import annotations
 
