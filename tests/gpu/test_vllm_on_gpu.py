@@ -22,6 +22,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
 from lachesis.run.engine import EngineSide
+from lachesis.run.start import SHARED_IMPORTS
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows
@@ -345,7 +346,10 @@ def test_weights_reach_an_engine_on_two_gpus(kind: str, devices: str, tmp_path: 
         check_updates(side, policy)
 
 
-def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu(tmp_path: Path):
+def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(SHARED_IMPORTS, "1")
     model = write_model(tmp_path / "model", "qwen2")
     with live(model, tmp_path, bridge={"kind": "lora_only"}, lora=True, data_parallel_size=2) as (side, policy):
         check_updates(side, policy)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from lachesis.common import nvidia
 from lachesis.common.chatter import without_chatter
 from lachesis.common.deadline import Deadline
 from lachesis.common.forkserver import ForkServer
@@ -33,6 +34,9 @@ from lachesis.run.directory import claim_run, engine_log, run_directory
 if TYPE_CHECKING:
     from lachesis.run.companions import Companions
     from lachesis.run.train import RunSummary
+
+# Set to 1, servers have the imports of one process beside an NVIDIA driver too.
+SHARED_IMPORTS = "LACHESIS_SHARED_IMPORTS"
 
 
 def train(
@@ -175,6 +179,9 @@ def begin_imports(config: LachesisConfig, *, log_path: Path) -> ForkServer | Non
         EngineError: the log cannot be written.
     """
     log_path.unlink(missing_ok=True)
+    # Processes that are forked so have not been seen to work with a GPU.
+    if nvidia.DRIVER.exists() and os.environ.get(SHARED_IMPORTS) != "1":
+        return None
     engine = config.engine
     # Without vLLM the server says what is to be installed. Elsewhere than on Linux libraries do not survive a fork.
     if engine.kind != "vllm" or sys.platform != "linux" or util.find_spec("vllm") is None:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
+from lachesis.common.nvidia import DRIVER
 from lachesis.engines.vllm.forked import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
 
@@ -49,8 +50,6 @@ _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
-# Stands where an NVIDIA driver is loaded.
-_DRIVER = Path("/dev/nvidiactl")
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
     "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon to skip: weights come over routes of the server",
@@ -140,7 +139,7 @@ def installed_version() -> tuple[int, int]:
     return 0, 0
 
 
-def usual_start_method(*, driver: Path = _DRIVER) -> StartMethod:
+def usual_start_method(*, driver: Path = DRIVER) -> StartMethod:
     """How vLLM is to start its engine.
 
     A forked one does not import all again that the server has imported, 12 s of a start on a GPU. vLLM spawns it all
