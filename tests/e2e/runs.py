@@ -35,7 +35,11 @@ def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
     The reward is the share of the letter a among at most 8 letters: about 0.25 at first, and quickly learned.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path = write_proof(directory)
+    return change(write_proof(directory), **sections)
+
+
+def change(path: Path, **sections: dict[str, Any]) -> Path:
+    """Change sections of a configuration, and nothing beside it: a server may be loading its model."""
     config = yaml.safe_load(path.read_text())
     for name, keys in sections.items():
         config[name] = config.get(name, {}) | keys

@@ -32,7 +32,7 @@ from lachesis.engines.http.control import ServerControl
 from lachesis.run import fleet
 from lachesis.transport.channel import Channel, Sent
 from tests import warm
-from tests.e2e.runs import environment, metrics, run_here, tape, write_run
+from tests.e2e.runs import change, environment, metrics, run_here, tape, write_run
 from tests.ports import free_port
 from tests.waiting import LONG_S, until
 
@@ -68,7 +68,7 @@ class Engine:
             )
 
     def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def end(self) -> None:
         self.send(signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     sessions = tmp_path / "sessions"
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
     directory = tmp_path / "fleet"
-    write_run(directory, **SECTIONS)
+    config = write_run(directory, **SECTIONS)
     journal = Journal(monkeypatch)
     with engines(directory, sessions=sessions) as (killed, stopped, stale), ThreadPoolExecutor(1) as beside:
         engine = {
@@ -203,7 +203,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
             "bridge": {"kind": "reload"},
             "deadlines": {"progress_s": 2.0},
         }
-        config = write_run(directory, **SECTIONS, **engine)
+        change(config, **engine)
         missing: set[str] = set()
         noted: list[Future[None]] = []
 
@@ -257,12 +257,11 @@ def test_an_engine_joins_a_run_and_another_leaves_it(tmp_path: Path, monkeypatch
     sessions = tmp_path / "sessions"
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
     directory = tmp_path / "fleet"
-    write_run(directory, **sections)
+    config = write_run(directory, **sections)
     journal = Journal(monkeypatch)
     with engines(directory, sessions=sessions, number=2) as (first, second):
-        config = write_run(
-            directory,
-            **sections,
+        change(
+            config,
             engine={"kind": "http", "urls": [first.url], "wait_s": LONG_S, "quorum": 1},
             bridge={"kind": "reload"},
         )
