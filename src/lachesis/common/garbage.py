@@ -16,11 +16,18 @@ _frozen = False
 @contextmanager
 def frozen_imports() -> Iterator[None]:
     """Within it nothing is collected, and what is there at its end is frozen: imports leave hardly any garbage."""
+    with uncollected():
+        yield
+        _freeze()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it nothing is collected: for making many objects that stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        _freeze()
     finally:
         if enabled:
             gc.enable()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_CONFIG = "config.json"
 _LIMIT_S = 5.0
 _answered: set[str] = set()
 
@@ -30,6 +31,21 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
     finally:
         for place, value in zip(places, before, strict=True):
             place.HF_HUB_OFFLINE = value
+
+
+def config_here(model: str, *, revision: str | None = None) -> Path | None:
+    """The ``config.json`` of a model in a directory, or of the hub's if it has been downloaded."""
+    from huggingface_hub.file_download import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model, _CONFIG)
+    if path.is_file():
+        return path
+    try:
+        found = try_to_load_from_cache(model, _CONFIG, revision=revision)
+    except HFValidationError:  # no name of the hub's
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _answers(endpoint: str) -> bool:

@@ -21,6 +21,8 @@ from lachesis.common.given import given, is_given
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
+# What transformers imports wherever it is installed, for guesses of another model: a second, and pandas with it.
+OF_NO_USE = "sklearn"
 _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _BUILT_IN_ROOM = "lachesis.rollouts.rewards"
 
@@ -31,6 +33,18 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Within it modules that are not there yet cannot be imported: libraries that would take them go on without."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType,reportCallIssue]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def load_function(spec: str, base_dir: Path | None = None, *, group: str | None = None) -> Callable[..., Any]:

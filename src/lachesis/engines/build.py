@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -15,6 +16,8 @@ from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.forkserver import ForkServer
+from lachesis.common.hub import config_here
+from lachesis.common.json_values import is_object
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
@@ -25,6 +28,7 @@ from lachesis.config.schema import (
     HttpEngineConfig,
     LachesisConfig,
     LoraAdapterConfig,
+    ModelConfig,
     VllmEngineConfig,
 )
 from lachesis.engines.addresses import addresses
@@ -35,6 +39,7 @@ logger = logging.getLogger("lachesis")
 
 # A scale for each output and not for each fused matrix: closer to the trainer's, and rows are rounded by themselves.
 _VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel"}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engine:
@@ -108,7 +113,7 @@ def server_processes(
     if isinstance(config.engine, HttpEngineConfig):
         return processes
     # vLLM takes for its own what other processes come to hold of a GPU while it finds out what it has of it.
-    one_by_one = shares_gpus(config) and not _cache_is_said(config)
+    one_by_one = shares_gpus(config) and not says_cache(config)
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
         own = _server_environment(config, number=number)
@@ -136,7 +141,7 @@ def shares_gpus(config: LachesisConfig) -> bool:
     return max(engine.servers_on_own_card, engine.servers_on_card(devices=world_size(os.environ))) > 1
 
 
-def _cache_is_said(config: LachesisConfig) -> bool:
+def says_cache(config: LachesisConfig) -> bool:
     """Whether vLLM is told how large its cache is, and so looks for no memory."""
     return isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
 
@@ -217,15 +222,28 @@ def trainer_dtype(config: LachesisConfig) -> str:
         return config.model.dtype
     if resolve_device(config.model.device).type == "cpu":
         return "float32"
-    from transformers import AutoConfig  # seconds, which a server that is told its dtype starts without
+    return _stated_dtype(config.model) or _configured_dtype(config.model)
+
+
+def _stated_dtype(model: ModelConfig) -> str | None:
+    """What the file of a model says of itself as a whole; transformers, which reads it too, takes seconds to import."""
+    path = config_here(model.path, revision=model.revision)
+    try:
+        found = {} if path is None else json.loads(path.read_bytes())
+    except (OSError, ValueError):  # transformers says what is wrong with it
+        return None
+    dtype = found.get("dtype") or found.get("torch_dtype") if is_object(found) else None
+    return dtype if dtype in _DTYPES else None
+
+
+def _configured_dtype(model: ModelConfig) -> str:
+    from transformers import AutoConfig
 
     from lachesis.engines.embedded.loading import load_errors
 
-    with load_errors(config.model.path):
-        revision = {} if config.model.revision is None else {"revision": config.model.revision}
-        found = AutoConfig.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code, **revision
-        )
+    with load_errors(model.path):
+        revision = {} if model.revision is None else {"revision": model.revision}
+        found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **revision)
     dtype = found.dtype or found.get_text_config().dtype
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -61,6 +61,17 @@ with frozen_imports():
     pass
 assert not gc.isenabled()
 """,
+    "what stays is made without looking through it": """
+from lachesis.common.garbage import uncollected
+looked = []
+gc.callbacks.append(lambda phase, info: looked.append(phase))
+with uncollected():
+    made = [[] for _ in range(100_000)]
+    assert not looked
+assert gc.isenabled() and not gc.get_freeze_count()
+made += [[] for _ in range(100_000)]
+assert looked
+""",
 }
 
 

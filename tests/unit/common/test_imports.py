@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.imports import describe_exception, load_function
+from lachesis.common.imports import describe_exception, load_function, without
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +161,24 @@ def test_a_package_of_that_name_from_elsewhere_is_refused(tmp_path):
     assert load_function("mine/f.py:f", tmp_path / "one")() == "one"
     with pytest.raises(ConfigError, match="the package 'mine' that is found is another"):
         load_function("mine/f.py:f", tmp_path / "two")
+
+
+def test_without_a_module_those_that_take_it_where_it_is_go_on(monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    loaded = sys.modules["json"]
+    with without("colorsys", "json", "there.is_none"):
+        assert importlib.util.find_spec("colorsys") is None
+        with pytest.raises(ImportError):
+            import colorsys
+        import json
+
+        assert json is loaded, "what is there stays"
+    import colorsys
+
+    assert colorsys.rgb_to_hls and "there.is_none" not in sys.modules
+
+
+def test_it_is_there_again_after_an_error():
+    with pytest.raises(ZeroDivisionError), without("there.is_none"):
+        raise ZeroDivisionError
+    assert "there.is_none" not in sys.modules

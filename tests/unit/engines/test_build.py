@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, ModelError
 from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines import build
@@ -105,6 +108,53 @@ def test_adapters_in_float32_are_refused_for_vllm_on_a_gpu(
     assert "engine.dtype: bfloat16" in raised.value.remedy
     half = LachesisConfig.model_validate(sections | {"engine": sections["engine"] | {"dtype": "bfloat16"}})
     assert "--enable-lora" in server_processes(half, tmp_path)[0].command
+
+
+@pytest.mark.parametrize(
+    ("written", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "float32"),
+    ],
+)
+def test_a_model_that_says_its_dtype_is_not_asked_by_transformers(
+    written: dict[str, str], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Servers wait for it, and the import takes seconds."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **written}))
+    monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == getattr(torch, dtype), "what it would say"
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    assert build.trainer_dtype(of_model(tmp_path)) == dtype
+
+
+@pytest.mark.parametrize("written", [{}, {"text_config": {"dtype": "float16"}}, {"dtype": "int8"}])
+def test_of_one_that_does_not_transformers_knows_it(
+    written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **written}))
+    monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained", lambda *_, **__: transformers.Qwen2Config(dtype=torch.float64)
+    )
+    assert build.trainer_dtype(of_model(tmp_path)) == "float64"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_of_a_model_that_is_none_transformers_says_so(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        build.trainer_dtype(of_model(tmp_path))
+
+
+def of_model(path: Path) -> LachesisConfig:
+    sections = configuration().model_dump(exclude_unset=True)
+    return LachesisConfig.model_validate({**sections, "model": {"path": str(path)}})
 
 
 def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):

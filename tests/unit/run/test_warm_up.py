@@ -88,3 +88,21 @@ def test_on_the_engines_tensors_it_is_built_once_they_are_there(sections: dict[s
     model = {"path": "model", "device": "cpu"}
     config = LachesisConfig.model_validate({"run": {"steps": 1}, "model": model, "engine": engine, **sections})
     assert needs_no_engine(config) == early
+
+
+@pytest.mark.parametrize(
+    ("keys", "early"),
+    [
+        ({}, False),
+        ({"devices": "1"}, True),
+        ({"extra_args": ["--kv-cache-memory-bytes", "1000000000"]}, True),
+    ],
+    ids=["its memory is measured", "on another GPU", "its cache is said"],
+)
+def test_beside_an_engine_that_measures_the_gpu_it_is_built_once_that_is_up(
+    keys: dict[str, object], early: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lachesis.run.warm_up.resolve_device", lambda _: torch.device("cuda"))
+    sections = {"run": {"steps": 1}, "model": {"path": "model"}, "bridge": {"kind": "broadcast"}}
+    config = LachesisConfig.model_validate({**sections, "engine": {"kind": "vllm", **keys}})
+    assert needs_no_engine(config) == early

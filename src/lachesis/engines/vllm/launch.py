@@ -17,11 +17,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
+from lachesis.common.hub import config_here
+from lachesis.common.imports import OF_NO_USE, without
 from lachesis.common.nvidia import DRIVER
 from lachesis.engines.vllm.forked import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
@@ -167,26 +166,15 @@ def may_need_torchao(arguments: Sequence[str]) -> bool:
     model, *flags = [*arguments] or [""]
     if any("torchao" in word.lower() for word in flags):
         return True
-    config = _config_here(model)
+    config = config_here(model)
     return config is None or "torchao" in config.read_text(encoding="utf-8", errors="replace")
-
-
-def _config_here(model: str) -> Path | None:
-    """The configuration of a model in a directory, or of the hub's if it has been downloaded."""
-    path = Path(model, "config.json")
-    if path.is_file():
-        return path
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # no name of the hub's
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process; its own entry needs a distribution called vllm, ours does not."""
     keep_torchao_away(arguments)
-    command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
+    with without(OF_NO_USE):
+        command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     parsed = parser.parse_args(["serve", *arguments])

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 from collections.abc import Sequence
 
+from lachesis.common.imports import OF_NO_USE, without
 from lachesis.engines.vllm.launch import keep_torchao_away
 
 # Of the command, then of vLLM; its engine's own come with what it does.
@@ -24,8 +25,9 @@ _CUDA_NOT_INITIALIZED = 3
 def load(arguments: Sequence[str]) -> None:
     """Import it. ``arguments``, a model and flags of ``vllm serve``, tell what servers do without."""
     keep_torchao_away(arguments)
-    for module in _MODULES:
-        importlib.import_module(module)
+    with without(OF_NO_USE):
+        for module in _MODULES:
+            importlib.import_module(module)
 
 
 def is_usable() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
+from lachesis.common.garbage import uncollected
 from lachesis.common.given import given, is_given
 from lachesis.common.procedural import PREFIX
 from lachesis.common.types import Prompt
@@ -133,8 +134,9 @@ def load_problems(
         processes=processes or 1,
     )
     prepared: list[PreparedProblem] = []
-    for index, dataset in enumerate([first, *more]):
-        prepared += _renumbered(_prepare(dataset, index, preparation), after=prepared)
+    with uncollected():  # of some objects a row the collector would look through those of all rows before it
+        for index, dataset in enumerate([first, *more]):
+            prepared += _renumbered(_prepare(dataset, index, preparation), after=prepared)
     return _with_all_columns(_within_limit(prepared, max_prompt_length, overlong, first.path))
 
 

@@ -139,7 +139,7 @@ class TestTorchao:
     def test_a_model_of_the_hub_that_is_here(self, tmp_path, monkeypatch):
         here = tmp_path / "config.json"
         here.write_text('{"model_type": "qwen2"}')
-        monkeypatch.setattr(launch, "try_to_load_from_cache", lambda repo, name: str(here))
+        monkeypatch.setattr(launch, "config_here", lambda model: here if model == "Qwen/Qwen2.5-0.5B" else None)
         assert not may_need_torchao(["Qwen/Qwen2.5-0.5B"])
 
     @pytest.mark.parametrize("words", [[], ["nobody/has-this-model"], ["/no/such/directory"], ["--flag", "model"]])
