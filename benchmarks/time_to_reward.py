@@ -208,7 +208,13 @@ def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
     }
     if engine == "vllm":
         # The cache's size is said, so that its memory is not measured and the other system may run on another GPU.
-        flags = ["--max-num-seqs", "1024", "--kv-cache-memory-bytes", "8000000000"]
+        # Graphs of the decode steps alone, as many as there are sequences: those of vLLM's own take seconds to make.
+        most = math.ceil(options.prompts * 8 * (1 + options.ahead) / options.engines / 64) * 64
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, *range(64, most + 1, 64)]}
+        flags = [
+            "--max-num-seqs", str(most), "--kv-cache-memory-bytes", "8000000000",
+            "--compilation-config", json.dumps(graphs),
+        ]  # fmt: skip
         tree["engine"] = {
             "kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "extra_args": flags,
             "data_parallel_size": options.engines,
