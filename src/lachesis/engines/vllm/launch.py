@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
@@ -61,7 +61,8 @@ _HARMFUL = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded by routes that need the session's token",
 }
 
-StartMethod = Literal["fork", "spawn"]
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_ON_A_CPU: Mapping[str, str] = {_START_METHOD: "spawn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def plan_launch(
     *,
     environment: Mapping[str, str],
     plugins: Iterable[str] = (),
-    start_method: StartMethod = "spawn",
+    variables: Mapping[str, str] = _ON_A_CPU,
 ) -> LaunchPlan:
     """Put our defaults around what the user gave.
 
@@ -87,7 +88,7 @@ def plan_launch(
             ``--allowed-host``.
         environment: of this process; every variable is handed on but those that are named in a warning.
         plugins: names of vLLM plugins that are installed and on by default.
-        start_method: of the engine's process, where the environment names none.
+        variables: set where the environment does not say otherwise; see :func:`usual_variables`.
 
     Raises:
         ConfigError: two flags that do not go together with ours.
@@ -105,8 +106,7 @@ def plan_launch(
         added += ["--max-loras", str(len(given.lora_modules) + 1)]
     hosts = [*([given.host] if given.host else []), *ours.allowed_host]
     child, warnings = _environment(environment, roots=ours.adapter_root, hosts=hosts, plugins=plugins)
-    child.setdefault("VLLM_WORKER_MULTIPROC_METHOD", start_method)
-    return LaunchPlan((*rest, *added), child, tuple(warnings))
+    return LaunchPlan((*rest, *added), {**variables, **child}, tuple(warnings))
 
 
 def check_installed() -> None:
@@ -138,14 +138,18 @@ def installed_version() -> tuple[int, int]:
     return 0, 0
 
 
-def usual_start_method(*, driver: Path = DRIVER) -> StartMethod:
-    """How vLLM is to start its engine.
+def usual_variables(*, driver: Path = DRIVER) -> dict[str, str]:
+    """What vLLM reads of its environment, as it is best on this machine.
 
-    A forked one does not import all again that the server has imported, 12 s of a start on a GPU. vLLM spawns it all
-    the same where the server has used CUDA before, as CUDA does not survive a fork. On a CPU neither do the threads of
-    OpenMP.
+    - How it starts its engine: a forked one does not import all again that the server has imported, 12 s of a start on
+      a GPU. vLLM spawns it all the same where the server has used CUDA before, as CUDA does not survive a fork. On a
+      CPU neither do the threads of OpenMP.
+    - Whether FlashInfer samples: vLLM takes it to be installed beside every GPU, and without it ends.
     """
-    return "fork" if driver.exists() else "spawn"
+    if not driver.exists():
+        return dict(_ON_A_CPU)
+    absent = {} if util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {_START_METHOD: "fork", **absent}
 
 
 def keep_torchao_away(arguments: Sequence[str]) -> None:
@@ -190,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.argv[1:] if arguments is None else arguments,
             environment=os.environ,
             plugins=[entry.name for group in _GROUPS_ON_BY_DEFAULT for entry in metadata.entry_points(group=group)],
-            start_method=usual_start_method(),
+            variables=usual_variables(),
         )
     except LachesisError as error:
         sys.stderr.write(f"lachesis: {error}\n")
@@ -200,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in set(os.environ) - set(plan.environment):
         del os.environ[name]
     os.environ.update(plan.environment)
-    if plan.environment["VLLM_WORKER_MULTIPROC_METHOD"] == "fork":
+    if plan.environment[_START_METHOD] == "fork":
         os.register_at_fork(after_in_child=leave_to_server)
     serve(plan.arguments)
 

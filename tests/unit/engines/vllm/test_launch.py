@@ -11,7 +11,7 @@ import pytest
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
 from lachesis.engines.vllm.forked import leave_to_server
-from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch, usual_start_method
+from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch, usual_variables
 from lachesis.engines.vllm.plugin import adapter_roots
 
 
@@ -97,11 +97,22 @@ class TestEnvironment:
 
     def test_the_engine_is_forked_beside_a_driver_and_else_spawned_unless_told_otherwise(self, tmp_path: Path):
         (tmp_path / "nvidiactl").touch()
-        assert usual_start_method(driver=tmp_path / "nvidiactl") == "fork"
-        assert usual_start_method(driver=tmp_path / "none") == "spawn"
-        for told, method in (({}, "fork"), ({}, "spawn"), ({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, "fork")):
-            found = plan_launch(["m"], environment=told, start_method=method).environment
-            assert found["VLLM_WORKER_MULTIPROC_METHOD"] == ("spawn" if told else method)
+        variable = "VLLM_WORKER_MULTIPROC_METHOD"
+        assert usual_variables(driver=tmp_path / "nvidiactl")[variable] == "fork"
+        assert usual_variables(driver=tmp_path / "none") == {variable: "spawn"}
+        for told, method in (({}, "fork"), ({}, "spawn"), ({variable: "spawn"}, "fork")):
+            found = plan_launch(["m"], environment=told, variables={variable: method}).environment
+            assert found[variable] == ("spawn" if told else method)
+
+    @pytest.mark.parametrize("installed", [False, True])
+    def test_flashinfer_samples_beside_a_driver_only_where_it_is_installed(
+        self, tmp_path: Path, monkeypatch, installed: bool
+    ):
+        (tmp_path / "nvidiactl").touch()
+        (tmp_path / "flashinfer.py").touch()
+        monkeypatch.setattr(sys, "path", [*([str(tmp_path)] if installed else []), *sys.path])
+        found = usual_variables(driver=tmp_path / "nvidiactl")
+        assert found.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if installed else "0")
 
     def test_documented_variables_stay(self):
         given = {"CUDA_VISIBLE_DEVICES": "1", "LOGDIR": "/l", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}
@@ -176,7 +187,7 @@ class TestInstallation:
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_the_command_warns_sets_the_environment_and_serves(self, monkeypatch, capsys, method: str):
         served, at_fork = [], []
-        monkeypatch.setattr(launch, "usual_start_method", lambda: method)
+        monkeypatch.setattr(launch, "usual_variables", lambda: {"VLLM_WORKER_MULTIPROC_METHOD": method})
         monkeypatch.setattr(os, "register_at_fork", lambda **hooks: at_fork.append(hooks))
         monkeypatch.setattr(launch, "check_installed", lambda: None)
         monkeypatch.setattr(launch, "serve", lambda arguments: served.append((arguments, dict(os.environ))))
