@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 100] [--target 0.8] [--tiny] [--out F]
                                                        [--only NAME ...] [--trl-rows 128 256 512] [--work DIRECTORY]
-                                                       [--engines N] [--ahead N]
+                                                       [--engines N] [--ahead N] [--engine-flags '...'] [--prepare]
 
 A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
 numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
@@ -10,7 +10,8 @@ the same order, with the same completions a prompt, reward, loss, course of the 
 its users start it, with vLLM on the same GPU (ours in `--engines` servers, `--ahead` batches ahead). TRL chooses its
 precision itself; of `--trl-rows`, its batches, the fastest in a few steps before the first seed is taken. Held-out
 accuracy is of answers sampled as in training, by Lachesis' evaluator: of ours in the run, of TRL's weights after its
-run. Seconds leave evaluating and saving out. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
+run. Seconds leave evaluating and saving out. ``--prepare`` makes model and problems and ends, so that several of this
+with the same `--work` may run at a time. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -207,22 +209,27 @@ def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
         "checkpoint": {"every_steps": 0, "save_final": False},
     }
     if engine == "vllm":
-        # The cache's size is said, so that its memory is not measured and the other system may run on another GPU.
-        # Graphs of the decode steps alone, as many as there are sequences: those of vLLM's own take seconds to make.
-        most = math.ceil(options.prompts * 8 * (1 + options.ahead) / options.engines / 64) * 64
-        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, *range(64, most + 1, 64)]}
-        flags = [
-            "--max-num-seqs", str(most), "--kv-cache-memory-bytes", "8000000000",
-            "--compilation-config", json.dumps(graphs),
-        ]  # fmt: skip
         tree["engine"] = {
-            "kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "extra_args": flags,
-            "data_parallel_size": options.engines,
+            "kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "data_parallel_size": options.engines,
+            "extra_args": shlex.split(options.engine_flags) if options.engine_flags else engine_flags(options),
         }  # fmt: skip
         tree["bridge"] = {"kind": "shared_vllm" if options.engines == 1 else "broadcast"}
     if options.ahead:
         tree["pipeline"] = {"async_prefetch": True, "prefetch_depth": options.ahead}
     return tree
+
+
+def engine_flags(options: argparse.Namespace) -> list[str]:
+    """The cache's size is said, so that its memory is not measured and the other system may run on another GPU.
+
+    Graphs are those of the decode steps alone, for as many sequences as a server has: vLLM's own take seconds to make.
+    """
+    most = math.ceil(options.prompts * 8 * (1 + options.ahead) / options.engines / 64) * 64
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, *range(64, most + 1, 64)]}
+    return [
+        "--max-num-seqs", str(most), "--kv-cache-memory-bytes", "8000000000",
+        "--compilation-config", json.dumps(graphs),
+    ]  # fmt: skip
 
 
 def run_ours(plan: Plan) -> Course:
@@ -330,6 +337,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--engines", type=int, default=1, help="our servers, all on the same GPU")
     parser.add_argument("--ahead", type=int, default=0, help="our batches that are generated ahead, at most")
+    parser.add_argument("--engine-flags", default="", help="of our servers, in place of those that they have here")
+    parser.add_argument("--prepare", action="store_true", help="make the model that both start from, and end")
     parser.add_argument("--port", type=int, default=9137)
     parser.add_argument("--tiny", action="store_true", help="a small model and a few steps; also on a CPU")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-time-to-reward")
@@ -345,6 +354,8 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     prepare(options)
+    if options.prepare:
+        return
     plans = [Plan(options, system, seed) for seed in options.seeds for system in options.only]
     runner = None
     if TRL in options.only:

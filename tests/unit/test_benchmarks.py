@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -221,6 +222,12 @@ class TestTimeToReward:
         assert "| TRL | 2 | not reached | not reached | 0.100 | 0.300 |" in text
         assert "with start-up: 3.00" in text and "without: 3.00" in text
 
+    def test_graphs_are_for_as_many_sequences_as_a_server_has(self, module: ModuleType):
+        options = argparse.Namespace(prompts=64, ahead=1, engines=3)  # 1,024 sequences, 342 at a server
+        flags = module.engine_flags(options)
+        graphs = json.loads(flags[flags.index("--compilation-config") + 1])
+        assert flags[flags.index("--max-num-seqs") + 1] == "384" == str(graphs["cudagraph_capture_sizes"][-1])
+
     def trial(self, module: ModuleType, *, rows: list[int], seconds: dict[int, float]) -> tuple[int, list[tuple]]:
         """What is chosen where each number of rows takes so long, those not named failing, and what was tried."""
         tried = []
@@ -291,9 +298,11 @@ class TestSideBySide:
         with pytest.raises(ValueError, match=words):
             side_by_side.read_jobs(tmp_path / "jobs.toml")
 
-    def test_what_two_gpus_have_to_show_fits_on_them(self, side_by_side: ModuleType):
-        jobs = side_by_side.read_jobs(BENCHMARKS / "two_gpus.toml")
-        assert all(max(job.gb.values()) <= 80 for job in jobs)
+    @pytest.mark.parametrize(("name", "gpus", "card_gb"), [("two_gpus", 2, 80), ("four_gpus", 4, 141)])
+    def test_what_gpus_have_to_show_fits_on_them(self, side_by_side: ModuleType, name: str, gpus: int, card_gb: int):
+        jobs = side_by_side.read_jobs(BENCHMARKS / f"{name}.toml")
+        assert all(max(job.gb.values()) <= card_gb for job in jobs)
+        assert {int(gpu) for job in jobs for gpu in job.gb} == {*range(gpus)}
         for job in jobs:
             files = [Path(word) for word in job.command.split() if word.endswith(".py")]
             assert files and all((BENCHMARKS.parent / file).is_file() for file in files), job.name
