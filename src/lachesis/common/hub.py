@@ -35,12 +35,12 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
 
 def config_here(model: str, *, revision: str | None = None) -> Path | None:
     """The ``config.json`` of a model in a directory, or of the hub's if it has been downloaded."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.file_download import try_to_load_from_cache
-
     path = Path(model, _CONFIG)
     if path.is_file():
         return path
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import try_to_load_from_cache
+
     try:
         found = try_to_load_from_cache(model, _CONFIG, revision=revision)
     except HFValidationError:  # no name of the hub's

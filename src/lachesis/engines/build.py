@@ -113,7 +113,7 @@ def server_processes(
     if isinstance(config.engine, HttpEngineConfig):
         return processes
     # vLLM takes for its own what other processes come to hold of a GPU while it finds out what it has of it.
-    one_by_one = shares_gpus(config) and not says_cache(config)
+    one_by_one = shares_gpus(config) and not _cache_is_said(config)
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
         own = _server_environment(config, number=number)
@@ -141,7 +141,7 @@ def shares_gpus(config: LachesisConfig) -> bool:
     return max(engine.servers_on_own_card, engine.servers_on_card(devices=world_size(os.environ))) > 1
 
 
-def says_cache(config: LachesisConfig) -> bool:
+def _cache_is_said(config: LachesisConfig) -> bool:
     """Whether vLLM is told how large its cache is, and so looks for no memory."""
     return isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
 

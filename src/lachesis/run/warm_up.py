@@ -17,7 +17,6 @@ from lachesis.bridges.build import takes_engine_weights
 from lachesis.common.device import resolve_device
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.build import says_cache
 from lachesis.run.parts import compiles, pack_batch, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.loading import (
@@ -63,7 +62,7 @@ class EarlyPolicy:
 
 def needs_no_engine(config: LachesisConfig) -> bool:
     """Whether the policy can be built before the engine is up, and takes no memory that the engine counts as free."""
-    own_memory = config.engine.kind == "vllm" and (config.engine.devices is not None or says_cache(config))
+    own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
     return not takes_engine_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
 
 

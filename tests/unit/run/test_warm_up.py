@@ -95,11 +95,11 @@ def test_on_the_engines_tensors_it_is_built_once_they_are_there(sections: dict[s
     [
         ({}, False),
         ({"devices": "1"}, True),
-        ({"extra_args": ["--kv-cache-memory-bytes", "1000000000"]}, True),
+        ({"extra_args": ["--kv-cache-memory-bytes", "1000000000"]}, False),
     ],
-    ids=["its memory is measured", "on another GPU", "its cache is said"],
+    ids=["its memory is measured", "on another GPU", "its cache is said: what is free is looked at all the same"],
 )
-def test_beside_an_engine_that_measures_the_gpu_it_is_built_once_that_is_up(
+def test_beside_an_engine_on_the_trainers_gpu_it_is_built_once_that_is_up(
     keys: dict[str, object], early: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("lachesis.run.warm_up.resolve_device", lambda _: torch.device("cuda"))
