@@ -48,6 +48,15 @@ def config_here(model: str, *, revision: str | None = None) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def mentions(model: str, *words: str) -> bool | None:
+    """Whether a model's configuration has one of the words in it; ``None`` where it is not on this machine yet."""
+    config = config_here(model)
+    if config is None:
+        return None
+    text = config.read_text(encoding="utf-8", errors="replace")
+    return any(word in text for word in words)
+
+
 def _answers(endpoint: str) -> bool:
     import httpx
 

@@ -21,8 +21,6 @@ from lachesis.common.given import given, is_given
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
-# What transformers imports wherever it is installed, for guesses of another model: a second, and pandas with it.
-OF_NO_USE = "sklearn"
 _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _BUILT_IN_ROOM = "lachesis.rollouts.rewards"
 

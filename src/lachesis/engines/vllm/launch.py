@@ -19,8 +19,8 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
-from lachesis.common.hub import config_here
-from lachesis.common.imports import OF_NO_USE, without
+from lachesis.common.hub import mentions
+from lachesis.common.imports import without
 from lachesis.common.nvidia import DRIVER
 from lachesis.engines.vllm.forked import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
@@ -61,6 +61,8 @@ _HARMFUL = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded by routes that need the session's token",
 }
 
+# Words in the configuration of a model that takes more than texts.
+_SENSES = ("vision", "image", "video", "audio")
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _ON_A_CPU: Mapping[str, str] = {_START_METHOD: "spawn"}
 
@@ -168,16 +170,23 @@ def may_need_torchao(arguments: Sequence[str]) -> bool:
     True too where its configuration is not on this machine yet.
     """
     model, *flags = [*arguments] or [""]
-    if any("torchao" in word.lower() for word in flags):
-        return True
-    config = config_here(model)
-    return config is None or "torchao" in config.read_text(encoding="utf-8", errors="replace")
+    return any("torchao" in word.lower() for word in flags) or mentions(model, "torchao") is not False
+
+
+def needless(arguments: Sequence[str]) -> tuple[str, ...]:
+    """What vLLM or transformers imports where it is installed, and the model of ``vllm serve ARGUMENTS`` does not use.
+
+    For guesses of another model, by transformers alone; and for pictures, of which the configuration of a model of
+    texts knows nothing. Some hundred files, and libraries of 100 MB.
+    """
+    of_texts = mentions([*arguments, ""][0], *_SENSES) is False
+    return ("sklearn", "cv2", "torchvision") if of_texts else ("sklearn",)
 
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process; its own entry needs a distribution called vllm, ours does not."""
     keep_torchao_away(arguments)
-    with without(OF_NO_USE):
+    with without(*needless(arguments)):
         command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))

@@ -6,8 +6,8 @@ import ctypes
 import importlib
 from collections.abc import Sequence
 
-from lachesis.common.imports import OF_NO_USE, without
-from lachesis.engines.vllm.launch import keep_torchao_away
+from lachesis.common.imports import without
+from lachesis.engines.vllm.launch import keep_torchao_away, needless
 
 # Of the command, then of vLLM; its engine's own come with what it does.
 _MODULES = (
@@ -25,7 +25,7 @@ _CUDA_NOT_INITIALIZED = 3
 def load(arguments: Sequence[str]) -> None:
     """Import it. ``arguments``, a model and flags of ``vllm serve``, tell what servers do without."""
     keep_torchao_away(arguments)
-    with without(OF_NO_USE):
+    with without(*needless(arguments)):
         for module in _MODULES:
             importlib.import_module(module)
 

@@ -11,7 +11,7 @@ import pytest
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
 from lachesis.engines.vllm.forked import leave_to_server
-from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, plan_launch, usual_variables
+from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, needless, plan_launch, usual_variables
 from lachesis.engines.vllm.plugin import adapter_roots
 
 
@@ -150,12 +150,30 @@ class TestTorchao:
     def test_a_model_of_the_hub_that_is_here(self, tmp_path, monkeypatch):
         here = tmp_path / "config.json"
         here.write_text('{"model_type": "qwen2"}')
-        monkeypatch.setattr(launch, "config_here", lambda model: here if model == "Qwen/Qwen2.5-0.5B" else None)
+        monkeypatch.setattr("lachesis.common.hub.config_here", {"Qwen/Qwen2.5-0.5B": here}.get)
         assert not may_need_torchao(["Qwen/Qwen2.5-0.5B"])
 
     @pytest.mark.parametrize("words", [[], ["nobody/has-this-model"], ["/no/such/directory"], ["--flag", "model"]])
     def test_what_is_not_known_may_need_it(self, words):
         assert may_need_torchao(words)
+
+
+class TestNeedless:
+    """What is for pictures is not imported by the server of a model of texts."""
+
+    @pytest.mark.parametrize(
+        ("config", "pictures"),
+        [({"model_type": "qwen2"}, False), ({"vision_config": {}}, True), ({"video_token_id": 3}, True)],
+    )
+    def test_a_model_in_a_directory(self, tmp_path, config, pictures):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert needless([str(tmp_path), "--seed", "0"]) == (
+            ("sklearn",) if pictures else ("sklearn", "cv2", "torchvision")
+        )
+
+    @pytest.mark.parametrize("words", [[], ["nobody/has-this-model"]])
+    def test_one_that_is_not_known_may_take_pictures(self, words):
+        assert needless(words) == ("sklearn",)
 
 
 class TestInstallation:
