@@ -82,6 +82,9 @@ def load(arguments):
             raise ImportError(value)
         if kind == "useless":
             usable.append(False)
+        if kind == "import":
+            __import__(value)
+            print("threads", len(os.listdir("/proc/self/task")))
     importer = os.getpid()
 def is_usable():
     return importer == os.getpid() and not usable
@@ -462,6 +465,15 @@ class TestForked:
         assert server.process.pid is None and server.deaths.empty()
         assert server.forkserver is not None and gone([server.forkserver.pid])
         check_port_free(server.url)
+
+    def test_it_has_one_thread_though_numpy_would_start_more(
+        self, make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    ):
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            monkeypatch.delenv(name, raising=False)
+        server = make("import=numpy")
+        server.start()
+        assert "threads 1\n" in server.log.read_text()
 
     def test_imports_that_fail_are_an_error_with_their_cause(self, make: Callable[..., Server]):
         server = make("fail=no module named so")

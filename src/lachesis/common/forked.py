@@ -26,6 +26,9 @@ from lachesis.common.garbage import frozen_imports
 from lachesis.common.openmp import brief_waits
 from lachesis.common.supervisor import prepare_child, supervise
 
+# numpy's library would start one a core as it is imported; what is forked does no linear algebra with it.
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -48,6 +51,7 @@ def main() -> None:
     """Import, then fork until nobody can ask any more; in each process that was forked, be the command."""
     number, module, *arguments = sys.argv[1:]
     os.environ |= brief_waits(os.environ)
+    os.environ.setdefault(*_ONE_THREAD)
     with frozen_imports():
         imports = importlib.import_module(module)
         imports.load(arguments)
