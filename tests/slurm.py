@@ -200,7 +200,7 @@ def _warn(job: subprocess.Popen[str], name: str, after: Path) -> None:
     while job.poll() is None and not after.exists():
         threading.Event().wait(0.02)
     if job.poll() is None:
-        os.kill(job.pid, signal.Signals[f"SIG{name}"])
+        job.send_signal(signal.Signals[f"SIG{name}"])
 
 
 def _end_group(pid: int) -> None:

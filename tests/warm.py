@@ -61,12 +61,19 @@ forked.main()
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.
 FORKING = f"from tests import warm; warm.fork_servers(); {COMMAND}"
-# torchrun, but that its ranks are forked as it is itself.
+# torchrun, but that its ranks are forked as it is itself. One that has ended is there no more, as the server has waited
+# for it: torchrun, which looks first and then sends a signal, counts on finding what nobody has waited for.
 TORCHRUN = """
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as ranks
+from contextlib import suppress
 from torch.distributed.run import main
 from tests import warm
 ranks.Popen = warm.Popen
+close = ranks.SubprocessHandler.close
+def close_what_is_there(rank, death_sig=None):
+    with suppress(ProcessLookupError):
+        close(rank, death_sig)
+ranks.SubprocessHandler.close = close_what_is_there
 main()
 """
 # A script whose parts (the same one with other arguments), commands of ours and servers are forked as it is itself.
