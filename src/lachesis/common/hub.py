@@ -49,7 +49,11 @@ def config_here(model: str, *, revision: str | None = None) -> Path | None:
 
 
 def mentions(model: str, *words: str) -> bool | None:
-    """Whether a model's configuration has one of the words in it; ``None`` where it is not on this machine yet."""
+    """Whether a model's configuration has one of the words in it; ``None`` where it is not on this machine yet.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     config = config_here(model)
     if config is None:
         return None

@@ -35,7 +35,10 @@ def installed_version(package: str) -> str | None:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Within it modules that are not there yet cannot be imported: libraries that would take them go on without."""
+    """Within it modules that are not there yet cannot be imported: libraries that would take them go on without.
+
+    For processes of our own: what a library has found not to be there it may go without later too.
+    """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType,reportCallIssue]
     try:

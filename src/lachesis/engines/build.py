@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,7 +16,7 @@ from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.forkserver import ForkServer
 from lachesis.common.hub import config_here
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import is_object, read_json
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
@@ -229,10 +228,12 @@ def _stated_dtype(model: ModelConfig) -> str | None:
     """What the file of a model says of itself as a whole; transformers, which reads it too, takes seconds to import."""
     path = config_here(model.path, revision=model.revision)
     try:
-        found = {} if path is None else json.loads(path.read_bytes())
+        found = None if path is None else read_json(path.read_bytes())
     except (OSError, ValueError):  # transformers says what is wrong with it
         return None
-    dtype = found.get("dtype") or found.get("torch_dtype") if is_object(found) else None
+    if not is_object(found):
+        return None
+    dtype = found.get("dtype") or found.get("torch_dtype")
     return dtype if dtype in _DTYPES else None
 
 

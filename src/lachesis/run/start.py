@@ -23,8 +23,7 @@ from lachesis.common.chatter import without_chatter
 from lachesis.common.deadline import Deadline
 from lachesis.common.forkserver import ForkServer
 from lachesis.common.garbage import frozen_imports, thaw
-from lachesis.common.hub import mentions
-from lachesis.common.imports import load_function, without
+from lachesis.common.imports import load_function
 from lachesis.common.process import ManagedProcess, launch_together, wait_together
 from lachesis.common.world import World, launchers_variables
 from lachesis.config.load import LoadedConfig
@@ -66,7 +65,7 @@ def train(
             )
         closing.callback(thaw)
         waiting = console.status("loading torch and the model") if console and console.is_terminal else nullcontext()
-        with frozen_imports(), waiting, without_chatter(), without(*needless(loaded.config)):
+        with frozen_imports(), waiting, without_chatter():
             from lachesis.run.train import train as train_on
         imported()
         return train_on(
@@ -79,14 +78,6 @@ def train(
             world=world,
             launched=launched,
         )
-
-
-def needless(config: LachesisConfig) -> tuple[str, ...]:
-    """What transformers imports where it is installed, a second each, and this model has no use for.
-
-    For guesses of another model, and for weights in torchao's formats.
-    """
-    return ("sklearn", "torchao") if mentions(config.model.path, "torchao") is False else ("sklearn",)
 
 
 def seed_everything(seed: int) -> None:
@@ -188,7 +179,7 @@ def begin_imports(config: LachesisConfig, *, log_path: Path) -> ForkServer | Non
         EngineError: the log cannot be written.
     """
     log_path.unlink(missing_ok=True)
-    # Processes that are forked so have not been seen to work with a GPU.
+    # Processes that are forked so have not been seen to serve with a GPU.
     if nvidia.DRIVER.exists() and os.environ.get(SHARED_IMPORTS) != "1":
         return None
     engine = config.engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.console import Console
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.config.load import LoadedConfig
-from lachesis.config.schema import LachesisConfig
 from lachesis.engines import build
 from lachesis.run import start
 from lachesis.run.start import begin_imports, launched_engine, set_up, starts_engine
@@ -160,21 +158,3 @@ class TestImports:
         kind = "embedded_server" if without == "the engine" else "vllm"
         built = config({"path": "train.jsonl"}, engine={"kind": kind}, bridge={"kind": "broadcast"})
         assert begin_imports(built, log_path=tmp_path / "engine.log") is None and begun == []
-
-
-@pytest.mark.parametrize(
-    ("written", "left_out"),
-    [
-        ({"model_type": "qwen2"}, ("sklearn", "torchao")),
-        ({"quantization_config": {"quant_method": "torchao"}}, ("sklearn",)),
-        (None, ("sklearn",)),
-    ],
-    ids=["plain", "torchao's", "not here yet"],
-)
-def test_what_a_model_has_no_use_for_is_not_imported(
-    written: dict[str, Any] | None, left_out: tuple[str, ...], tmp_path: Path
-):
-    if written is not None:
-        (tmp_path / "config.json").write_text(json.dumps(written))
-    config = LachesisConfig.model_validate({"run": {"steps": 1}, "model": {"path": str(tmp_path)}})
-    assert start.needless(config) == left_out
