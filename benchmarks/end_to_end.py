@@ -121,6 +121,9 @@ def write_weights(directory: Path, auto: Any, config: Any, *, options: argparse.
     if options.lengths == "ragged":
         favour_end(model, mean=options.mean)
     model.save_pretrained(directory, max_shard_size="4GB")
+    del model
+    if device == "cuda":  # the GPU is for those that are measured
+        torch.cuda.empty_cache()
 
 
 def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:

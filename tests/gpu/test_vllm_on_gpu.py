@@ -346,10 +346,11 @@ def test_weights_reach_an_engine_on_two_gpus(kind: str, devices: str, tmp_path: 
         check_updates(side, policy)
 
 
-def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu_or_their_own(
+    shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(SHARED_IMPORTS, "1")
+    monkeypatch.setenv(SHARED_IMPORTS, shared)
     model = write_model(tmp_path / "model", "qwen2")
     with live(model, tmp_path, bridge={"kind": "lora_only"}, lora=True, data_parallel_size=2) as (side, policy):
         check_updates(side, policy)

@@ -150,6 +150,21 @@ def test_the_engine_is_on_its_way_before_transformers_is_imported(tmp_path: Path
     assert done.stdout == "serve False\n", done.stderr
 
 
+def test_a_server_of_vllm_says_what_transformers_goes_without_before_that_is_imported(tmp_path: Path):
+    """Which looks once for what is installed: hidden from it after that, a library of pictures ends it."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    code = f"""if True:
+        import sys
+        import lachesis.engines.vllm.launch as launch
+        from lachesis.cli import main
+        launch.serve = lambda arguments: print(*launch.needless(arguments))
+        sys.argv[1:] = ["serve", "--model", {str(tmp_path)!r}]
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    assert done.stdout == "sklearn cv2 torchvision\n", done.stderr
+
+
 def test_reading_a_configuration_is_quick_and_loads_no_framework():
     program = (
         "import sys, time\n"

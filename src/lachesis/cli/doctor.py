@@ -7,10 +7,12 @@ import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import util
 from pathlib import Path
 
 import torch
@@ -41,6 +43,8 @@ OPTIONAL = {
     "bitsandbytes": "8-bit optimizer, quantized base weights",
     "flash-attn-4": "attention while training, on Hopper and Blackwell",
 }
+# Of thousands of modules each.
+_LARGE = ("torch", "transformers", "vllm")
 # The proof's reward is the share of one letter among four: 0.25 by chance.
 PROOF_STEPS, PROOF_RISE = 30, 0.3
 _REWARD = """
@@ -67,9 +71,27 @@ def inspect_installation() -> list[Check]:
     else:
         checks.append(Check("gpu", f"none seen by torch {torch.__version__}; training runs on the CPU"))
     checks.append(Check("cpu", f"{torch.get_num_threads()} threads"))
+    checks.append(inspect_bytecode())
     free = shutil.disk_usage(".").free / 2**30
     checks.append(Check("disk", f"{free:.1f} GiB free in the current directory", failed=free < 1.0))
     return checks
+
+
+def inspect_bytecode() -> Check:
+    """Whether modules have been compiled: images are made without, and with a variable that keeps Python from it."""
+    found = [spec for name in _LARGE if (spec := util.find_spec(name)) is not None]
+    lacking = [spec for spec in found if spec.cached and not Path(spec.cached).exists()]
+    if not lacking:
+        return Check("bytecode", f"{', '.join(spec.name for spec in found)}: compiled")
+    directories = " ".join(str(Path(spec.origin or "").parent) for spec in lacking)
+    remedy = f"run `python -m compileall -q -j 0 {directories}`"
+    if sys.dont_write_bytecode:
+        remedy = f"unset PYTHONDONTWRITEBYTECODE, or {remedy}"
+    return Check(
+        "bytecode",
+        f"{', '.join(spec.name for spec in lacking)}: not compiled, so that each process compiles what it imports of "
+        f"them, which can double the time of its start; {remedy}",
+    )
 
 
 def as_json(checks: Sequence[Check]) -> str:

@@ -88,11 +88,12 @@ def serve(context: typer.Context, **values: Any) -> None:
     """
     from lachesis.run import serve as serving
 
-    hide_progress_bars()
-
     given = {name: value for name, value in values.items() if value is not None}
+    options = ServeOptions(**given, arguments=tuple(context.args))
+    if options.engine == "embedded":  # vLLM's server decides itself how it imports transformers
+        hide_progress_bars()
     with _exports_shown():
-        serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
+        serving.serve(options, on_ready=console.print)
 
 
 @app.command("tinker-server")

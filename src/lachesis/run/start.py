@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lachesis.common import nvidia
 from lachesis.common.chatter import without_chatter
 from lachesis.common.deadline import Deadline
 from lachesis.common.forkserver import ForkServer
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lachesis.run.companions import Companions
     from lachesis.run.train import RunSummary
 
-# Set to 1, servers have the imports of one process beside an NVIDIA driver too.
+# Set to 0, each server imports for itself.
 SHARED_IMPORTS = "LACHESIS_SHARED_IMPORTS"
 
 
@@ -179,8 +178,7 @@ def begin_imports(config: LachesisConfig, *, log_path: Path) -> ForkServer | Non
         EngineError: the log cannot be written.
     """
     log_path.unlink(missing_ok=True)
-    # Processes that are forked so have not been seen to serve with a GPU.
-    if nvidia.DRIVER.exists() and os.environ.get(SHARED_IMPORTS) != "1":
+    if os.environ.get(SHARED_IMPORTS) == "0":
         return None
     engine = config.engine
     # Without vLLM the server says what is to be installed. Elsewhere than on Linux libraries do not survive a fork.

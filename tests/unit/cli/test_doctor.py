@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import shutil
@@ -69,6 +71,25 @@ class TestInstallation:
         assert checks["cpu"].message == f"{torch.get_num_threads()} threads"
         assert "GiB free" in checks["disk"].message
         assert not any(one.failed for one in checks.values())
+
+    @pytest.mark.parametrize("compiled", [True, False])
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_whether_modules_are_compiled(
+        self, compiled: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        package = tmp_path / "torch"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        if compiled:
+            compileall.compile_dir(package, quiet=1)
+        spec = importlib.util.spec_from_file_location("torch", package / "__init__.py")
+        monkeypatch.setattr(doctor.util, "find_spec", {"torch": spec}.get)
+        monkeypatch.setattr(sys, "dont_write_bytecode", kept)
+        found = doctor.inspect_bytecode()
+        assert not found.failed
+        assert (found.message == "torch: compiled") is compiled
+        assert (f"compileall -q -j 0 {package}" in found.message) is not compiled
+        assert ("unset PYTHONDONTWRITEBYTECODE" in found.message) is (kept and not compiled)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu_it_says_where_training_runs(self):

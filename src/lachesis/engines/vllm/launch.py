@@ -177,8 +177,11 @@ def needless(arguments: Sequence[str]) -> tuple[str, ...]:
     """What vLLM or transformers imports where it is installed, and the model of ``vllm serve ARGUMENTS`` does not use.
 
     For guesses of another model, by transformers alone; and for pictures, of which the configuration of a model of
-    texts knows nothing. Some hundred files, and libraries of 100 MB.
+    texts knows nothing. Some hundred files, and libraries of 100 MB. Nothing where transformers has been imported: it
+    looks once for what there is, and would take that to be there still.
     """
+    if "transformers" in sys.modules:
+        return ()
     of_texts = mentions([*arguments, ""][0], *_SENSES) is False
     return ("sklearn", "cv2", "torchvision") if of_texts else ("sklearn",)
 

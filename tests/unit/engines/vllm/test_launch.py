@@ -5,6 +5,7 @@ import os
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -161,6 +162,10 @@ class TestTorchao:
 class TestNeedless:
     """What is for pictures is not imported by the server of a model of texts."""
 
+    @pytest.fixture(autouse=True)
+    def no_transformers(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "transformers", raising=False)
+
     @pytest.mark.parametrize(
         ("config", "pictures"),
         [({"model_type": "qwen2"}, False), ({"vision_config": {}}, True), ({"video_token_id": 3}, True)],
@@ -174,6 +179,10 @@ class TestNeedless:
     @pytest.mark.parametrize("words", [[], ["nobody/has-this-model"]])
     def test_one_that_is_not_known_may_take_pictures(self, words):
         assert needless(words) == ("sklearn",)
+
+    def test_transformers_that_has_looked_for_all_of_it_would_take_it_to_be_there(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+        assert needless(["nobody/has-this-model"]) == ()
 
 
 class TestInstallation:
