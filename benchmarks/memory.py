@@ -123,6 +123,7 @@ def sharded_cases() -> list[Case]:
     recomputed = ("checkpointing", CHECKPOINTING)
     found = [Case(size, method, context) for context in (8192, 1024) for size, method in _SHARDED]
     large = [("8B", "full"), ("14B", "LoRA"), ("32B", "LoRA"), ("14B", "full"), ("24B", "LoRA")]
+    large += [("24B", "full"), ("32B", "full")]
     return found + [Case(size, method, context, *recomputed) for context in (8192, 1024) for size, method in large]
 
 
