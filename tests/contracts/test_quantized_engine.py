@@ -71,6 +71,8 @@ def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSid
         ours, theirs = proof.trainer_digests(), proof.ask_engine()[1]
         assert ours == theirs and theirs != before
         assert sum(name.endswith("_scale") for name in ours) == 7 * policy.transformer.config.num_hidden_layers
+    status = side.bridge.engine.controls[0].receiver_status(deadline=soon("the test"))  # type: ignore[attr-defined]
+    assert (status.updates, status.copied) == (3, 2), "vLLM's loader takes the first alone, version 0"
 
 
 def test_its_logprobs_are_near_the_trainers_and_not_they(sides: tuple[EngineSide, Policy]):

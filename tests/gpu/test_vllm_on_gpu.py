@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,6 +59,9 @@ CANARY = list(range(20, 32))
 CACHE = ("--kv-cache-memory-bytes", "8000000000")
 # In nats: two implementations in bfloat16.
 TOLERANCE = 0.15
+# Of a token, and in the mean of 256: rounding alone moves logprobs of such models by 0.19 and 0.21 in the mean, and
+# one of 256 tokens by 0.7 to 1.0 (transformers on a CPU, weights and inputs rounded; and keys and values; 12 models).
+IN_8_BITS, MEAN_IN_8_BITS = 2.0, 0.4
 
 
 def write_model(directory: Path, architecture: str, *, dtype: str = "bfloat16", **overrides: Any) -> Path:
@@ -101,8 +105,11 @@ def live(
         yield sides
 
 
-def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3, tolerance: float = TOLERANCE) -> None:
+def check_updates(
+    side: EngineSide, policy: Policy, *, updates: int = 3, tolerance: float = TOLERANCE, mean: float = TOLERANCE
+) -> None:
     """Each update is proved, moves the engine, and leaves both sides alike on what is sampled."""
+    gaps: list[float] = []
     for version in range(1, updates + 1):
         before = side.bridge.engine.canary(CANARY).logprobs
         policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
@@ -116,6 +123,8 @@ def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3, toleran
             assert completion.versions == (version, version)
             ours = policy.canary(PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
             assert completion.logprobs == pytest.approx(ours, abs=tolerance)
+            gaps += [abs(a - b) for a, b in zip(completion.logprobs, ours, strict=True)]
+    assert fmean(gaps) < mean
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,7 @@ def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, ke
     model = write_model(tmp_path / "model", "qwen3", vocab_size=512, tie_word_embeddings=not lora)
     bridge = {"kind": kind}
     with live(model, tmp_path, bridge=bridge, lora=lora, enforce_eager=False, **keys) as (side, policy):
-        check_updates(side, policy, updates=2, tolerance=1.0)
+        check_updates(side, policy, updates=2, tolerance=IN_8_BITS, mean=MEAN_IN_8_BITS)
         if keys.get("enable_sleep_mode"):
             side.bridge.rest()
         policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=3), max_tokens=256))
@@ -150,6 +159,9 @@ def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, ke
         assert any(name.endswith("_scale") for name in ours) != lora
         held = side.bridge.engine.controls[0].state_dict_info(deadline=soon())
         assert held["model.layers.0.mlp.down_proj.weight"].dtype == "float8_e4m3fn"
+        if kind == "broadcast":  # vLLM's loader takes the first alone, version 0
+            status = side.bridge.engine.controls[0].receiver_status(deadline=soon())
+            assert (status.updates, status.copied) == (4, 3)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from lachesis.common.adapted import is_adapted
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
-from lachesis.transport.digest import digests, served_lora_b
+from lachesis.transport.digest import digests, digests_of_each, served_lora_b
 from lachesis.transport.float8 import SCALE, by_rows
 from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import dtype_name
@@ -67,11 +67,11 @@ class LoraPair:
         ``a`` and ``b`` are the pair's own, whole.
         """
         if self.experts == 1:
-            delta = (b.float() @ a.float()) * self.scaling
+            delta = (b.float() * self.scaling) @ a.float()
         else:
             each_a = a.float().reshape(self.experts, -1, a.shape[-1])
             each_b = b.float().reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)
-            delta = (each_b @ each_a) * self.scaling
+            delta = (each_b * self.scaling) @ each_a
         return delta.mT if self.transposed else delta
 
 
@@ -91,7 +91,7 @@ def full_weights(
         tensor = next(stream)
         if name in merged:
             delta = merged[name].delta(next(stream), next(stream))
-            tensor = (tensor.float() + delta).to(tensor.dtype)
+            tensor = delta.add_(tensor).to(tensor.dtype)
         yield name, tensor
 
 
@@ -263,11 +263,15 @@ def full_digests(model: nn.Module, *, whole: Whole = as_they_are, quantized: Col
     """
     if whole is as_they_are and not is_adapted(model) and not quantized:
         return digests(dict(full_weights(model)))
-    found: dict[str, int] = {}
-    for name, tensor in full_weights(model, whole=whole):
-        held = dict(zip((name, name + SCALE), by_rows(tensor), strict=True)) if name in quantized else {name: tensor}
-        found |= digests(held)
-    return found
+
+    def held() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in full_weights(model, whole=whole):
+            if name in quantized:
+                yield from zip((name, name + SCALE), by_rows(tensor), strict=True)
+            else:
+                yield name, tensor
+
+    return digests_of_each(held())
 
 
 def text_config(model: PreTrainedModel) -> Any:

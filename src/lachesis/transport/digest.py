@@ -70,17 +70,33 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
+def digests_of_each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """As :func:`digests`, of tensors that are made one by one and let go: sums of rows are what is kept of them.
+
+    So the host waits for the device once, at the end. Raises as that.
+    """
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        share = Share(tensor.detach(), tuple(tensor.shape))
+        _check_bytes(name, share)
+        kept = torch.empty(_rows(share.part), dtype=torch.int64, device=tensor.device)
+        _sum_rows([share], out=kept)
+        sums.setdefault(tensor.device, {})[name] = kept
+    found: dict[str, int] = {}
+    for kept in sums.values():
+        rows = [len(one) for one in kept.values()]
+        found |= _read([*kept], torch.cat([*kept.values()]), rows=rows, first_rows=[0] * len(rows))
+    return found
+
+
+@torch.no_grad()
 def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
     """What parts of tensors are of their digests: those of all parts :func:`add_up` to :func:`digests` of the whole.
 
     A part has to be one that :attr:`Share.adds_up`. Returns and raises as :func:`digests`.
     """
     for name, share in shares.items():
-        if share.part.is_meta:
-            raise EngineError(
-                f"the tensor {name!r} of shape {share.shape} is on the meta device: it has no bytes",
-                remedy="load or attach the weights before proving that they arrived",
-            )
+        _check_bytes(name, share)
     by_device: dict[torch.device, list[list[str]]] = {}
     for batch in _batches(shares):
         by_device.setdefault(shares[batch[0]].part.device, []).append(batch)
@@ -94,8 +110,7 @@ def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
             count = len(batch) * _rows(shares[batch[0]].part)
             _sum_rows([shares[name] for name in batch], out=sums[start : start + count])
             start += count
-        values = _weighted(sums, rows=rows, first_rows=[shares[name].first_row for name in names])
-        found |= {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
+        found |= _read(names, sums, rows=rows, first_rows=[shares[name].first_row for name in names])
     return {name: found[name] for name in shares}
 
 
@@ -148,6 +163,20 @@ def _sum_rows(shares: Sequence[Share], *, out: Tensor) -> None:
     step = words.shape[0] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // words.shape[1])
     for start in range(0, words.shape[0], step):
         torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=out[start : start + step])
+
+
+def _check_bytes(name: str, share: Share) -> None:
+    if share.part.is_meta:
+        raise EngineError(
+            f"the tensor {name!r} of shape {share.shape} is on the meta device: it has no bytes",
+            remedy="load or attach the weights before proving that they arrived",
+        )
+
+
+def _read(names: Sequence[str], sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> dict[str, int]:
+    """Digests of tensors of so many ``rows`` by their row sums, one after the other in ``sums``."""
+    values = _weighted(sums, rows=rows, first_rows=first_rows)
+    return {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
 
 
 def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> list[int]:

@@ -12,25 +12,27 @@ SCALE = "_scale"
 _LARGEST = torch.finfo(FP8).max
 # Below it vLLM's kernel lets no scale fall, so that a row of zeros can be divided by it.
 _LEAST_SCALE = 1.0 / (_LARGEST * 512.0)
-# Rows are rounded this many elements at a time: each takes several float32 meanwhile.
-_CHUNK = 1 << 26
 
 
 @torch.no_grad()
-def by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def by_rows(weight: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A matrix [out, in] in float8_e4m3fn and the scales [out, 1] in float32 that its rows are multiplied by.
 
     Bit for bit what vLLM computes when it quantizes a layer by output channels: the scale of a row is its largest
-    absolute value over 448, and its elements are divided by that in float32, clamped and rounded to even.
+    absolute value over 448, and its elements are divided by that in float32 and rounded to even. None of them can come
+    out larger than 448, to which vLLM clamps them.
+
+    Args:
+        out: where both are written to and returned from; new tensors without.
     """
-    rounded = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-    scales = torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device)
-    # By a number torch would multiply with its reciprocal on a GPU, which is off in the last bit.
-    largest = torch.tensor(_LARGEST, device=weight.device)
-    step = max(1, _CHUNK // max(1, weight.shape[1]))
-    for start in range(0, weight.shape[0], step):
-        rows = weight[start : start + step].float()
-        scale = (rows.abs().amax(dim=1, keepdim=True) / largest).clamp_(min=_LEAST_SCALE)
-        scales[start : start + step] = scale
-        rounded[start : start + step] = (rows / scale).clamp_(-_LARGEST, _LARGEST).to(FP8)
+    rounded, scales = out or (
+        torch.empty(weight.shape, dtype=FP8, device=weight.device),
+        torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device),
+    )
+    # What counts is how often memory is gone through: once for the largest values, and once to divide. By a number
+    # torch would multiply with its reciprocal on a GPU, which is off in the last bit.
+    least, most = torch.aminmax(weight, dim=1, keepdim=True)
+    largest = torch.maximum(most, -least).float()
+    torch.div(largest, torch.tensor(_LARGEST, device=weight.device), out=scales).clamp_(min=_LEAST_SCALE)
+    torch.div(weight, scales, out=rounded)
     return rounded, scales

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.transport import digest as module
-from lachesis.transport.digest import Share, add_up, digests, served_lora_b, share_digests
+from lachesis.transport.digest import Share, add_up, digests, digests_of_each, served_lora_b, share_digests
 from tests.unit.transport.sharing import digest
 
 MODULUS = 1 << 64
@@ -33,6 +35,28 @@ def test_a_digest_is_the_weighted_sum_of_rows(dtype, shape):
     tensor = (random(*shape) * 50).to(dtype)
     assert digest(tensor) == by_hand(tensor)
     assert 0 <= digest(tensor) < MODULUS
+
+
+def test_tensors_that_are_let_go_one_by_one_have_the_same_digests():
+    tensors = {
+        str(shape): random(*shape, dtype=torch.bfloat16) for shape in ((), (7,), (5, 3), (2, 3, 5), (0, 4), (4, 0))
+    }
+    living: list[str] = []
+
+    def made():
+        for name, tensor in tensors.items():
+            one = tensor.clone()
+            weakref.finalize(one, living.remove, name)
+            living.append(name)
+            yield name, one
+            del one
+
+    seen: list[int] = []
+    found = digests_of_each(pair for pair in made() if seen.append(len(living)) is None)
+    assert found == digests(tensors) and [*found] == [*tensors]
+    assert max(seen) <= 2 and digests_of_each([]) == {}
+    with pytest.raises(EngineError, match=r"'w' of shape .* meta device"):
+        digests_of_each([("w", torch.empty(2, 2, device="meta"))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lachesis.transport import float8
 from lachesis.transport.digest import digests
 from lachesis.transport.float8 import FP8, by_rows
 
@@ -29,14 +28,22 @@ def test_each_row_is_rounded_to_the_grid_of_its_own_scale():
             assert abs(float(held - number / scale)) <= float(nearest) * (1 + 1e-5) + 1e-6
 
 
-def test_a_row_is_rounded_alike_alone_and_among_others(monkeypatch: pytest.MonkeyPatch):
+def test_a_row_is_rounded_alike_alone_and_among_others():
     """So that rows can be fused, cut and sent apart."""
     whole, scales = by_rows(weight())
-    monkeypatch.setattr(float8, "_CHUNK", 66)
     parts = [by_rows(part) for part in (weight(), weight()[2:5], weight()[5:])]
     for (rounded, scale), start in zip(parts, (0, 2, 5), strict=True):
         assert torch.equal(rounded.view(torch.uint8), whole[start : start + len(rounded)].view(torch.uint8))
         assert torch.equal(scale, scales[start : start + len(rounded)])
+
+
+def test_rows_can_be_rounded_to_where_an_engine_has_them():
+    expected, scales = by_rows(weight())
+    matrix, all_scales = torch.zeros(9, 33, dtype=torch.uint8).view(FP8), torch.zeros(9, 1)
+    found = by_rows(weight(), out=(matrix[1:8], all_scales[1:8]))
+    assert torch.equal(matrix[1:8].view(torch.uint8), expected.view(torch.uint8))
+    assert found[0].data_ptr() == matrix[1].data_ptr() and torch.equal(all_scales[1:8], scales)
+    assert not matrix[0].float().any() and not matrix[8].float().any() and not all_scales[[0, 8]].any()
 
 
 def test_zeros_stay_zeros_and_scales_positive():

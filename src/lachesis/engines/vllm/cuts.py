@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.transport.digest import Share
+from lachesis.transport.float8 import FP8
 
 _UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _BY_OUTPUTS = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
@@ -48,6 +49,19 @@ class Cut:
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     columns: int = 0
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter under the name it has without LoRA, tied ones once; matrices of 8 bits as [out, in]."""
+    return {
+        name.replace(".base_layer.", "."): _outputs_first(parameter.detach())
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _outputs_first(tensor: Tensor) -> Tensor:
+    """vLLM keeps a matrix of 8 bits as a view [in, out] of its bytes."""
+    return tensor.t() if tensor.dtype == FP8 and tensor.ndim == 2 and not tensor.is_contiguous() else tensor
 
 
 def find_cuts(model: nn.Module) -> dict[str, Cut]:
@@ -119,7 +133,8 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
         return None if hasattr(held, "weight_loader") else _whole(held)
     if leaf in ("w13_weight", "w2_weight"):
         return _experts(layer, leaf, held)
-    if type(owner.quant_method).__name__ not in _UNQUANTIZED or leaf not in ("weight", "bias") or not held.numel():
+    plain = type(owner.quant_method).__name__ in _UNQUANTIZED or (leaf == "bias" and _in_8_bits(owner))
+    if not plain or leaf not in ("weight", "bias") or not held.numel():
         return None
     if kind in _BY_OUTPUTS:
         return _by_outputs(layer, held)
@@ -128,6 +143,11 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
     if kind in _VOCABULARY:
         return _vocabulary(layer, held)
     return _whole(held) if kind == "ReplicatedLinear" else None
+
+
+def _in_8_bits(layer: Any) -> bool:
+    """Whether a layer's matrix was rounded to 8 bits, which leaves its bias as it was."""
+    return isinstance(layer.weight, Tensor) and layer.weight.dtype == FP8
 
 
 def _whole(held: Tensor) -> Cut:

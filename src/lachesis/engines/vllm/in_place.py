@@ -3,8 +3,9 @@
 vLLM loads weights again by making every layer anew beside the old one, loading that, and copying it over: for 8 billion
 parameters longer than it takes to send them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). Its loader loads
 the first update all the same. Where it has put the tensors is then compared with where rules say that they are, bit by
-bit, and only if all of them are there, later updates go straight to these places. What vLLM transposes, packs,
-quantizes or keeps something else of has no such places.
+bit, and only if all of them are there, later updates go straight to these places. Matrices that vLLM keeps in 8 bits, a
+scale for each output, are rounded on the way there. What it transposes, packs, quantizes in other ways or keeps
+something else of has no such places.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lachesis.engines.vllm.cuts import Block, Cut, find_cuts
+from lachesis.engines.vllm.cuts import Block, Cut, find_cuts, named_parameters
+from lachesis.transport.float8 import FP8, SCALE, by_rows
 
 # Of a tensor on the host so much is compared at once: the GPU may have no room for more.
 _COMPARED_BYTES = 1 << 26
@@ -25,17 +27,40 @@ _NOTHING_OF_WEIGHTS = frozenset({"Attention"})
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """Part of a worker's parameter, and the rows and columns of the offered tensor that belong there."""
+    """Part of a worker's parameter, and the rows and columns of the offered tensor that belong there.
+
+    Where it is in 8 bits, ``scales`` [rows, 1] are those of its rows.
+    """
 
     held: Tensor
     rows: slice
     columns: slice
+    scales: Tensor | None = None
 
     def part(self, offered: Tensor) -> Tensor:
         if not offered.ndim:
             return offered
         part = offered[self.rows]
         return part if part.ndim < 2 else part[:, self.columns]
+
+    def load(self, offered: Tensor) -> None:
+        """Put there what belongs there, on the current stream."""
+        part = self.part(offered)
+        if self.scales is None:
+            self.held.copy_(part, non_blocking=True)
+        else:
+            by_rows(part.to(self.held.device, non_blocking=True), out=(self.held, self.scales))
+
+    def matches(self, offered: Tensor) -> bool:
+        """Whether that is there already, bit by bit."""
+        part = self.part(offered)
+        if self.scales is None:
+            return _same(self.held, part)
+        if self.held.shape != part.shape:
+            return False
+        rounded, scales = by_rows(part.to(self.held.device))
+        bits, held = rounded.view(torch.uint8), self.held.view(torch.uint8)
+        return torch.equal(scales, self.scales) and torch.equal(bits, held)
 
 
 class InPlaceLoader:
@@ -53,15 +78,21 @@ class InPlaceLoader:
         """
         if any(map(_keeps_more, model.modules())) or any(one.is_inference() for one in model.parameters()):
             return None
-        held = {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in model.named_parameters()}
+        held = named_parameters(model)
         cuts = find_cuts(model)
         members = _members(model)
         found: dict[str, Sequence[ParameterSlice]] = {}
         spare: list[Tensor] = []
         for name, shape in shapes.items():
             whole, first, rows = _within(name, shapes, held=held, members=members)
+            wanted = (*rows, *shape[1:])
+            if whole in held and held[whole].dtype == FP8:
+                if (rounded := _in_8_bits(whole, held, wanted, first=first, rows=shape[0])) is None:
+                    return None
+                found[name] = [rounded]
+                continue
             cut = cuts.get(whole)
-            if cut is None or len(cut.shape) > 2 or tuple(cut.shape) != (*rows, *shape[1:]):
+            if cut is None or len(cut.shape) > 2 or tuple(cut.shape) != wanted:
                 return None
             found[name] = [*_parts(held[whole], cut, first=first, rows=shape[0])] if shape else [_all(held[whole])]
             spare += _spare_rows(held[whole], cut) if shape else ()
@@ -71,7 +102,7 @@ class InPlaceLoader:
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each slice has what it would have after :meth:`load`, bit by bit."""
         return tensors.keys() == self._slices.keys() and all(
-            _same(one.held, one.part(tensor)) for name, tensor in tensors.items() for one in self._slices[name]
+            one.matches(tensor) for name, tensor in tensors.items() for one in self._slices[name]
         )
 
     @torch.no_grad()
@@ -84,7 +115,7 @@ class InPlaceLoader:
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
             for one in self._slices[name]:
-                one.held.copy_(one.part(tensor), non_blocking=True)
+                one.load(tensor)
                 devices.add(one.held.device)
         for rows in self._spare:  # an engine that slept has anything there
             rows.zero_()
@@ -130,6 +161,17 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Paramet
         if start < end:
             at = block.held + start - block.first_row
             yield ParameterSlice(held[at : at + end - start], slice(start - first, end - first), columns)
+
+
+def _in_8_bits(
+    whole: str, held: Mapping[str, Tensor], wanted: Sequence[int], *, first: int, rows: int
+) -> ParameterSlice | None:
+    """Rows of a matrix [out, in] of 8 bits with a scale for each; none where this is a worker's part of it."""
+    matrix, scales = held[whole], held.get(whole + SCALE)
+    if scales is None or tuple(matrix.shape) != tuple(wanted) or tuple(scales.shape) != (wanted[0], 1):
+        return None
+    part = slice(first, first + rows)
+    return ParameterSlice(matrix[part], slice(None), slice(None), scales[part])
 
 
 def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:

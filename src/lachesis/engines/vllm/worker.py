@@ -34,7 +34,7 @@ from lachesis.engines.vllm.checkpoint_files import (
     read_tensors,
     served_shapes,
 )
-from lachesis.engines.vllm.cuts import find_cuts, reordered_experts, shares, whole_shape
+from lachesis.engines.vllm.cuts import find_cuts, named_parameters, reordered_experts, shares, whole_shape
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
@@ -411,19 +411,6 @@ def _end(error: StaleWeights) -> None:
     """End this worker, and vLLM's engine with it, before another step: what it would compute is of no version."""
     logger.error("this engine ends: %s", error.message)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter under the name it has without LoRA, tied ones once; matrices of 8 bits as [out, in]."""
-    return {
-        name.replace(".base_layer.", "."): _by_outputs(parameter.detach())
-        for name, parameter in model.named_parameters()
-    }
-
-
-def _by_outputs(tensor: Tensor) -> Tensor:
-    """vLLM keeps a matrix of 8 bits as a view [in, out] of its bytes."""
-    return tensor.t() if tensor.dtype == FP8 and tensor.ndim == 2 and not tensor.is_contiguous() else tensor
 
 
 def _uncut(name: str) -> Refused:

@@ -13,10 +13,10 @@ from torch import nn
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.vllm.cuts import named_parameters
 from lachesis.engines.vllm.worker import (
     WorkerWeights,
     answer,
-    named_parameters,
     read_answer,
     repack_tied,
 )
