@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
         [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]]
-        [--temperature T] [--port N]
+        [--temperature T] [--port N] [--profile]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
 model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
@@ -12,6 +12,9 @@ client, from another process; what it answers are token ids, logprobs and weight
 ``--speculative`` adds a server that guesses tokens, and prints what its worker measured with and without guesses for
 each size of the batch, and what it does since. Random weights at temperature 1 say what nobody can guess: that is what
 guessing costs at worst. At ``--temperature 0`` they repeat themselves: that is what it brings at best.
+
+``--profile`` says as well where the time of decode steps goes, kernel by kernel, in vLLM in one process, in 8 bits
+where ``--quantization`` or ``--kv-cache-dtype`` say so (kernel_times.py; on a GPU).
 
 Each engine runs in a process of its own. "Busy" is the share of one core that the busiest process took besides the
 GPU: near 1.0 it is Python that sets the speed. Where completions are short (`--tokens 6`) it is the work for each
@@ -25,6 +28,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,12 +36,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from kernel_times import kernels_in
+from kernel_times import table as kernel_table
 from needs_gpu import require_gpu
 
 from lachesis.common.deadline import Deadline
@@ -63,6 +70,8 @@ MATCH = "in process, without logprobs"
 # By the values of --quantization and --kv-cache-dtype, as engine.quantization and engine.kv_cache_dtype have them.
 FLAGS = {"fp8": ["--quantization", "fp8_per_channel"], "fp8 cache": ["--kv-cache-dtype", "fp8"]}
 GUESSED = 4
+# Of --profile: decode steps, and how many there are before, with the prefill.
+PROFILED, SKIPPED = 32, 64
 
 
 def make_model(directory: Path, *, size: str, tiny: bool) -> None:
@@ -152,28 +161,69 @@ def measure(
     return found
 
 
-def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def started(arguments: argparse.Namespace, **options: Any) -> Any:
+    """vLLM in this process."""
     import vllm
 
-    llm = vllm.LLM(
+    return vllm.LLM(
         str(arguments.model_dir), dtype="bfloat16", max_model_len=1024, max_num_seqs=1024, seed=0,
         gpu_memory_utilization=0.85, logprobs_mode="processed_logprobs", enforce_eager=not torch.cuda.is_available(),
-        disable_log_stats=True,
+        disable_log_stats=True, **options,
     )  # fmt: skip
-    results = []
+
+
+def generated(llm: Any, prompts: list[list[int]], each: int, length: int, **fields: Any) -> int:
+    """Complete the prompts; the tokens that there were."""
+    import vllm
+
+    params = vllm.SamplingParams(n=each, max_tokens=length, ignore_eos=True, seed=1, **fields)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+
+def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    llm, results = started(arguments), list[dict[str, Any]]()
     for name, fields in IN_PROCESS.items():
         if arguments.only and name not in arguments.only:
             continue
-
-        def generate(prompts: list[list[int]], each: int, length: int, fields: dict[str, Any] = fields) -> int:
-            params = vllm.SamplingParams(
-                n=each, max_tokens=length, ignore_eos=True, temperature=arguments.temperature, seed=1, **fields,
-            )  # fmt: skip
-            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-            return sum(len(one.token_ids) for output in outputs for one in output.outputs)
-
+        generate = partial(generated, llm, temperature=arguments.temperature, **fields)
         results.append({"name": name, "rates": measure(generate, arguments)})
         sys.stderr.write(json.dumps(results[-1]) + "\n")
+    return results
+
+
+def profiled(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """By sequences in flight: kernels of decode steps, as Markdown, and seconds of a step without a profiler."""
+    directory = arguments.logs / "profile"
+    shutil.rmtree(directory, ignore_errors=True)
+    quantization = "fp8_per_channel" if arguments.quantization == "fp8" else None
+    profiler = {
+        "profiler": "torch", "torch_profiler_dir": str(directory.resolve()), "torch_profiler_with_stack": False,
+        "torch_profiler_use_gzip": False, "delay_iterations": SKIPPED, "max_iterations": PROFILED,
+    }  # fmt: skip
+    llm = started(
+        arguments, profiler_config=profiler, quantization=quantization, kv_cache_dtype=arguments.kv_cache_dtype
+    )
+    results = []
+    for number in arguments.in_flight:
+        each = min(number, COMPLETIONS)
+        prompts = [[10 + i % 400] * arguments.prompt for i in range(number // each)]
+        length = SKIPPED + 2 * PROFILED
+        times: list[float] = []
+        for tokens in (length, SKIPPED, length):  # the first warms up; what the others differ by are decode steps alone
+            begun = time.perf_counter()
+            generated(llm, prompts, each, tokens, detokenize=False, temperature=arguments.temperature)
+            times.append(time.perf_counter() - begun)
+        before = {*directory.rglob("*.json")}
+        llm.start_profile()
+        generated(llm, prompts, each, length, detokenize=False, temperature=arguments.temperature)
+        llm.stop_profile()
+        traces = {*directory.rglob("*.json")} - before
+        kernels, span = max((kernels_in(trace) for trace in traces), key=lambda found: len(found[0]))
+        step = (times[2] - times[1]) / (length - SKIPPED)
+        said = f"A decode step of {number} sequences takes {step * 1e3:.1f} ms without a profiler.\n\n"
+        lines = kernel_table(kernels, seconds=span, what=f"{PROFILED} decode steps")
+        results.append({"in_flight": number, "step_s": step, "lines": said + lines})
     return results
 
 
@@ -275,21 +325,24 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=None, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=None, help="new tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=None, help=f"rows: {SERVER}, {', '.join(IN_PROCESS)}")
+    parser.add_argument("--only", nargs="*", default=None, help=f"rows, or none: {SERVER}, {', '.join(IN_PROCESS)}")
     parser.add_argument("--server-flags", nargs="*", default=[])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="one more row of the server")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="in that row")
     parser.add_argument("--speculative", default=None, help="one more server, which guesses tokens by this method")
     parser.add_argument("--lookup", type=int, nargs=2, default=[2, 4], help="shortest and longest n-gram of ngram")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--profile", action="store_true", help="where the time of decode steps goes, by kernels")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--model-dir", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--part", choices=["process", "server"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["process", "server", "profile"], default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.only or ()) - {*IN_PROCESS, *server_rows(arguments)}:
         parser.error(f"--only: there is no row {', '.join(sorted(unknown))}")
+    if arguments.profile and not torch.cuda.is_available():
+        parser.error("--profile is of kernels, and there is no GPU")
     require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     arguments.prompt = arguments.prompt or (16 if arguments.tiny else 128)
@@ -299,29 +352,38 @@ def main() -> None:
         arguments.model_dir or arguments.logs / f"model-{'tiny' if arguments.tiny else arguments.size}"
     )
     if arguments.part is not None:
-        found = (in_process if arguments.part == "process" else through_server)(arguments)
+        found = {"process": in_process, "server": through_server, "profile": profiled}[arguments.part](arguments)
         arguments.out.write_text(json.dumps(found))
         return
     if not (arguments.model_dir / "config.json").exists():
         make_model(arguments.model_dir, size=arguments.size, tiny=arguments.tiny)
-    results = []
+    results, profiles = list[dict[str, Any]](), list[dict[str, Any]]()
     for part in ("process", "server"):
         names = [*server_rows(arguments)] if part == "server" else [*IN_PROCESS]
-        if arguments.only and not set(names) & set(arguments.only):
+        if arguments.only is not None and not set(names) & set(arguments.only):
             continue
-        out = arguments.logs / f"{part}.json"
-        command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--out", str(out)]
-        command += ["--model-dir", str(arguments.model_dir)]
-        log = arguments.logs / f"{part}.log"
-        with log.open("w") as file:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
-        if done.returncode:
-            sys.exit(f"{part} failed:\n{log.read_text()[-3000:]}")
-        results += json.loads(out.read_text())
+        results += run_part(part, arguments)
         sys.stderr.write(json.dumps(results[-len(names) :]) + "\n")
+    if arguments.profile:
+        profiles = run_part("profile", arguments)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results))
-    sys.stdout.write(table(results, arguments.in_flight))
+        arguments.out.write_text(json.dumps(results + profiles))
+    if results:
+        sys.stdout.write(table(results, arguments.in_flight))
+    sys.stdout.writelines("\n" + one["lines"] for one in profiles)
+
+
+def run_part(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What this command finds in a process of its own; its log is beside the servers'."""
+    out, log = arguments.logs / f"{part}.json", arguments.logs / f"{part}.log"
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--out", str(out)]
+    command += ["--model-dir", str(arguments.model_dir)]
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
+    if done.returncode:
+        sys.exit(f"{part} failed:\n{log.read_text()[-3000:]}")
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
 
 
 def environment() -> dict[str, str]:

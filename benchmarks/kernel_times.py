@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +24,8 @@ KINDS = (
     ("copies", re.compile(r"memcpy|memset|::(copy_|_to_copy|clone)$", re.IGNORECASE)),
 )
 OTHERS = "all others"
+# Categories of what ran on a GPU in a trace.
+ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LONGEST = 8
 
 
@@ -49,15 +54,29 @@ def kernels_of(step: Callable[[], object], *, device: torch.device) -> list[Kern
     return sorted((one for one in kernels if one.seconds > 0), key=lambda one: one.seconds, reverse=True)
 
 
-def table(kernels: Iterable[Kernel], *, seconds: float) -> str:
-    """Lines of Markdown: the kinds, beside the ``seconds`` that a step takes without a profiler, and the longest."""
+def kernels_in(trace: Path) -> tuple[list[Kernel], float]:
+    """What ran on a GPU in a trace that torch's profiler wrote, the longest first, and seconds from first to last."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    ran = [one for one in events if one.get("ph") == "X" and one.get("cat") in ON_GPU]
+    if not ran:
+        raise ValueError(f"in {trace} nothing ran on a GPU")
+    lasted: dict[str, list[float]] = defaultdict(list)
+    for one in ran:
+        lasted[one["name"]].append(one["dur"] / 1e6)
+    kernels = [Kernel(name, sum(each), len(each)) for name, each in lasted.items()]
+    span = max(one["ts"] + one["dur"] for one in ran) - min(one["ts"] for one in ran)
+    return sorted(kernels, key=lambda one: one.seconds, reverse=True), span / 1e6
+
+
+def table(kernels: Iterable[Kernel], *, seconds: float, what: str = "a step") -> str:
+    """Lines of Markdown: the kinds, beside the ``seconds`` that ``what`` takes, and the longest."""
     kernels = [*kernels]
     by_kind: dict[str, list[Kernel]] = {}
     for one in kernels:
         by_kind.setdefault(one.kind, []).append(one)
     total = sum(one.seconds for one in kernels)
     sums = {kind: sum(one.seconds for one in some) for kind, some in by_kind.items()}
-    lines = [f"| {total:.3f} s of kernels in a step of {seconds:.3f} s | seconds | calls |", "|---|---|---|"]
+    lines = [f"| {total:.3f} s of kernels in {what} of {seconds:.3f} s | seconds | calls |", "|---|---|---|"]
     for kind, some in sorted(by_kind.items(), key=lambda item: sums[item[0]], reverse=True):
         lines.append(f"| {kind} | {sums[kind]:.3f} | {sum(one.calls for one in some):,} |")
     lines += [f"| - `{one.name[:90]}` | {one.seconds:.3f} | {one.calls:,} |" for one in kernels[:LONGEST]]

@@ -371,6 +371,25 @@ class TestKernelTimes:
         (products,) = [line for line in lines if line.startswith("| matrix products |")]
         assert products.endswith("| 3 |") and any(line.startswith("| - `aten::mm` |") for line in lines)
 
+    def test_kernels_of_a_trace_are_those_on_the_gpu(self, kernel_times: ModuleType, tmp_path: Path):
+        def event(name: str, category: str, begins: float, lasts: float) -> dict[str, Any]:
+            return {"ph": "X", "cat": category, "name": name, "ts": begins, "dur": lasts}
+
+        on_gpu = [
+            event("nvjet_a", "kernel", 1e6, 2e5), event("Memset (Device)", "gpu_memset", 1.9e6, 1e5),
+            event("nvjet_a", "kernel", 1.5e6, 3e5),
+        ]  # fmt: skip
+        others = [event("aten::mm", "cpu_op", 0.0, 5e6), {"ph": "M", "name": "process_name", "pid": 1}]
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*others, *on_gpu]}))
+        kernels, span = kernel_times.kernels_in(tmp_path / "trace.json")
+        assert [(one.name, round(one.seconds, 6), one.calls) for one in kernels] == [
+            ("nvjet_a", 0.5, 2), ("Memset (Device)", 0.1, 1),
+        ]  # fmt: skip
+        assert span == pytest.approx(1.0)
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": others}))
+        with pytest.raises(ValueError, match="nothing ran on a GPU"):
+            kernel_times.kernels_in(tmp_path / "trace.json")
+
 
 @pytest.fixture(scope="module")
 def kernel_times() -> ModuleType:
