@@ -147,7 +147,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
 
 def _in_8_bits(layer: Any) -> bool:
     """Whether a layer's matrix was rounded to 8 bits, which leaves its bias as it was."""
-    return isinstance(layer.weight, Tensor) and layer.weight.dtype == FP8
+    return getattr(getattr(layer, "weight", None), "dtype", None) == FP8
 
 
 def _whole(held: Tensor) -> Cut:
