@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lachesis.config.memory import GATHERED, Place, shares_weights, sleeps
+from lachesis.config.memory import GATHERED, Place, kept_aside_bytes, shares_weights, sleeps
 from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
 
@@ -25,6 +25,8 @@ FRAGMENTS_BYTES = 10**9
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
 # What it takes on top of its share, CUDA graphs: 0.45 to 0.99 GiB there.
 ENGINE_GRAPHS_BYTES = 2**30
+# An engine keeps an update on its GPU where so many times its bytes are free (engines/receiver.py).
+_ROOM_ASIDE = 1.1
 # A server needs a cache for so many sequences at a time to be of use; more are served in turn.
 _SEQUENCES = 16
 
@@ -35,7 +37,8 @@ class CardUse:
 
     ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would
     do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there
-    is one.
+    is one. ``aside`` is what servers beside the trainer keep of an update on top of their share; ``by_host`` says that
+    their card, this one or their own, has no room for it, so that updates go by the host's memory.
     """
 
     card: int
@@ -44,10 +47,12 @@ class CardUse:
     engine_least: int
     engine_fits: bool
     share: float | None = None
+    aside: int = 0
+    by_host: bool = False
 
     @property
     def total(self) -> int:
-        return self.trainer + self.engine
+        return self.trainer + self.engine + self.aside
 
     @property
     def fits(self) -> bool:
@@ -63,15 +68,24 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     # A server that sleeps has its share while the trainer holds what it holds while nothing is trained.
     resting = sum(planned.at("generation", "trainer")) + FRAGMENTS_BYTES + CONTEXT_BYTES
     held = resting if sleeps(config) else trainer
-    share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
+    aside = 0 if planned.shape is None else kept_aside_bytes(config, planned.shape)
+    must = aside > 0 and config.bridge.kind == "broadcast" and config.bridge.staging == "device"
     if not beside_trainer(config):
-        return CardUse(card, trainer, 0, least, least <= (share or OWN_GPU_UTILIZATION) * card, share)
+        share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
+        taken = share or OWN_GPU_UTILIZATION
+        room = (1 - taken) * card - ENGINE_GRAPHS_BYTES >= _ROOM_ASIDE * aside
+        fits = least <= taken * card and (room or not must)
+        return CardUse(card, trainer, 0, least, fits, share, by_host=not room and not must)
     servers = servers_on_card(config, devices=planned.devices)
+    aside *= servers
+    share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices, aside=aside)
     engine = servers * (least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES)
     fits = servers * least <= engine
     if sleeps(config):
         engine = max(resting + engine - trainer, servers * (CONTEXT_BYTES + ENGINE_GRAPHS_BYTES))
-    return CardUse(card, trainer, engine, servers * least, fits, share)
+    # An engine that looks for room itself does so before the first step, when what is trained with is not taken yet.
+    room = must or trainer + engine + aside <= card
+    return CardUse(card, trainer, engine, servers * least, fits, share, aside if room else 0, not room)
 
 
 def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> LachesisConfig:
@@ -121,13 +135,16 @@ def share_left(left: int, *, card: int, servers: int) -> float:
     return math.floor((left - servers * ENGINE_GRAPHS_BYTES) / card / servers * 100) / 100
 
 
-def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int) -> float | None:
+def chosen_share(
+    config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int, aside: int = 0
+) -> float | None:
     """The share of a card that each vLLM server of this run takes; None where the run starts none.
 
     If none is set servers on a card of their own have 0.9 of it together. Beside the trainer all have 0.45 together
     where both fit with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine;
-    sizes are in bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs. The
-    trainer takes ``devices``, of which the card is one.
+    sizes are in bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs,
+    ``aside`` what all of them keep of an update besides, for which room is left if that can be. The trainer takes
+    ``devices``, of which the card is one.
     """
     if config.engine.kind != "vllm":
         return None
@@ -135,12 +152,14 @@ def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int,
         return config.engine.gpu_memory_utilization
     if not beside_trainer(config):
         return config.engine.own_share
-    left = share_left(card - trainer, card=card, servers=config.engine.servers_on_card(devices=devices))
-    usual = config.engine.usual_share(devices=devices)
-    fits = usual <= left and least <= usual * card + ENGINE_GRAPHS_BYTES
-    if fits or least > left * card + ENGINE_GRAPHS_BYTES:
-        return usual
-    return min(left, OWN_GPU_UTILIZATION)
+    servers, usual = config.engine.servers_on_card(devices=devices), config.engine.usual_share(devices=devices)
+    for kept in (aside, 0):
+        left = share_left(card - trainer - kept, card=card, servers=servers)
+        if least <= min(left, usual) * card + ENGINE_GRAPHS_BYTES:
+            return min(left, usual)
+        if least <= left * card + ENGINE_GRAPHS_BYTES:
+            return min(left, OWN_GPU_UTILIZATION)
+    return usual
 
 
 def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
@@ -157,5 +176,9 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
             parts += f"; the engine's own needs {use.engine_least / OWN_GPU_UTILIZATION / GB:.1f} GB"
         if decided is not config:
             parts += f"; activations {decided.model.activations}"
+        if use.aside:
+            parts += f", {use.aside / GB:.1f} GB an update that it keeps aside"
+        elif use.by_host:
+            parts += "; updates go by the host's memory"
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
         yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

@@ -118,7 +118,8 @@ class _Uses:
     def least(self, config: LachesisConfig) -> int:
         """Trainer and the smallest engine that does."""
         use = self.of(config)
-        return use.trainer + (use.engine_least if beside_trainer(config) else 0)
+        aside = use.aside if config.bridge.kind == "broadcast" and config.bridge.staging == "device" else 0
+        return use.trainer + (use.engine_least + aside if beside_trainer(config) else 0)
 
     def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
         """What fits: as it is, or with another share for the engine beside the trainer."""
@@ -202,6 +203,10 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
         else:
             yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
+    if config.bridge.kind == "broadcast" and config.bridge.staging == "device":
+        yield Change(
+            {"bridge": {"staging": "host"}}, "updates wait in the host's memory: seconds each, the same result"
+        )
     if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
         yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
     for which, costs in (
@@ -257,7 +262,8 @@ def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     """The answer as text, for a screen."""
     if found is None:
         return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
-    share = f", of which {found.use.engine / GB:.1f} GB are the engine's" if found.use.engine else ""
+    engine = found.use.engine + found.use.aside
+    share = f", of which {engine / GB:.1f} GB are the engine's" if engine else ""
     share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""
     size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
     if not found.changes:

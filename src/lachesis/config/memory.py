@@ -272,6 +272,17 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
     yield MemoryPart("update", "trainer", ("update",), max(moment, sent))
 
 
+def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
+    """What each worker of an engine on a GPU keeps of an update beside its share, from the first one on.
+
+    With ``bridge.staging: auto`` it looks for room when the first update comes, and where there is none updates go by
+    the host's memory. Of an adapter alone it is next to nothing.
+    """
+    if config.bridge.kind != "broadcast" or config.bridge.staging not in ("auto", "device") or sleeps(config):
+        return 0
+    return shape.parameters * weight_bytes(config, shape, device="cuda")
+
+
 def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devices: int) -> Iterator[MemoryPart]:
     """Where a worker of the engine has mapped what the rank on its GPU packs, that stays; ``update`` counts it too."""
     bridge = config.bridge

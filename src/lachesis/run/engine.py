@@ -30,6 +30,7 @@ from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.run.fleet import fleet_members
+from lachesis.run.share import with_room_aside
 from lachesis.run.start import LaunchedEngine, launch_servers
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
@@ -172,7 +173,7 @@ def build_servers(
         if not processes:
             check_model(config, engine, deadline=deadline)
         parts: BridgeParts[Policy] = BridgeParts(
-            config=config,
+            config=with_room_aside(config),
             engine=engine,
             directory=place.directory,
             weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),

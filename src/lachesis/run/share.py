@@ -1,4 +1,4 @@
-"""How much of a card a vLLM server gets beside the trainer, if nobody says so."""
+"""How much of a card a vLLM server gets beside the trainer, and whether it keeps updates there, if nobody says so."""
 
 from __future__ import annotations
 
@@ -27,16 +27,50 @@ def with_share(config: LachesisConfig) -> LachesisConfig:
     Raises:
         ConfigError: as :func:`require_room`.
     """
-    engine = config.engine
-    if engine.kind != "vllm" or engine.devices is not None or resolve_device(config.model.device).type != "cuda":
+    engine, card = config.engine, _shared_card(config)
+    if engine.kind != "vllm" or card is None:
         return config
-    card, ranks = torch.cuda.get_device_properties(0).total_memory, world_size(os.environ)
+    ranks = world_size(os.environ)
     if is_colocated(config, ranks=ranks):
         require_room(config, card_bytes=card, ranks=ranks)
     if engine.gpu_memory_utilization is not None:
         return config
     share = share_beside_trainer(config, card_bytes=card, devices=ranks)
     return config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": share})})
+
+
+def with_room_aside(config: LachesisConfig) -> LachesisConfig:
+    """As :func:`with_staging`, where the server is on the trainer's GPU."""
+    card = _shared_card(config)
+    return config if card is None else with_staging(config, card_bytes=card, devices=world_size(os.environ))
+
+
+def _shared_card(config: LachesisConfig) -> int | None:
+    """Bytes of the GPU that trainer and server share, where they do."""
+    engine = config.engine
+    if engine.kind != "vllm" or engine.devices is not None or resolve_device(config.model.device).type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def with_staging(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> LachesisConfig:
+    """With ``bridge.staging: host``, which is said, where that is ``auto`` and ``plan`` counts no room on the card.
+
+    The engine would look for room at the first update, before the trainer has taken what it trains with.
+    """
+    bridge, found = config.bridge, find_shape(config.model.path, revision=config.model.revision)
+    if bridge.kind != "broadcast" or bridge.staging != "auto" or found is None:
+        return config
+    use = card_use(config, plan(config, device="cuda", devices=devices, found=found), card_gb=card_bytes / GB)
+    if not use.by_host:
+        return config
+    logger.warning(
+        "[ENGINE] updates are kept aside in the host's memory, which takes seconds each (bridge.staging): %.1f GB of "
+        "the GPU's %.1f are the trainer's by what plan counts, and %.1f the engine's; a smaller "
+        "engine.gpu_memory_utilization leaves room for them, and staging: device keeps them there all the same",
+        use.trainer / GB, card_bytes / GB, use.engine / GB,
+    )  # fmt: skip
+    return config.model_copy(update={"bridge": bridge.model_copy(update={"staging": "host"})})
 
 
 def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None:
@@ -55,7 +89,8 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
         return
     words = (
         f"beside what each of {ranks} ranks holds of a GPU, {use.trainer / GB:.1f} GB while it trains, vLLM takes "
-        f"{use.engine / GB:.1f} GB more, of which it needs {use.engine_least / GB:.1f}, and the GPU has "
+        f"{(use.engine + use.aside) / GB:.1f} GB more, of which it needs {use.engine_least / GB:.1f}"
+        f"{f' and keeps {use.aside / GB:.1f} for updates' if use.aside else ''}, and the GPU has "
         f"{use.card / GB:.1f} GB"
     )
     if not sleeps(config) and config.engine.gpu_memory_utilization is None:

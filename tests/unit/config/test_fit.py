@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.config.cards import GB, card_use
+from lachesis.config.cards import GB, CardUse, card_lines, card_use
 from lachesis.config.document import Document, apply_overrides
 from lachesis.config.fit import fit, fit_lines
 from lachesis.config.load import validate
@@ -146,6 +146,53 @@ def test_several_servers_beside_a_trainer_have_the_usual_share_together(tmp_path
     config = LachesisConfig.model_validate(data | {"engine": {"kind": "vllm", "data_parallel_size": 2}})
     tight = card_use(config, plan(config, device="cuda"), card_gb=230)
     assert tight.share is not None and tight.share < 0.22 and tight.fits
+
+
+def test_an_update_that_is_kept_aside_is_counted_where_it_is_kept(tmp_path: Path):
+    """16 GB of 8B, merged, beside a trainer of 57: on the card, or by the host where there is no room."""
+    data = configured(tmp_path, "8B") | {"adapter": {"kind": "lora"}}
+
+    def used(card: float, *, engine: dict[str, Any] | None = None, **bridge: Any) -> CardUse:
+        keys = {"engine": {"kind": "vllm", **(engine or {})}, "bridge": {"kind": "broadcast", **bridge}}
+        config = LachesisConfig.model_validate(data | keys)
+        return card_use(config, plan(config, device="cuda"), card_gb=card)
+
+    set_share = {"gpu_memory_utilization": 0.3}
+    roomy, tight = used(200, engine=set_share), used(100, engine=set_share)
+    assert roomy.aside == 2 * 8_030_261_248 and roomy.total == roomy.trainer + roomy.engine + roomy.aside
+    assert roomy.fits and not roomy.by_host
+    assert (tight.aside, tight.by_host, tight.fits) == (0, True, True)
+    assert tight.total + roomy.aside > tight.card
+    on_card = used(100, engine=set_share, staging="device")
+    assert on_card.aside == roomy.aside and not on_card.by_host and not on_card.fits
+    for staging in ("host", "none"):
+        assert used(200, engine=set_share, staging=staging).aside == 0
+    # What the engine gets if nobody says so leaves room for it.
+    left = used(110)
+    assert left.share is not None and left.share < 0.45 and left.aside == roomy.aside and left.fits
+    elsewhere = [used(card, engine={"devices": "1"}) for card in (80, 400)]
+    assert [use.by_host for use in elsewhere] == [True, False] and all(use.aside == 0 for use in elsewhere)
+    assert not used(80, engine={"devices": "1"}, staging="device").engine_fits
+    asleep = used(200, engine={"enable_sleep_mode": True})
+    assert asleep.aside == 0 and not asleep.by_host
+
+
+def test_updates_that_have_to_be_on_the_card_may_wait_on_the_host(tmp_path: Path):
+    """An engine in 8 bits cannot share its weights, which would be the first thing to try."""
+    keys = {"engine": {"kind": "vllm", "quantization": "fp8"}, "bridge": {"kind": "broadcast", "staging": "device"}}
+    small = {"adapter": {"kind": "lora"}, "batch": {"max_tokens_per_microbatch": 2048}}
+    config = LachesisConfig.model_validate(configured(tmp_path, "8B") | small | keys)
+    found = fit(config, card_gb=48)
+    assert found is not None and found.words() == ["bridge.staging=host"]
+    assert found.changes[0][1] == 2 * 8_030_261_248, "bytes that it saves"
+
+
+def test_the_plan_says_where_updates_are_kept(tmp_path: Path):
+    keys = {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.3}, "bridge": {"kind": "broadcast"}}
+    config = LachesisConfig.model_validate(configured(tmp_path, "8B") | {"adapter": {"kind": "lora"}} | keys)
+    lines = [*card_lines(config, plan(config, device="cuda"))]
+    assert "16.1 GB an update that it keeps aside" in lines[-1], lines
+    assert "updates go by the host's memory" in lines[-2]
 
 
 def test_where_nothing_fits_it_says_so(tmp_path: Path):

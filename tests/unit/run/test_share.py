@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.share import require_room, share_beside_trainer, with_devices, with_share
+from lachesis.run.share import (
+    require_room,
+    share_beside_trainer,
+    with_devices,
+    with_room_aside,
+    with_share,
+    with_staging,
+)
 
 
 def configured(path: str, *, model: dict[str, Any] | None = None, **sections: Any) -> LachesisConfig:
@@ -49,7 +58,47 @@ def test_what_is_said_and_what_has_no_gpu_stays():
     """There is none here."""
     for engine in ({"kind": "vllm"}, {"kind": "vllm", "gpu_memory_utilization": 0.3}, {"kind": "vllm", "devices": "1"}):
         config = configured("Qwen/Qwen3-14B", model={"device": "cpu"}, engine=engine)
-        assert with_share(config) is config
+        assert with_share(config) is config and with_room_aside(config) is config
+
+
+def test_an_update_without_room_beside_the_trainer_waits_in_the_hosts_memory(caplog: pytest.LogCaptureFixture):
+    """7B with an adapter, merged: a trainer of 42 GB, half a card of 80 for the engine, and updates of 15.2 GB."""
+
+    def placed(card_gb: int, **bridge: Any) -> str:
+        config = configured(
+            "Qwen/Qwen2.5-7B",
+            adapter={"kind": "lora"},
+            engine={"kind": "vllm", "gpu_memory_utilization": 0.4},
+            bridge={"kind": "broadcast", **bridge},
+        )
+        found = with_staging(config, card_bytes=card_gb * 10**9)
+        assert found.bridge.kind == "broadcast"
+        assert found.bridge.staging == "host" or found is config
+        return found.bridge.staging
+
+    with caplog.at_level(logging.WARNING, logger="lachesis"):
+        assert (
+            placed(141) == "auto" and placed(80, staging="device") == "device" and placed(80, staging="none") == "none"
+        )
+        assert not caplog.messages
+        assert placed(80) == "host"
+    (said,) = caplog.messages
+    assert "host's memory" in said and "of the GPU's 80.0 are the trainer's" in said
+
+
+def test_beside_a_gpu_both_are_decided_by_its_size(monkeypatch: pytest.MonkeyPatch):
+    """7B with an adapter, merged, beside a GPU that is told of; an engine elsewhere is left as it is."""
+    card = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
+    monkeypatch.setattr("lachesis.run.share.resolve_device", lambda device: torch.device("cuda", 0))
+    parts = {"adapter": {"kind": "lora"}, "bridge": {"kind": "broadcast"}}
+    config = configured("Qwen/Qwen2.5-7B", **parts, engine={"kind": "vllm", "gpu_memory_utilization": 0.4})
+    assert with_share(config) is config
+    assert with_room_aside(config).bridge.model_dump() == config.bridge.model_dump() | {"staging": "host"}
+    shared = with_share(configured("Qwen/Qwen2.5-7B", **parts)).engine
+    assert shared.kind == "vllm" and shared.gpu_memory_utilization is not None
+    elsewhere = configured("Qwen/Qwen2.5-7B", **parts, engine={"kind": "vllm", "devices": "1"})
+    assert with_share(elsewhere) is elsewhere and with_room_aside(elsewhere) is elsewhere
 
 
 @pytest.mark.parametrize(

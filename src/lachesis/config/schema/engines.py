@@ -334,8 +334,8 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
     staging: Literal["auto", "device", "host", "none"] = Field(
         default="auto",
         description="Where the engine keeps an update aside until all of it is there: on its `device`, on the `host`, "
-        "on the device if it has room (`auto`), or nowhere (`none`): tensors are loaded as they arrive, and an update "
-        "that breaks off ends the engine.",
+        "on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it), or nowhere "
+        "(`none`): tensors are loaded as they arrive, and an update that breaks off ends the engine.",
     )
 
 
