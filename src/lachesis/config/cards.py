@@ -38,7 +38,8 @@ class CardUse:
     ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would
     do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there
     is one. ``aside`` is what servers beside the trainer keep of an update on top of their share; ``by_host`` says that
-    their card, this one or their own, has no room for it, so that updates go by the host's memory.
+    their card, this one or their own, has no room for it, so that updates go by the host's memory. ``room_share`` is
+    the largest share of an engine's own card that leaves room for it, where that is enough for the engine.
     """
 
     card: int
@@ -49,6 +50,7 @@ class CardUse:
     share: float | None = None
     aside: int = 0
     by_host: bool = False
+    room_share: float | None = None
 
     @property
     def total(self) -> int:
@@ -72,10 +74,14 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     must = aside > 0 and config.bridge.kind == "broadcast" and config.bridge.staging == "device"
     if not beside_trainer(config):
         share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
-        taken = share or OWN_GPU_UTILIZATION
-        room = (1 - taken) * card - ENGINE_GRAPHS_BYTES >= _ROOM_ASIDE * aside
+        taken, roomy = (
+            share or OWN_GPU_UTILIZATION,
+            share_left(card - math.ceil(_ROOM_ASIDE * aside), card=card, servers=1),
+        )
+        room = aside == 0 or taken <= roomy
         fits = least <= taken * card and (room or not must)
-        return CardUse(card, trainer, 0, least, fits, share, by_host=not room and not must)
+        largest = roomy if least <= roomy * card else None
+        return CardUse(card, trainer, 0, least, fits, share, by_host=not room and not must, room_share=largest)
     servers = servers_on_card(config, devices=planned.devices)
     aside *= servers
     share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices, aside=aside)
@@ -178,7 +184,8 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
             parts += f"; activations {decided.model.activations}"
         if use.aside:
             parts += f", {use.aside / GB:.1f} GB an update that it keeps aside"
-        elif use.by_host:
+        elif use.by_host and use.fits:
             parts += "; updates go by the host's memory"
+            parts += f" (a share of at most {use.room_share:g} leaves them room)" if use.room_share else ""
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
         yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

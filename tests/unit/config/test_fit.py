@@ -172,6 +172,11 @@ def test_an_update_that_is_kept_aside_is_counted_where_it_is_kept(tmp_path: Path
     assert left.share is not None and left.share < 0.45 and left.aside == roomy.aside and left.fits
     elsewhere = [used(card, engine={"devices": "1"}) for card in (80, 400)]
     assert [use.by_host for use in elsewhere] == [True, False] and all(use.aside == 0 for use in elsewhere)
+    assert (
+        elsewhere[0].room_share == 0.76
+        and not used(80, engine={"devices": "1", "gpu_memory_utilization": 0.76}).by_host
+    )
+    assert used(80, engine={"devices": "1", "gpu_memory_utilization": 0.77}).by_host
     assert not used(80, engine={"devices": "1"}, staging="device").engine_fits
     asleep = used(200, engine={"enable_sleep_mode": True})
     assert asleep.aside == 0 and not asleep.by_host
@@ -189,10 +194,16 @@ def test_updates_that_have_to_be_on_the_card_may_wait_on_the_host(tmp_path: Path
 
 def test_the_plan_says_where_updates_are_kept(tmp_path: Path):
     keys = {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.3}, "bridge": {"kind": "broadcast"}}
-    config = LachesisConfig.model_validate(configured(tmp_path, "8B") | {"adapter": {"kind": "lora"}} | keys)
-    lines = [*card_lines(config, plan(config, device="cuda"))]
-    assert "16.1 GB an update that it keeps aside" in lines[-1], lines
-    assert "updates go by the host's memory" in lines[-2]
+    data = configured(tmp_path, "8B") | {"adapter": {"kind": "lora"}} | keys
+
+    def largest(**changed: Any) -> str:
+        config = LachesisConfig.model_validate(data | changed)
+        return [*card_lines(config, plan(config, device="cuda"))][-1]
+
+    assert largest().endswith("(its share is 0.3), 16.1 GB an update that it keeps aside")
+    assert largest(engine={"kind": "vllm", "gpu_memory_utilization": 0.5}).endswith("; updates go by the host's memory")
+    elsewhere = largest(engine={"kind": "vllm", "devices": "1"})
+    assert elsewhere.endswith("; updates go by the host's memory (a share of at most 0.86 leaves them room)")
 
 
 def test_where_nothing_fits_it_says_so(tmp_path: Path):
