@@ -11,6 +11,7 @@ from lachesis.bridges.proof import FleetProof, SyncProof
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.http.client import HttpEngine
 from lachesis.run.engine import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
@@ -60,7 +61,9 @@ def proof_of(side: EngineSide) -> SyncProof:
 
 def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSide, Policy]):
     side, policy = sides
-    held = side.bridge.engine.controls[0].state_dict_info(deadline=soon("the test"))  # type: ignore[attr-defined]
+    assert isinstance(side.bridge.engine, HttpEngine)
+    (control,) = side.bridge.engine.controls
+    held = control.state_dict_info(deadline=soon("the test"))
     assert {info.dtype for name, info in held.items() if "_proj.weight" in name} >= {"float8_e4m3fn"}
     for version in (1, 2):
         before = proof_of(side).ask_engine()[1]
@@ -71,7 +74,7 @@ def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSid
         ours, theirs = proof.trainer_digests(), proof.ask_engine()[1]
         assert ours == theirs and theirs != before
         assert sum(name.endswith("_scale") for name in ours) == 7 * policy.transformer.config.num_hidden_layers
-    status = side.bridge.engine.controls[0].receiver_status(deadline=soon("the test"))  # type: ignore[attr-defined]
+    status = control.receiver_status(deadline=soon("the test"))
     assert (status.updates, status.copied) == (3, 2), "vLLM's loader takes the first alone, version 0"
 
 

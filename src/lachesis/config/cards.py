@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lachesis.config.memory import GATHERED, Place, kept_aside_bytes, shares_weights, sleeps
+from lachesis.config.memory import GATHERED, Place, kept_aside_bytes, must_keep_aside, shares_weights, sleeps
 from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
 
@@ -71,13 +71,12 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     resting = sum(planned.at("generation", "trainer")) + FRAGMENTS_BYTES + CONTEXT_BYTES
     held = resting if sleeps(config) else trainer
     aside = 0 if planned.shape is None else kept_aside_bytes(config, planned.shape)
-    must = aside > 0 and config.bridge.kind == "broadcast" and config.bridge.staging == "device"
+    must = must_keep_aside(config)
     if not beside_trainer(config):
         share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
-        taken, roomy = (
-            share or OWN_GPU_UTILIZATION,
-            share_left(card - math.ceil(_ROOM_ASIDE * aside), card=card, servers=1),
-        )
+        servers = config.engine.servers_on_own_card if config.engine.kind == "vllm" else 1
+        taken = share or OWN_GPU_UTILIZATION
+        roomy = share_left(card - math.ceil(servers * _ROOM_ASIDE * aside), card=card, servers=servers)
         room = aside == 0 or taken <= roomy
         fits = least <= taken * card and (room or not must)
         largest = roomy if least <= roomy * card else None

@@ -18,6 +18,7 @@ from lachesis.config.cards import (
     servers_on_card,
     share_left,
 )
+from lachesis.config.memory import must_keep_aside
 from lachesis.config.model_shape import FoundShape, find_shape, unknown_shape
 from lachesis.config.plan import plan
 from lachesis.config.rules import check
@@ -118,7 +119,7 @@ class _Uses:
     def least(self, config: LachesisConfig) -> int:
         """Trainer and the smallest engine that does."""
         use = self.of(config)
-        aside = use.aside if config.bridge.kind == "broadcast" and config.bridge.staging == "device" else 0
+        aside = use.aside if must_keep_aside(config) else 0
         return use.trainer + (use.engine_least + aside if beside_trainer(config) else 0)
 
     def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
@@ -203,7 +204,7 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
         else:
             yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
-    if config.bridge.kind == "broadcast" and config.bridge.staging == "device":
+    if must_keep_aside(config):
         yield Change(
             {"bridge": {"staging": "host"}}, "updates wait in the host's memory: seconds each, the same result"
         )

@@ -276,11 +276,17 @@ def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
     """What each worker of an engine on a GPU keeps of an update beside its share, from the first one on.
 
     With ``bridge.staging: auto`` it looks for room when the first update comes, and where there is none updates go by
-    the host's memory. Of an adapter alone it is next to nothing.
+    the host's memory. Of an adapter alone it is next to nothing, and of servers that run already it is not known.
     """
-    if config.bridge.kind != "broadcast" or config.bridge.staging not in ("auto", "device") or sleeps(config):
+    staged = config.bridge.kind == "broadcast" and config.bridge.staging in ("auto", "device")
+    if not staged or sleeps(config) or config.engine.kind == "http":
         return 0
     return shape.parameters * weight_bytes(config, shape, device="cuda")
+
+
+def must_keep_aside(config: LachesisConfig) -> bool:
+    """Whether updates are kept on the engine's GPU whether or not it has the room."""
+    return config.bridge.kind == "broadcast" and config.bridge.staging == "device"
 
 
 def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devices: int) -> Iterator[MemoryPart]:

@@ -178,6 +178,10 @@ def test_an_update_that_is_kept_aside_is_counted_where_it_is_kept(tmp_path: Path
     )
     assert used(80, engine={"devices": "1", "gpu_memory_utilization": 0.77}).by_host
     assert not used(80, engine={"devices": "1"}, staging="device").engine_fits
+    two = used(200, engine={"devices": "1,1", "data_parallel_size": 2})
+    assert (two.share, two.room_share, two.by_host) == (0.45, 0.4, True), "two servers on one card"
+    running = used(80, engine={"kind": "http"})
+    assert running.aside == 0 and not running.by_host, "what share such servers have is not known"
     asleep = used(200, engine={"enable_sleep_mode": True})
     assert asleep.aside == 0 and not asleep.by_host
 
