@@ -74,6 +74,17 @@ class LoraPair:
             delta = (each_b * self.scaling) @ each_a
         return delta.mT if self.transposed else delta
 
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The weight plus :meth:`delta`, added in float32 and rounded once."""
+        if weight.is_cuda and self.experts == 1:
+            from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
+
+            if a.shape[0] <= row_kernels.MOST_RANK:
+                straight = weight.mT if self.transposed else weight
+                result = row_kernels.merge(straight, b, a, scaling=self.scaling)
+                return result.mT if self.transposed else result
+        return self.delta(a, b).add_(weight).to(weight.dtype)
+
 
 @torch.no_grad()
 def full_weights(
@@ -90,8 +101,7 @@ def full_weights(
     for name in chosen:
         tensor = next(stream)
         if name in merged:
-            delta = merged[name].delta(next(stream), next(stream))
-            tensor = delta.add_(tensor).to(tensor.dtype)
+            tensor = merged[name].merged(tensor, next(stream), next(stream))
         yield name, tensor
 
 
