@@ -201,6 +201,20 @@ def test_gradient_checkpointing_changes_no_gradient(saved):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
+def test_only_the_gradient_of_a_weight_is_added_up_in_float32(scaling, monkeypatch):
+    """By rows a product without fast accumulation is scaled in a pass of its own."""
+    monkeypatch.setattr(float8, "_check_device", lambda device, scaling: False)
+    fast, multiply = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (fast.append(k["use_fast_accum"]), multiply(*a, **k))[1])
+    model = tiny_model("llama", **SIZES).to("meta")
+    switch = compute_in_float8(model, scaling)
+    x = torch.empty(1, 16, 64, device="meta", requires_grad=True)
+    with switch.on():
+        decoder_layers(model)[0].mlp.up_proj(x).sum().backward()
+    assert fast == [True, True, False], "forward, the gradient of the input, that of the weight"
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33])
 def test_any_number_of_tokens_passes_the_size_checks_of_gpu_kernels(scaling, tokens, monkeypatch):
     """On the meta device nothing is computed, and torch checks strides and sizes as for a GPU."""

@@ -4,7 +4,7 @@ Weights, gradients and everything between the layers stay in the model's dtype, 
 storage: each product alone rounds its two factors to float8, times a scale that brings the largest value of a
 tensor (``float8``) or of each of its rows (``float8_rowwise``) to the format's largest. Weights and activations
 take e4m3; incoming gradients take e5m2, or e4m3 by rows (Micikevicius et al. 2022, arXiv 2209.05433). It makes
-large layers faster and takes no less memory.
+large layers faster, most by rows, where no pass looks for a tensor's largest value, and takes no less memory.
 
 Only passes of the loss run so: the policy's, its old logprobs and a reference. The canary, probes and generation in
 this process see the network as it is, so that what an engine is compared with does not depend on it. (Generation in
@@ -119,8 +119,12 @@ def _check_device(device: torch.device, scaling: str) -> bool:
 def _convert(model: PreTrainedModel, chosen: set[str], *, scaling: Float8Scaling, emulated: bool) -> Float8Switch:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    recipe = Float8LinearConfig.from_recipe_name(_RECIPES[scaling])
+    # Going back sums are kept as they are ahead, in fewer bits than float32: rounding the factors does so much more
+    # that gradients come out as near to those of 16 bits (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
+    back = replace(recipe.gemm_config_grad_input, use_fast_accum=True)
     # The gradient of a weight sums over tokens, of which a micro-batch has any number: padded to a multiple of 16.
-    config = replace(Float8LinearConfig.from_recipe_name(_RECIPES[scaling]), pad_inner_dim=True, emulate=emulated)
+    config = replace(recipe, gemm_config_grad_input=back, pad_inner_dim=True, emulate=emulated)
     training = model.training
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     model.train(training)  # new modules are in training mode
