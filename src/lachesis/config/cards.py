@@ -27,6 +27,9 @@ ENGINE_WORKSPACE_BYTES = 3 * 2**29
 ENGINE_GRAPHS_BYTES = 2**30
 # An engine keeps an update on its GPU where so many times its bytes are free (engines/receiver.py).
 _ROOM_ASIDE = 1.1
+# Of a card, left to nobody where a server's share is chosen for it: what plan counts is some percent off
+# (docs/gpu-guide.md), and blocks that do not fit together or graphs of many sizes can take 2 GB.
+_SPARE = 0.03
 # A server needs a cache for so many sequences at a time to be of use; more are served in turn.
 _SEQUENCES = 16
 
@@ -148,8 +151,8 @@ def chosen_share(
     If none is set servers on a card of their own have 0.9 of it together. Beside the trainer all have 0.45 together
     where both fit with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine;
     sizes are in bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs,
-    ``aside`` what all of them keep of an update besides, for which room is left if that can be. The trainer takes
-    ``devices``, of which the card is one.
+    ``aside`` what all of them keep of an update besides, for which room is left if that can be, as for what plan does
+    not count. The trainer takes ``devices``, of which the card is one.
     """
     if config.engine.kind != "vllm":
         return None
@@ -158,7 +161,8 @@ def chosen_share(
     if not beside_trainer(config):
         return config.engine.own_share
     servers, usual = config.engine.servers_on_card(devices=devices), config.engine.usual_share(devices=devices)
-    for kept in (aside, 0):
+    spare = round(_SPARE * card)
+    for kept in (aside + spare, spare, 0):
         left = share_left(card - trainer - kept, card=card, servers=servers)
         if least <= min(left, usual) * card + ENGINE_GRAPHS_BYTES:
             return min(left, usual)
