@@ -1,7 +1,7 @@
 """A GPU's own way of two things that are done to every weight of an update, each in one pass over memory: Triton's.
 
-An H200 rounds the matrices of 8 billion parameters so in 10 ms in place of 49 by torch's operations, and merges their
-adapter in 25 in place of 65 (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
+An H200 rounds the matrices of 8 billion parameters in 10 ms in place of 49 by torch's operations, and merges an adapter
+into them in 25 in place of 65 (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
 """
 # pyright: basic, reportOperatorIssue=false
 # Triton's language has no types.
@@ -34,18 +34,19 @@ def round_rows(weight: Tensor, *, rounded: Tensor, scales: Tensor, least_scale: 
     rows, columns = weight.shape
     kernel: Any = _round_row
     held = min(_MOST_HELD, triton.next_power_of_2(columns))
-    kernel[(rows,)](
-        weight,
-        rounded,
-        scales,
-        columns,
-        weight.stride(0),
-        rounded.stride(0),
-        scales.stride(0),
-        least_scale,
-        HELD=held,
-        num_warps=max(1, min(16, held // 512)),
-    )
+    with torch.cuda.device(weight.device):  # Triton starts a kernel on the current one
+        kernel[(rows,)](
+            weight,
+            rounded,
+            scales,
+            columns,
+            weight.stride(0),
+            rounded.stride(0),
+            scales.stride(0),
+            least_scale,
+            HELD=held,
+            num_warps=max(1, min(16, held // 512)),
+        )
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, *, scaling: float) -> Tensor:
@@ -58,21 +59,22 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, *, scaling: float) -> Tensor:
     kernel: Any = _merge_tile
     merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
-    kernel[grid](
-        weight,
-        b,
-        a,
-        merged,
-        rows,
-        columns,
-        rank,
-        *weight.stride(),
-        *b.stride(),
-        *a.stride(),
-        scaling,
-        RANK=max(16, triton.next_power_of_2(rank)),
-        TILE=_TILE,
-    )
+    with torch.cuda.device(weight.device):
+        kernel[grid](
+            weight,
+            b,
+            a,
+            merged,
+            rows,
+            columns,
+            rank,
+            *weight.stride(),
+            *b.stride(),
+            *a.stride(),
+            scaling,
+            RANK=max(16, triton.next_power_of_2(rank)),
+            TILE=_TILE,
+        )
     return merged
 
 
