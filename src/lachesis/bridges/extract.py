@@ -79,7 +79,7 @@ class LoraPair:
         if weight.is_cuda and self.experts == 1:
             from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
 
-            if a.shape[0] <= row_kernels.MOST_RANK:
+            if row_kernels.usable(weight.device) and a.shape[0] <= row_kernels.MOST_RANK:
                 straight = weight.mT if self.transposed else weight
                 result = row_kernels.merge(straight, b, a, scaling=self.scaling)
                 return result.mT if self.transposed else result

@@ -25,8 +25,8 @@ FRAGMENTS_BYTES = 10**9
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
 # What it takes on top of its share, CUDA graphs: 0.45 to 0.99 GiB there.
 ENGINE_GRAPHS_BYTES = 2**30
-# An engine keeps an update on its GPU where so many times its bytes are free (engines/receiver.py).
-_ROOM_ASIDE = 1.1
+# As in lachesis.engines.receiver: an update is kept on the GPU where so many times its bytes are free.
+ROOM_ASIDE = 1.1
 # Of a card, left to nobody where a server's share is chosen for it: what plan counts is some percent off
 # (docs/gpu-guide.md), and blocks that do not fit together or graphs of many sizes can take 2 GB.
 _SPARE = 0.03
@@ -79,7 +79,7 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
         share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
         servers = config.engine.servers_on_own_card if config.engine.kind == "vllm" else 1
         taken = share or OWN_GPU_UTILIZATION
-        roomy = share_left(card - math.ceil(servers * _ROOM_ASIDE * aside), card=card, servers=servers)
+        roomy = share_left(card - math.ceil(servers * ROOM_ASIDE * aside), card=card, servers=servers)
         room = aside == 0 or taken <= roomy
         fits = least <= taken * card and (room or not must)
         largest = roomy if least <= roomy * card else None

@@ -33,6 +33,8 @@ _JOIN_S = 600.0
 _UPDATE_S = 600.0
 # How long stopping waits for a join that is under way, and is then given up.
 _LEAVE_S = 10.0
+# An update is kept on the GPU where so many times its bytes are free.
+ROOM = 1.1
 
 Connect = Callable[..., Channel]
 
@@ -415,7 +417,7 @@ class _Room:
         if not self._enough:
             free, _ = torch.cuda.mem_get_info(self._device)
             # What the first update took stays with the streams for the next ones.
-            self._enough = sum(map(num_bytes, tensors)) * 1.1 < free
+            self._enough = sum(map(num_bytes, tensors)) * ROOM < free
         return self._device if self._enough else torch.device("cpu")
 
 

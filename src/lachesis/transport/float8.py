@@ -32,7 +32,7 @@ def by_rows(weight: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tupl
     if weight.is_cuda and weight.stride(1) == 1 == rounded.stride(1):
         from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
 
-        if row_kernels.has_float8(weight.device):
+        if row_kernels.usable(weight.device):
             row_kernels.round_rows(weight, rounded=rounded, scales=scales, least_scale=_LEAST_SCALE)
             return rounded, scales
     # What counts is how often memory is gone through: once for the largest values, and once to divide. By a number

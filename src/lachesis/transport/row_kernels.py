@@ -24,8 +24,8 @@ MOST_RANK = 128
 
 
 @cache
-def has_float8(device: torch.device) -> bool:
-    """Whether Triton can round to 8 bits there: on NVIDIA's Ada, Hopper and later ones."""
+def usable(device: torch.device) -> bool:
+    """Whether they run there: on NVIDIA's Ada, Hopper and later ones, on which Triton can round to 8 bits."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -18,6 +18,7 @@ from lachesis.config import cards, memory
 from lachesis.config.memory import layer_activations, memory_parts
 from lachesis.config.model_shape import read_shape
 from lachesis.config.plan import plan, plan_lines
+from lachesis.engines import receiver
 from lachesis.train.model import head
 from lachesis.train.optim import weight_update
 from lachesis.transport import layout
@@ -35,6 +36,7 @@ def test_sizes_are_those_of_the_rooms_that_they_are_about():
     assert head._KEPT_ELEMENTS == memory.KEPT_ELEMENTS
     assert weight_update.BUCKET_ELEMENTS == memory.BUCKET_ELEMENTS
     assert (layout.BUCKET_BYTES, layout.WINDOW) == (memory.TRANSFER_BYTES, memory.TRANSFER_WINDOW)
+    assert receiver.ROOM == cards.ROOM_ASIDE
 
 
 def plain_pass(model: Any) -> Any:

@@ -133,7 +133,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
         return None if hasattr(held, "weight_loader") else _whole(held)
     if leaf in ("w13_weight", "w2_weight"):
         return _experts(layer, leaf, held)
-    plain = type(owner.quant_method).__name__ in _UNQUANTIZED or (leaf == "bias" and _in_8_bits(owner))
+    plain = type(owner.quant_method).__name__ in _UNQUANTIZED or (leaf == "bias" and _is_in_8_bits(owner))
     if not plain or leaf not in ("weight", "bias") or not held.numel():
         return None
     if kind in _BY_OUTPUTS:
@@ -145,7 +145,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
     return _whole(held) if kind == "ReplicatedLinear" else None
 
 
-def _in_8_bits(layer: Any) -> bool:
+def _is_in_8_bits(layer: Any) -> bool:
     """Whether a layer's matrix was rounded to 8 bits, which leaves its bias as it was."""
     return getattr(getattr(layer, "weight", None), "dtype", None) == FP8
 

@@ -87,7 +87,7 @@ class InPlaceLoader:
             whole, first, rows = _within(name, shapes, held=held, members=members)
             wanted = (*rows, *shape[1:])
             if whole in held and held[whole].dtype == FP8:
-                if (rounded := _in_8_bits(whole, held, wanted, first=first, rows=shape[0])) is None:
+                if (rounded := _rows_in_8_bits(whole, held, wanted, first=first, rows=shape[0])) is None:
                     return None
                 found[name] = [rounded]
                 continue
@@ -163,7 +163,7 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Paramet
             yield ParameterSlice(held[at : at + end - start], slice(start - first, end - first), columns)
 
 
-def _in_8_bits(
+def _rows_in_8_bits(
     whole: str, held: Mapping[str, Tensor], wanted: Sequence[int], *, first: int, rows: int
 ) -> ParameterSlice | None:
     """Rows of a matrix [out, in] of 8 bits with a scale for each; none where this is a worker's part of it."""
