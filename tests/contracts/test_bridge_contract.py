@@ -545,7 +545,7 @@ class TestInProcess:
 
         def build_proof(policy: Policy, built: Engine) -> SyncProof:
             return SyncProof(
-                token_ids=CANARY,
+                token_ids=lambda: CANARY,
                 trainer=policy.canary,
                 engine=canary_alone(built.canary),
                 session_id=session or built.health().session_id,

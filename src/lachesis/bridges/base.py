@@ -31,7 +31,8 @@ class SyncReport:
     """What the last transfer cost and showed.
 
     ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
-    what the proof took after that; ``canary_error`` is in nats, ``None`` without proof. An engine that sleeps while
+    what the proof took after that. ``canary_error`` is in nats and ``canary_ratio`` a multiple of what is allowed;
+    both are ``None`` without proof. An engine that sleeps while
     the trainer computes took ``sleep_seconds`` to fall asleep and, as part of ``seconds``, ``wake_seconds`` to wake up.
     Of several engines ``engines`` has the seconds that each took to receive, and of several ranks that send ``ranks``
     what each of them did.
@@ -41,6 +42,7 @@ class SyncReport:
     seconds: float
     proof_seconds: float
     canary_error: float | None
+    canary_ratio: float | None = None
     sleep_seconds: float | None = None
     wake_seconds: float | None = None
     engines: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -216,13 +218,14 @@ class Bridge(ABC, Generic[PolicyT]):
             # The canary goes through the engine's scheduler, which has to run for it.
             resuming.close()
             transferred = time.perf_counter()
-            error = self.proof.confirm(version=version) if self.proof is not None else None
+            proved = self.proof.confirm(version=version) if self.proof is not None else None
         deadline.check()
         self.last_report = SyncReport(
             version=version,
             seconds=transferred - started,
             proof_seconds=time.perf_counter() - transferred,
-            canary_error=error,
+            canary_error=None if proved is None else proved.error,
+            canary_ratio=None if proved is None else proved.ratio,
             sleep_seconds=self._slept,
             wake_seconds=None if self._slept is None else awake - assembled + generating - arrived,
             engines=dict(self._engine_seconds) if len(self._engine_seconds) > 1 else {},

@@ -75,6 +75,7 @@ class BridgeParts(Generic[ModelPolicyT]):
         make_room: as :class:`~lachesis.bridges.external.Servers` has it.
         pack_buckets: where the engine is on the GPUs of several ranks: as :class:`BroadcastBridge` takes it.
         together: a policy as its ranks send its weights together; without it this process sends them.
+        canary_prompt: token ids with which the canary of the proof begins.
     """
 
     config: LachesisConfig
@@ -89,6 +90,7 @@ class BridgeParts(Generic[ModelPolicyT]):
     make_room: Callable[[ModelPolicyT], None] = empty_cache
     pack_buckets: PackBuckets[ModelPolicyT] | None = None
     together: Callable[[ModelPolicyT], SendsTogether] | None = None
+    canary_prompt: Sequence[int] = ()
 
 
 def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
@@ -141,7 +143,7 @@ def _servers(
 ) -> Servers[ModelPolicyT]:
     config, weights = parts.config, parts.weights
     slices_of = None if weights is None else lambda: weights.slices
-    proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of)
+    proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of, prompt=parts.canary_prompt)
     start_s = config.deadlines.engine_start_s if config.bridge.capabilities.owns_engine else 0.0
     engine = config.engine
     return Servers(

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lachesis.bridges.canary import CanaryText, Evidence, Greedy, History, NoiseScale, disagreement
 from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, text_config
 from lachesis.bridges.names import map_parameters
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineUnreachable, LachesisError, ModelError, StaleWeights
-from lachesis.common.types import CanaryReading
+from lachesis.common.types import CanaryReading, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.base import Engine, largest_difference
+from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.http.dispatch import nobody_serves
@@ -30,17 +31,21 @@ from lachesis.transport.shared_tensors import dtype_name
 
 logger = logging.getLogger("lachesis")
 
-# Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype. With products
-# in TF32, which has float16's ten bits, float32 weights were 0.003 and 0.005 nats apart on a GPU.
+# The largest mean of |z| (see lachesis.bridges.canary) between two correct passes over the same weights, by dtype, on
+# any model: ten times what was seen on pretrained ones. With products in TF32, which has float16's ten bits, float32
+# weights were 0.003 and 0.005 nats apart on a GPU.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "tf32": 0.05, "float16": 0.05, "bfloat16": 0.25}
+# Smallest usual mean of |z|: a model of few layers agrees better than one that has moved since.
+_FLOOR = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-3, "float16": 1e-3, "bfloat16": 8e-3}
 # Of a trainer whose base weights are quantized and an engine whose are not: int8 moves a weight by about 0.6% of the
 # weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
 # An engine in fp8 rounds its inputs too, or keys and values, by 3% of a value each. Its bytes are proved by digests.
 # With both an 8B model of random weights was 2.2 nats off.
 QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "fp8": 2.0, "nf4": 4.0, "fp8 with its cache": 4.0}
+# Where digests prove the bytes, so many times the allowance is more than rounding can do: the engine computes with
+# something else than the tensors that were digested.
+_BEYOND_ROUNDING = 8.0
 _ROUNDED = ("none", "fp8", "fp8 with its cache")
-
-_CANARY_TOKENS = 16
 
 Digests = Callable[[], Mapping[str, int]]
 NO_DIGESTS = DigestRequest(slices={})
@@ -51,11 +56,37 @@ EngineSays = tuple[CanaryReading, Mapping[str, int]]
 TrainerSays = tuple[Sequence[float], Mapping[str, int]]
 
 
-class Proof(Protocol):
-    """What a bridge has shown after each transfer."""
+_REMEDIES = {
+    "none": "part of the weights did not arrive, or the weights diverge; look at the engine's log and at grad_norm",
+    "adapter": "the engine does not compute with the adapter as the trainer does; look at its log for modules that it "
+    "left out, and at grad_norm",
+    "weights": "the engine has the trainer's bytes and computes something else: its kernels are wrong for this model, "
+    "or read a copy made before the update; restart it, try --enforce-eager, and look at its log",
+    "one model": "the model's cache is wrong in this version of transformers, or its weights diverge: use engine.kind: "
+    "vllm, another version of transformers, or look at grad_norm",
+}
 
-    def confirm(self, *, version: int) -> float:
-        """The largest difference of a canary logprob, in nats. Raises StaleWeights where the engine has others."""
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The result of a proof that passed.
+
+    Args:
+        error: the largest difference of a canary logprob, in nats.
+        ratio: the canary's disagreement as a multiple of what is allowed. Above 1 only where digests prove the bytes.
+        doubt: what the canary says against the transfer although the digests agree; empty if nothing.
+    """
+
+    error: float
+    ratio: float
+    doubt: str = ""
+
+
+class Proof(Protocol):
+    """The proof of each transfer that a bridge makes."""
+
+    def confirm(self, *, version: int) -> Proved:
+        """Prove that the engine computes with ``version``. Raises StaleWeights where it has other weights."""
         ...
 
 
@@ -63,22 +94,24 @@ class Proof(Protocol):
 class SyncProof:
     """Compares trainer and engine after each transfer.
 
-    The canary shows that the engine computes with the weights, whatever its kernels; digests show that each
-    tensor arrived bit for bit, also where an update is far below what a 16-bit forward pass resolves.
+    Digests show that each tensor arrived bit for bit, also where an update is far below what a 16-bit forward pass
+    resolves. The canary shows that the engine computes with the weights, whatever its kernels. Where digests prove all
+    weights, a canary that is off is a doubt, and ends the run only beyond what rounding can do; elsewhere it decides.
 
     Args:
-        token_ids: the canary prompt.
+        token_ids: returns the canary, the same at each call.
         trainer: reads the canary under the trainer's weights, logprobs as in CanaryReading.
         engine: reads it under the engine's, and digests what is ``wanted`` of what the engine holds.
         session_id: the engine session this run works with.
-        dtype: of the weights, or "tf32" where an engine multiplies in it; sets the tolerance.
-        quantization: of one side where the other is not quantized; widens the tolerance.
+        dtype: of the weights, or "tf32" where an engine multiplies in it; limits what rounding can do.
+        quantization: of one side where the other is not quantized; widens that limit.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         wanted: by which names the engine holds them; none without ``trainer_digests``.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
+        one_model: engine and trainer compute with one model in this process, so nothing travels that could be lost.
     """
 
-    token_ids: Sequence[int]
+    token_ids: Callable[[], Sequence[int]]
     trainer: Callable[[Sequence[int]], Sequence[float]]
     engine: Callable[[Sequence[int], DigestRequest], EngineSays]
     session_id: str
@@ -87,59 +120,101 @@ class SyncProof:
     trainer_digests: Digests = dict
     wanted: DigestRequest = NO_DIGESTS
     concurrent: bool = False
-    _last: tuple[Sequence[float], Sequence[float]] | None = field(default=None, init=False)
+    one_model: bool = False
+    _scale: NoiseScale = field(init=False)
+    _history: History = field(init=False)
+    _version: int | None = field(default=None, init=False)
+    _digests: Mapping[str, int] = field(default_factory=dict[str, int], init=False)
 
-    @property
-    def tolerance(self) -> float:
-        """Largest difference of a canary logprob that is agreement, in nats."""
-        return max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
+    def __post_init__(self) -> None:
+        limit = max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
+        self._scale = NoiseScale(limit=limit, floor=_FLOOR[self.dtype])
+        self._history = History(floor=_FLOOR[self.dtype])
 
-    def confirm(self, *, version: int) -> float:
-        """The largest difference of a canary logprob, in nats. Raises as :meth:`judge`."""
+    def confirm(self, *, version: int) -> Proved:
+        """Ask both sides and judge what they say. Raises as :meth:`judge`."""
+        token_ids = self.token_ids()
         if not self.concurrent:
-            return self.judge(self.ask_engine(), self.ask_trainer(), version=version)
+            return self.judge(self.ask_engine(token_ids), self.ask_trainer(token_ids), version=version)
         # Most of either is waiting, for the wire or for the device.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof") as pool:
-            engine = pool.submit(self.ask_engine)
-            trainer = self.ask_trainer()
+            engine = pool.submit(self.ask_engine, token_ids)
+            trainer = self.ask_trainer(token_ids)
             return self.judge(engine.result(), trainer, version=version)
 
-    def ask_engine(self) -> EngineSays:
-        """Canary and digests of what it holds."""
-        return self.engine(self.token_ids, self.wanted)
+    def ask_engine(self, token_ids: Sequence[int]) -> EngineSays:
+        """Return the engine's reading of the canary and the digests of what it holds."""
+        return self.engine(token_ids, self.wanted)
 
-    def ask_trainer(self) -> TrainerSays:
-        """Canary and digests of what the engine should hold."""
-        return self.trainer(self.token_ids), self.trainer_digests()
+    def ask_trainer(self, token_ids: Sequence[int]) -> TrainerSays:
+        """Return the trainer's reading of the canary and the digests of what the engine should hold."""
+        return self.trainer(token_ids), self.trainer_digests()
 
-    def judge(self, engine: EngineSays, trainer: TrainerSays, *, version: int) -> float:
-        """The largest difference of a canary logprob, in nats.
+    def judge(self, engine: EngineSays, trainer: TrainerSays, *, version: int) -> Proved:
+        """Judge what both sides say after the transfer of ``version``.
 
         Raises:
-            StaleWeights: another session or version answers, a tensor is missing or differs, the logprobs differ
-                by more than the tolerance, or the trainer's moved by more than it and the engine's did not.
+            StaleWeights: another session or version answers, a tensor is missing or differs, the canary was answered
+                from a prefix cache of other weights, or the canary shows that the engine computes with other weights.
         """
         (reading, theirs), (expected, ours) = engine, trainer
         self._check_identity(reading, version=version)
-        _check_digests(ours, theirs, version=version)
-        error = largest_difference(expected, reading.logprobs)
-        # A NaN is no agreement: the comparison is written so that it fails.
-        if not error <= self.tolerance:
+        check_digests(ours, theirs, before=self._digests, version=version)
+        self._check_cache(reading, version=version)
+        found = disagreement(expected, reading.logprobs)
+        ratio = self._scale.allowance.ratio(found)
+        doubt = self._doubt(reading, expected, found.mean, ratio, version=version)
+        # A NaN is no agreement.
+        if not found.is_finite or (doubt and (self._evidence != "weights" or ratio > _BEYOND_ROUNDING)):
             raise StaleWeights(
-                f"after the transfer of version {version} the engine's canary logprobs differ from the "
-                f"trainer's by up to {error:.4g} (allowed {self.tolerance:g}): "
+                doubt
+                or f"after the transfer of version {version} the canary's logprobs are not finite: "
                 f"engine {_brief(reading.logprobs)}, trainer {_brief(expected)}",
-                remedy="part of the weights did not arrive, or the weights diverge so far that two correct "
-                "forward passes disagree; look at the engine's log and at grad_norm",
+                remedy=_REMEDIES["one model" if self.one_model else self._evidence],
             )
-        self._check_moved(expected, reading.logprobs, version=version)
-        if self._last is None:
+        if self._version is None:
             logger.info(
                 "[PROOF] Engine session %s has version %d: canary within %.2g nats, digests of %d tensors agree",
-                self.session_id, version, error, len(ours),
+                self.session_id, version, found.largest, len(ours),
             )  # fmt: skip
-        self._last = (tuple(expected), tuple(reading.logprobs))
-        return error
+        if not doubt:
+            self._scale.accept(found)
+        self._history.add(version, expected, reading.logprobs)
+        self._version, self._digests = version, dict(ours)
+        return Proved(found.largest, ratio, doubt)
+
+    @property
+    def _evidence(self) -> Evidence:
+        if self.one_model:
+            return "weights"
+        if not self.wanted.asks:
+            return "none"
+        return "adapter" if self.wanted.adapter else "weights"
+
+    def _doubt(
+        self, reading: CanaryReading, expected: Sequence[float], mean: float, ratio: float, *, version: int
+    ) -> str:
+        """Return what the canary says against the transfer, or an empty text."""
+        standing = self._history.standing_at(expected, reading.logprobs, usual=self._scale.usual)
+        if standing is not None:
+            unused = " although it holds the adapter: it does not use it" if self._evidence == "adapter" else ""
+            return (
+                f"after the transfer of version {version} the engine computes what it computed at version {standing}"
+                f"{unused}; the trainer's logprobs have moved since, to {_brief(expected)}, and the engine's are "
+                f"{_brief(reading.logprobs)}"
+            )
+        if ratio <= 1:
+            return ""
+        allowed = self._scale.allowance
+        who = "the logprobs of this model with a KV cache differ from those of its whole forward pass by "
+        if not self.one_model:
+            who = "the engine's canary logprobs differ from the trainer's by "
+        return (
+            f"after the transfer of version {version} {who}"
+            f"{mean:.4g} nats of logit noise on average, {ratio:.3g} times what is allowed (a mean of "
+            f"{allowed.mean:.3g} and a 0.9 quantile of {allowed.high:.3g}): engine {_brief(reading.logprobs)}, "
+            f"trainer {_brief(expected)}"
+        )
 
     def _check_identity(self, reading: CanaryReading, *, version: int) -> None:
         if reading.session_id != self.session_id:
@@ -153,16 +228,18 @@ class SyncProof:
                 remedy="the transfer did not arrive; look at the engine's log",
             )
 
-    def _check_moved(self, trainer: Sequence[float], engine: Sequence[float], *, version: int) -> None:
-        if self._last is None:
-            return
-        moved = largest_difference(trainer, self._last[0])
-        if moved > self.tolerance and tuple(engine) == tuple(self._last[1]):
+    def _check_cache(self, reading: CanaryReading, *, version: int) -> None:
+        """The probe begins as no prompt does: what the cache has of it was computed before this update."""
+        if reading.cached_tokens and version != self._version:
             raise StaleWeights(
-                f"with version {version} the trainer's canary logprobs moved by {moved:.4g} and the engine's "
-                "not at all",
-                remedy="the engine still serves the weights before; look at its log",
+                f"after the transfer of version {version} the engine answers from a prefix cache that holds "
+                f"{reading.cached_tokens} tokens of the proof's probe, computed with the weights before",
+                remedy="the engine did not empty its prefix cache; restart it, or start it without prefix caching",
             )
+
+
+# What ends the proof of one engine, and not those of the others.
+_ONE_FAILS = (StaleWeights, EngineUnreachable, DeadlineExceeded)
 
 
 class FleetProof:
@@ -170,8 +247,8 @@ class FleetProof:
 
     Args:
         engine: the client of all.
-        proof_of: makes the proof of one of them, in the session in which it was met. The trainer's side of all is the
-            same, and asked once.
+        proof_of: makes the proof of one of them, in the session in which it was met. The canary and the trainer's side
+            of all are the same, and asked for once.
     """
 
     def __init__(self, engine: HttpEngine, *, proof_of: Callable[[ServerControl], SyncProof]) -> None:
@@ -179,8 +256,8 @@ class FleetProof:
         self._proof_of = proof_of
         self._proofs: dict[str, SyncProof] = {}
 
-    def confirm(self, *, version: int) -> float:
-        """The largest difference of a canary logprob over the engines that have the weights, in nats.
+    def confirm(self, *, version: int) -> Proved:
+        """Prove each engine that lives, and return the worst of those that passed.
 
         From now on the fleet requires this version: engines that were not proved get no requests.
 
@@ -190,33 +267,46 @@ class FleetProof:
         controls = self._engine.living
         if not controls:
             raise nobody_serves(self._engine.fleet)
-        errors: list[float] = []
+        proved: list[Proved] = []
         failures: list[LachesisError] = []
+        token_ids = self._canary(controls, failures)
         with ThreadPoolExecutor(len(controls), thread_name_prefix="proofs") as pool:
-            asked = [(control, pool.submit(self._ask, control)) for control in controls]
-            trainer = self.of(controls[0]).ask_trainer()
+            asked = [(control, pool.submit(self._ask, control, token_ids)) for control in controls]
+            trainer = self.of(controls[0]).ask_trainer(token_ids)
             for control, answer in asked:
                 try:
-                    errors.append(self._judge(control, answer.result(), trainer, version=version))
-                except (StaleWeights, EngineUnreachable, DeadlineExceeded) as error:
+                    proved.append(self._judge(control, answer.result(), trainer, version=version))
+                except _ONE_FAILS as error:
                     self._note(control, error)
                     failures.append(error)
-        if not errors:
+        if not proved:
             raise failures[0]
         for failure in failures:
             logger.warning("an engine is left out, others go on: %s", failure.message)
         self._engine.fleet.require(version)
-        return max(errors)
+        return max(proved, key=lambda one: (bool(one.doubt), one.ratio))
 
-    def _ask(self, control: ServerControl) -> EngineSays:
-        return self.of(control).ask_engine()
+    def _canary(self, controls: Sequence[ServerControl], failures: list[LachesisError]) -> Sequence[int]:
+        """Return the canary, which the first engine that can has written."""
+        for control in controls:
+            try:
+                return self.of(control).token_ids()
+            except _ONE_FAILS as error:
+                self._note(control, error)
+                failures.append(error)
+        raise failures[0]
 
-    def _judge(self, control: ServerControl, says: EngineSays, trainer: TrainerSays, *, version: int) -> float:
+    def _ask(self, control: ServerControl, token_ids: Sequence[int]) -> EngineSays:
+        return self.of(control).ask_engine(token_ids)
+
+    def _judge(self, control: ServerControl, says: EngineSays, trainer: TrainerSays, *, version: int) -> Proved:
         proof = self.of(control)
         expected, ours = trainer
-        error = proof.judge(says, (expected, ours if proof.wanted.asks else {}), version=version)
+        proved = proof.judge(says, (expected, ours if proof.wanted.asks else {}), version=version)
         self._engine.fleet.proved(control.url, proof.session_id, version)
-        return error
+        if proved.doubt:
+            logger.warning("the digests of %s agree, but %s", control.url, proved.doubt)
+        return proved
 
     def _note(self, control: ServerControl, error: LachesisError) -> None:
         note = self._engine.fleet.unproved if isinstance(error, StaleWeights) else self._engine.fleet.died
@@ -231,21 +321,55 @@ class FleetProof:
         return proof
 
 
-def _check_digests(ours: Mapping[str, int], theirs: Mapping[str, int], *, version: int) -> None:
-    """Every tensor of ``ours`` is in ``theirs`` with the same digest."""
+def check_digests(
+    ours: Mapping[str, int], theirs: Mapping[str, int], *, before: Mapping[str, int], version: int
+) -> None:
+    """Compare the digests of what was sent with those of what the engine holds.
+
+    Args:
+        ours: digest by name of each tensor as the engine should hold it.
+        theirs: digest by name as it holds them; further ones do no harm.
+        before: ``ours`` of the version that was proved before, empty without one.
+        version: the version that was transferred.
+
+    Raises:
+        StaleWeights: a tensor is missing or differs. The message says which, and what the engine holds instead.
+    """
     missing = [name for name in ours if name not in theirs]
     different = [name for name, digest in ours.items() if name in theirs and theirs[name] != digest]
     if not missing and not different:
         return
     parts = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        f"{len(names)} {what} ({_named(names)})"
         for what, names in (("are not the trainer's", different), ("are not there", missing))
         if names
     ]
     raise StaleWeights(
-        f"after the transfer of version {version}, of {len(ours)} tensors in the engine {' and '.join(parts)}",
+        f"after the transfer of version {version}, of {len(ours)} tensors in the engine {' and '.join(parts)}"
+        + _what_instead(different, ours, theirs, before=before),
         remedy="the transfer arrived in part or went to other tensors; look at the engine's log",
     )
+
+
+def _what_instead(
+    different: Sequence[str], ours: Mapping[str, int], theirs: Mapping[str, int], *, before: Mapping[str, int]
+) -> str:
+    """Return what the engine holds in the place of the tensors that differ, as the end of a sentence."""
+    if not different:
+        return ""
+    if stale := [name for name in different if theirs[name] == before.get(name)]:
+        few = "" if len(stale) == len(different) else f" {len(stale)} of them"
+        return f": it still holds{few or ' them'} as they were before this update"
+    named = {digest: name for name, digest in ours.items()}
+    if swapped := [(name, named[theirs[name]]) for name in different if theirs[name] in named]:
+        return f": in the place of {swapped[0][0]} it holds {swapped[0][1]}"
+    if len(different) == len(ours) > 1:
+        return ": none of them is the trainer's, so these are the weights of another run or model"
+    return ""
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
 def _brief(values: Sequence[float]) -> str:
@@ -277,15 +401,33 @@ def canary_alone(
     return lambda token_ids, wanted: (read(token_ids), {})
 
 
-def local_proof(policy: ModelPolicy, engine: Engine, *, context: int) -> SyncProof:
-    """Proof of sync with an engine in this process, by a canary; ``context`` is the longest that it may be."""
+def local_proof(
+    policy: ModelPolicy, engine: Engine, *, context: int, prompt: Sequence[int] = (), one_model: bool = True
+) -> SyncProof:
+    """Build the proof of sync with an engine in this process, which a canary alone decides.
+
+    Args:
+        policy: the trainer's side.
+        engine: the engine's side; it writes the canary.
+        context: the most tokens that a sequence may have.
+        prompt: token ids with which the canary begins.
+        one_model: the engine computes with the policy's model, not with a copy.
+    """
+    text = CanaryText(prompt, vocab_size=_vocab_size(policy), longest=context)
     return SyncProof(
-        token_ids=_canary(_vocab_size(policy), context),
+        token_ids=partial(text.written_by, partial(_greedy, engine)),
         trainer=policy.canary,
         engine=canary_alone(engine.canary),
+        one_model=one_model,
         session_id=engine.health().session_id,
         dtype=str(policy.transformer.dtype).removeprefix("torch."),
     )
+
+
+def _greedy(engine: Engine, prompt: Sequence[int], count: int) -> Sequence[int]:
+    request = GenerationRequest(prompt_ids=tuple(prompt), params=SamplingParams(max_tokens=count, temperature=0.0))
+    ((completion,),) = engine.generate([request], deadline=Deadline("writing the canary", None))
+    return completion.token_ids
 
 
 def remote_proof(
@@ -295,9 +437,27 @@ def remote_proof(
     *,
     slices_of: Slices | None,
     whole_of: Callable[[ModelPolicyT], Whole],
+    prompt: Sequence[int] = (),
 ) -> FleetProof:
-    """Proof of sync with servers: a canary of ordinary tokens, and digests where both sides hold equal tensors."""
-    prove = partial(_server_proof, config, policy, slices_of=slices_of, whole=whole_of(policy))
+    """Build the proof of sync with servers: a canary, and digests where both sides hold equal tensors.
+
+    Args:
+        config: of the run.
+        policy: the trainer's side.
+        engine: the client of the servers; the first that lives writes the canary.
+        slices_of: where the policy is built on the engine's tensors, which rows of which they are.
+        whole_of: makes the policy's parameters whole before they travel.
+        prompt: token ids with which the canary begins.
+    """
+    text: list[CanaryText] = []  # made with the first server's limits, and the same for all
+
+    def text_for(info: ServerInfo) -> CanaryText:
+        if not text:
+            vocab_size = min(_vocab_size(policy), info.model.vocab_size)
+            text.append(CanaryText(prompt, vocab_size=vocab_size, longest=info.model.max_model_len - 1))
+        return text[0]
+
+    prove = partial(_server_proof, config, policy, text_for=text_for, slices_of=slices_of, whole=whole_of(policy))
     return FleetProof(engine, proof_of=lambda control: prove(control, session_id=engine.fleet.session(control.url)))
 
 
@@ -307,6 +467,7 @@ def _server_proof(
     control: ServerControl,
     *,
     session_id: str,
+    text_for: Callable[[ServerInfo], CanaryText],
     slices_of: Slices | None,
     whole: Whole,
 ) -> SyncProof:
@@ -315,8 +476,9 @@ def _server_proof(
     ours = str(policy.transformer.dtype).removeprefix("torch.")
     digests = digests_of(config, policy, control, slices_of=slices_of, whole=whole, deadline=deadline)
     mine, wanted = digests or (dict, NO_DIGESTS)
+    greedy: Greedy = lambda prompt, count: control.continue_greedily(prompt, count, deadline=deadline())  # noqa: E731
     return SyncProof(
-        token_ids=_canary(min(_vocab_size(policy), info.model.vocab_size), info.model.max_model_len - 1),
+        token_ids=partial(text_for(info).written_by, greedy),
         trainer=policy.canary,
         engine=lambda token_ids, wanted: control.prove(token_ids, wanted, deadline=deadline()),
         session_id=session_id,
@@ -406,8 +568,3 @@ def _parameter_slices(
 
 def _vocab_size(policy: ModelPolicy) -> int:
     return text_config(policy.transformer).vocab_size
-
-
-def _canary(vocab_size: int, longest: int) -> list[int]:
-    """A fixed prompt of ordinary tokens."""
-    return [(7 * i + 5) % vocab_size for i in range(min(_CANARY_TOKENS, longest))]

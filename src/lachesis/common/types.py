@@ -210,12 +210,14 @@ class Group:
 class CanaryReading:
     """Logprobs of a fixed token sequence under an engine's (or the trainer's) current weights.
 
-    ``logprobs[i]`` is that of token ``i + 1`` given the tokens before it, at temperature 1.
+    ``logprobs[i]`` is that of token ``i + 1`` given the tokens before it, at temperature 1. ``cached_tokens`` is how
+    many tokens of a probe that no prompt begins with came from the engine's prefix cache.
     """
 
     logprobs: tuple[float, ...]
     version: int
     session_id: str
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

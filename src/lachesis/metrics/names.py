@@ -218,7 +218,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("sleep_time", "Falling asleep", "s", "The engine giving its GPU memory back before training."),
         Metric("wake_time", "Waking up", "s", "The engine taking it again; part of the transfer."),
         Metric("proof_time", "Proof of sync", "s", "Comparing canary and digests of trainer and engine."),
-        Metric("canary_error", "Canary error", "nats", "Engine against trainer on the fixed canary prompt."),
+        Metric("canary_error", "Canary error", "nats", "Largest difference of engine and trainer on the canary."),
+        Metric("canary_ratio", "Canary error over allowed", "", "The canary's error as a multiple of what is allowed."),
         Metric(
             "logprob_diff_mean", "Logprob difference", "nats", "Mean absolute difference between the trainer's and "
             "the engine's logprobs of tokens that the weights of now have sampled; stale ones do not count.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,7 @@ def build_engine_side(
     meanwhile: Callable[[], None] = lambda: None,
     launched: LaunchedEngine | None = None,
     pack_buckets: PackBuckets[Policy] | None = None,
+    canary_prompt: Sequence[int] = (),
 ) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
 
@@ -95,14 +96,20 @@ def build_engine_side(
         watch: called while servers are waited for; what it raises ends the wait.
         meanwhile: called once, when servers have been started that take their time to come up.
         launched: the servers that the run starts, where they are on their way up already.
-        pack_buckets: as :class:`~lachesis.bridges.build.BridgeParts` has it.
+        pack_buckets, canary_prompt: as :class:`~lachesis.bridges.build.BridgeParts` has them.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.place != "trainer":
         return build_servers(
-            config, place=place, watch=watch, meanwhile=meanwhile, launched=launched, pack_buckets=pack_buckets
+            config,
+            place=place,
+            watch=watch,
+            meanwhile=meanwhile,
+            launched=launched,
+            pack_buckets=pack_buckets,
+            canary_prompt=canary_prompt,
         )
     second = load_model(config.model, config.adapter) if sharded else None
 
@@ -112,9 +119,10 @@ def build_engine_side(
             policy.alone = engine.exclusive
         return engine
 
+    proof = partial(local_proof, context=context_length(config.model), prompt=canary_prompt, one_model=second is None)
     bridge: Bridge[Policy] = InProcessBridge(
         engine_builder=engine_around,
-        proof_builder=partial(local_proof, context=context_length(config.model)) if config.bridge.proof else None,
+        proof_builder=proof if config.bridge.proof else None,
         bring=None if second is None else lambda policy: policy.copy_to(second.model),
         sync_s=config.deadlines.sync_s,
     )
@@ -140,6 +148,7 @@ def build_servers(
     meanwhile: Callable[[], None] = lambda: None,
     launched: LaunchedEngine | None = None,
     pack_buckets: PackBuckets[Policy] | None = None,
+    canary_prompt: Sequence[int] = (),
 ) -> EngineSide:
     """The engine in its own process, started if the run manages it and claimed, and the bridge to it.
 
@@ -185,6 +194,7 @@ def build_servers(
             make_room=lambda policy: policy.make_room(),
             pack_buckets=pack_buckets,
             together=lambda policy: policy,
+            canary_prompt=canary_prompt,
         )
         bridge = build_bridge(parts)
     except BaseException:

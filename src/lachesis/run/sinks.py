@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.bridges.proof import QUANTIZED_TOLERANCE, coarser_quantization
+from lachesis.bridges.proof import coarser_quantization
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, StepRecord
 from lachesis.config.schema import LachesisConfig
@@ -124,8 +124,6 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
         environments=config.source.kind == "atropos",
     )
     apart = kind != "none" and config.engine.place != "trainer"
-    if apart:
-        limits = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
     if config.model.matmul_dtype != "auto" or (apart and kind != "int8"):
         limits = replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
     return limits

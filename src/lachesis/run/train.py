@@ -344,6 +344,7 @@ def build_parts(
             meanwhile=early.begin,
             launched=launched,
             pack_buckets=None if leadership is None else leadership.pack_buckets(config),
+            canary_prompt=next((problem.token_ids for problem in problems if problem.token_ids), ()),
         )
         closing.callback(side.close)
         bridge = side.bridge

@@ -107,8 +107,8 @@ class Trainer:
         }
         if report.sleep_seconds is not None and report.wake_seconds is not None:
             metrics |= {"sleep_time": Mean(report.sleep_seconds), "wake_time": Mean(report.wake_seconds)}
-        if report.canary_error is not None:
-            metrics["canary_error"] = Mean(report.canary_error)
+        if report.canary_error is not None and report.canary_ratio is not None:
+            metrics |= {"canary_error": Mean(report.canary_error), "canary_ratio": Mean(report.canary_ratio)}
         metrics |= {f"{RECEIVING_OF}{engine}": Mean(seconds) for engine, seconds in report.engines.items()}
         for rank, sent in report.ranks.items():
             metrics[f"{SENDING_OF}{rank}"] = Mean(sent.seconds)

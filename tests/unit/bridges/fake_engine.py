@@ -320,7 +320,7 @@ def build_proof(policy: FakePolicy, engine: HttpEngine) -> FleetProof:
     def proof_of(control: ServerControl) -> SyncProof:
         deadline = Deadline("the proof", LONG_S)
         return SyncProof(
-            token_ids=(1, 2, 3),
+            token_ids=lambda: (1, 2, 3),
             trainer=policy.canary,
             engine=lambda token_ids, wanted: control.prove(token_ids, wanted, deadline=deadline),
             session_id=engine.fleet.session(control.url),

@@ -54,7 +54,7 @@ class SharingEngine(FakeEngine):
 
 def proof_of(policy: Weights, engine) -> SyncProof:
     return SyncProof(
-        token_ids=(1, 2, 3),
+        token_ids=lambda: (1, 2, 3),
         trainer=policy.canary,
         engine=canary_alone(engine.canary),
         session_id="fake",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,63 +11,109 @@ from lachesis.bridges.proof import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
     EngineSays,
+    Proved,
     SyncProof,
     coarser_quantization,
     engine_arithmetic,
-    largest_difference,
 )
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.base import largest_difference
 from lachesis.engines.serving.operations import ServerInfo
 from lachesis.engines.serving.served import DigestRequest, ModelInfo
 
-TOKENS = (5, 12, 19)
+TOKENS = tuple(range(65))
+WEIGHTS, ADAPTER, NONE = DigestRequest(slices=None), DigestRequest(slices={}, adapter=True), None
 
 
 class Pair:
-    """A trainer and an engine whose canary logprobs are set by hand."""
+    """A trainer whose logprobs wander from version to version, and an engine that reads them up to rounding noise.
 
-    def __init__(self, *, dtype: str = "float32", quantization: str = "none") -> None:
-        self.trainer: Sequence[float] = (-1.0, -2.0)
-        self.engine: Sequence[float] = (-1.0, -2.0)
+    Args:
+        noise: standard deviation of a logit between both, in nats.
+        step: standard deviation of what an update moves a logit by, in nats.
+        evidence: the digests that are compared.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: str = "bfloat16",
+        quantization: str = "none",
+        noise: float = 0.02,
+        step: float = 0.05,
+        evidence: DigestRequest | None = NONE,
+        seed: int = 0,
+    ) -> None:
+        self._random = random.Random(seed)
+        self.noise, self.step = noise, step
+        # As a model sees a text that it finds likely: many certain tokens, and a few that are hardly so.
+        self.logits = [self._random.gauss(2.0, 3.0) for _ in TOKENS[1:]]
+        self.engine_logits = list(self.logits)
         self.version = 1
         self.session_id = "mine"
+        self.cached_tokens = 0
         self.asked: list[tuple[int, ...]] = []
-        self.digests: dict[str, int] = {}
+        self.digests: dict[str, int] = {"a": 1, "b": 2}
+        self.theirs: dict[str, int] | None = None
+        self.offset: list[float] = [0.0] * len(self.logits)
         self.proof = SyncProof(
-            token_ids=list(TOKENS),
+            token_ids=lambda: TOKENS,
             trainer=self._read_trainer,
             engine=self._read_engine,
             session_id="mine",
             dtype=dtype,
             quantization=quantization,
+            **({} if evidence is None else {"wanted": evidence, "trainer_digests": lambda: self.digests}),
         )
+
+    def train(self, *, transferred: bool = True) -> None:
+        """Move the trainer by an update, and the engine to where the trainer is if it was transferred."""
+        self.version += 1
+        self.logits = [value + self._random.gauss(0, self.step) for value in self.logits]
+        if transferred:
+            self.engine_logits = list(self.logits)
+
+    def confirm(self) -> Proved:
+        return self.proof.confirm(version=self.version)
+
+    def settle(self, updates: int = 3) -> None:
+        """Make some healthy updates."""
+        self.confirm()
+        for _ in range(updates):
+            self.train()
+            self.confirm()
 
     def _read_trainer(self, token_ids: Sequence[int]) -> Sequence[float]:
         self.asked.append(tuple(token_ids))
-        return self.trainer
+        return [logprob(value) for value in self.logits]
 
     def _read_engine(self, token_ids: Sequence[int], wanted: DigestRequest) -> EngineSays:
         self.asked.append(tuple(token_ids))
-        reading = CanaryReading(tuple(self.engine), version=self.version, session_id=self.session_id)
-        return reading, self.digests if wanted.asks else {}
+        rounded = (value + self._random.gauss(0, self.noise) for value in self.engine_logits)
+        logprobs = tuple(logprob(value + off) for value, off in zip(rounded, self.offset, strict=True))
+        reading = CanaryReading(logprobs, self.version, self.session_id, cached_tokens=self.cached_tokens)
+        return reading, (self.digests if self.theirs is None else self.theirs) if wanted.asks else {}
 
 
-def test_agreement_is_proved_on_the_canary_with_the_largest_difference():
-    pair = Pair()
-    pair.engine = (-1.0004, -2.0002)
-    assert pair.proof.confirm(version=1) == pytest.approx(0.0004)
+def logprob(logit: float) -> float:
+    """Of one token against all others together."""
+    return -math.log1p(math.exp(-logit))
+
+
+def test_both_sides_read_the_canary_and_the_largest_difference_is_told():
+    pair = Pair(noise=0.0)
+    pair.offset[3] = 0.01
+    proved = pair.confirm()
     assert pair.asked == [TOKENS, TOKENS]
+    assert 0 < proved.error <= 0.01 and proved.ratio < 0.1 and not proved.doubt
 
 
 def test_what_was_proved_is_said_once_a_session(caplog: pytest.LogCaptureFixture):
-    pair = Pair()
+    pair = Pair(evidence=WEIGHTS)
     caplog.set_level(logging.INFO)
-    pair.proof.trainer_digests, pair.proof.wanted = (lambda: pair.digests), DigestRequest(slices=None)
-    pair.digests = {"a": 1, "b": 2}
-    for _ in range(2):
-        pair.proof.confirm(version=1)
+    pair.settle()
     (said,) = [record.getMessage() for record in caplog.records if "[PROOF]" in record.getMessage()]
     assert "session mine has version 1" in said and "digests of 2 tensors agree" in said
 
@@ -75,7 +122,7 @@ def test_an_engine_of_another_session_is_refused():
     pair = Pair()
     pair.session_id = "of-yesterday"
     with pytest.raises(StaleWeights, match="session of-yesterday, this run works with mine") as caught:
-        pair.proof.confirm(version=1)
+        pair.confirm()
     assert caught.value.remedy
 
 
@@ -87,85 +134,158 @@ def test_another_version_is_refused_with_both_numbers(served):
         pair.proof.confirm(version=1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCE.items())
-def test_the_tolerance_is_that_of_the_dtype(dtype, tolerance):
-    pair = Pair(dtype=dtype)
-    pair.engine = (-1.0, -2.0 - 0.9 * tolerance)
-    assert pair.proof.confirm(version=1) == pytest.approx(0.9 * tolerance)
-    pair.engine = (-1.0, -2.0 - 1.1 * tolerance)
-    with pytest.raises(StaleWeights, match="differ"):
-        pair.proof.confirm(version=1)
+@pytest.mark.parametrize("evidence", [NONE, ADAPTER, WEIGHTS])
+@pytest.mark.parametrize("step", [0.0, 1e-3, 0.02, 0.1, 0.5], ids=lambda step: f"moved by {step}")
+def test_healthy_training_is_never_accused(evidence: DigestRequest | None, step: float):
+    pair = Pair(evidence=evidence, step=step)
+    pair.confirm()
+    for _ in range(300):
+        pair.train()
+        assert not pair.confirm().doubt
 
 
-def test_a_difference_is_told_with_what_both_computed():
+def test_noise_that_grows_as_the_policy_moves_is_learned():
     pair = Pair()
-    pair.engine = (-1.0, -2.5)
-    with pytest.raises(StaleWeights) as caught:
-        pair.proof.confirm(version=1)
-    message = str(caught.value)
-    assert "by up to 0.5 (allowed 0.001)" in message
-    assert "engine [-1.0000, -2.5000]" in message
-    assert "trainer [-1.0000, -2.0000]" in message
+    pair.confirm()
+    for _ in range(200):
+        pair.train()
+        pair.noise *= 1.01
+        assert not pair.confirm().doubt
+
+
+@pytest.mark.parametrize("evidence", [NONE, ADAPTER])
+@pytest.mark.parametrize("noise", [0.0, 0.02], ids=["the same bits", "other requests in its batch"])
+@pytest.mark.parametrize("seed", range(20))
+def test_an_engine_one_update_behind_is_found_and_named(evidence: DigestRequest | None, noise: float, seed: int):
+    pair = Pair(evidence=evidence, step=0.1, noise=noise, seed=seed)
+    pair.settle()
+    pair.train(transferred=False)
+    with pytest.raises(StaleWeights, match="computes what it computed at version 4") as caught:
+        pair.confirm()
+    assert ("does not use it" in caught.value.message) == (evidence is ADAPTER)
+
+
+def test_an_update_too_small_for_16_bits_is_found_by_an_engine_whose_bits_do_not_change():
+    pair = Pair(step=1e-6, noise=0.0)
+    pair.settle()
+    pair.train(transferred=False)
+    with pytest.raises(StaleWeights, match="computes what it computed at version 4"):
+        pair.confirm()
+
+
+def test_an_adapter_that_was_never_used_is_found_once_it_has_moved_enough():
+    pair = Pair(evidence=ADAPTER, step=0.01)
+    pair.confirm()
+    with pytest.raises(StaleWeights, match="although it holds the adapter: it does not use it"):
+        for _ in range(100):
+            pair.train(transferred=False)
+            pair.confirm()
+    assert pair.version < 80
+
+
+def test_a_few_tokens_that_moved_accuse_nobody():
+    pair = Pair(noise=0.0)
+    pair.settle()
+    pair.version += 1
+    pair.logits[:3] = [value + 1e-4 for value in pair.logits[:3]]
+    assert not pair.confirm().doubt
+
+
+@pytest.mark.parametrize(("dtype", "limit"), TOLERANCE.items())
+def test_before_anything_was_learned_the_limit_is_that_of_the_arithmetic(dtype: str, limit: float):
+    pair = Pair(dtype=dtype, noise=0.0)
+    pair.logits = pair.engine_logits = [-20.0] * len(pair.logits)
+    pair.offset = [0.9 * limit] * len(pair.logits)
+    assert pair.confirm().ratio == pytest.approx(0.9 / 1.02, rel=0.01)
+    pair = Pair(dtype=dtype, noise=0.0)
+    pair.logits = pair.engine_logits = [-20.0] * len(pair.logits)
+    pair.offset = [1.1 * limit] * len(pair.logits)
+    with pytest.raises(StaleWeights, match="differ") as caught:
+        pair.confirm()
+    assert "engine [" in caught.value.message and "trainer [" in caught.value.message
+
+
+def test_afterwards_it_is_what_this_model_differs_by():
+    pair = Pair(noise=0.02)
+    pair.settle(10)
+    pair.train()
+    pair.noise = 0.16  # still below the limit of bfloat16
+    with pytest.raises(StaleWeights, match="times what is allowed"):
+        pair.confirm()
+
+
+def test_where_digests_prove_the_weights_a_canary_that_is_off_is_a_doubt():
+    pair = Pair(evidence=WEIGHTS)
+    pair.settle(10)
+    pair.train()
+    pair.noise = 0.16
+    proved = pair.confirm()
+    assert 1 < proved.ratio < 3 and "times what is allowed" in proved.doubt
+
+
+def test_beyond_what_rounding_can_do_it_ends_the_run_all_the_same():
+    pair = Pair(evidence=WEIGHTS)
+    pair.settle(10)
+    pair.train()
+    pair.offset = [1.5 if i % 2 else -1.5 for i in range(len(pair.logits))]
+    with pytest.raises(StaleWeights, match="times what is allowed") as caught:
+        pair.confirm()
+    assert "computes something else" in (caught.value.remedy or "")
+
+
+def test_with_one_model_the_words_are_of_its_cache():
+    pair = Pair()
+    pair.proof.one_model = True
+    pair.offset = [5.0 if i % 2 else -5.0 for i in range(len(pair.logits))]
+    with pytest.raises(StaleWeights, match="with a KV cache differ from those of its whole forward pass"):
+        pair.confirm()
 
 
 @pytest.mark.parametrize("side", ["trainer", "engine", "both"])
-def test_nan_is_no_agreement(side):
-    pair = Pair()
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("evidence", [NONE, WEIGHTS])
+def test_what_is_not_finite_is_no_agreement(side: str, value: float, evidence: DigestRequest | None):
+    pair = Pair(evidence=evidence, noise=0.0)
     if side != "engine":
-        pair.trainer = (-1.0, math.nan)
+        pair.logits[1] = value
     if side != "trainer":
-        pair.engine = (-1.0, math.nan)
-    with pytest.raises(StaleWeights, match="nan"):
-        pair.proof.confirm(version=1)
-
-
-def test_infinite_logprobs_are_no_agreement():
-    pair = Pair()
-    pair.trainer = pair.engine = (-1.0, -math.inf)
-    with pytest.raises(StaleWeights):
-        pair.proof.confirm(version=1)
+        pair.offset[1] = value
+    with pytest.raises(StaleWeights, match=r"not finite|times what is allowed"):
+        pair.confirm()
 
 
 def test_a_reading_of_another_length_is_refused():
     pair = Pair()
-    pair.engine = (-1.0,)
-    with pytest.raises(StaleWeights, match="inf"):
-        pair.proof.confirm(version=1)
-
-
-def test_an_engine_that_did_not_move_is_told_with_both_numbers():
-    """Each step is within the tolerance of the one before, so only the movement shows it."""
-    pair = Pair(dtype="bfloat16")
-    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
-    pair.proof.confirm(version=1)
-    pair.trainer, pair.version = (-1.4, -2.0), 2
-    with pytest.raises(StaleWeights, match=r"version 2 the trainer's .* moved by 0\.4 and the engine's not at all"):
-        pair.proof.confirm(version=2)
-
-
-def test_an_engine_that_moved_along_is_not_accused():
-    pair = Pair(dtype="bfloat16")
-    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
-    pair.proof.confirm(version=1)
-    pair.trainer, pair.engine, pair.version = (-1.4, -2.0), (-1.3, -2.0), 2
-    assert pair.proof.confirm(version=2) == pytest.approx(0.1)
-
-
-def test_weights_that_hardly_moved_need_not_show():
-    pair = Pair()
-    for version in (1, 2, 3):
-        pair.version = version
-        assert pair.proof.confirm(version=version) == 0.0
+    pair.proof.engine = lambda token_ids, wanted: (CanaryReading((-1.0,), version=1, session_id="mine"), {})
+    with pytest.raises(StaleWeights):
+        pair.confirm()
 
 
 def test_a_failed_proof_is_not_what_the_next_is_compared_with():
-    pair = Pair(dtype="bfloat16")
-    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
-    pair.proof.confirm(version=1)
-    pair.trainer, pair.version = (-1.4, -2.0), 2
+    pair = Pair(step=0.2)
+    pair.settle()
+    pair.train(transferred=False)
     for _ in range(2):
-        with pytest.raises(StaleWeights, match="not at all"):
-            pair.proof.confirm(version=2)
+        with pytest.raises(StaleWeights, match="at version 4"):
+            pair.confirm()
+    pair.engine_logits = list(pair.logits)
+    assert not pair.confirm().doubt
+
+
+def test_a_prefix_cache_of_the_weights_before_is_refused():
+    pair = Pair()
+    pair.settle()
+    pair.train()
+    pair.cached_tokens = 16
+    with pytest.raises(StaleWeights, match="prefix cache that holds 16 tokens of the proof's probe"):
+        pair.confirm()
+
+
+def test_asking_twice_for_one_version_finds_the_first_probe_in_the_cache():
+    pair = Pair()
+    pair.confirm()
+    pair.cached_tokens = 16
+    assert not pair.confirm().doubt
 
 
 def test_largest_difference():
@@ -177,29 +297,31 @@ def test_largest_difference():
 
 def digest_proof(trainer: dict[str, int], engine: dict[str, int], *, concurrent: bool = False) -> SyncProof:
     return SyncProof(
-        token_ids=TOKENS,
+        token_ids=lambda: TOKENS,
         trainer=lambda _: (-1.0, -2.0),
         engine=lambda _, wanted: (CanaryReading((-1.0, -2.0), version=1, session_id="mine"), engine),
         session_id="mine",
         dtype="bfloat16",
         trainer_digests=lambda: trainer,
+        wanted=WEIGHTS,
         concurrent=concurrent,
     )
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_equal_digests_are_proof_and_further_tensors_of_the_engine_do_no_harm(concurrent):
-    assert digest_proof({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}, concurrent=concurrent).confirm(version=1) == 0
+    assert digest_proof({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}, concurrent=concurrent).confirm(version=1).error == 0
 
 
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
         ({"a": 1, "c": 3}, r"of 3 tensors in the engine 1 are not there \(b\)"),
-        ({"a": 2, "b": 1, "c": 3}, r"2 are not the trainer's \(a, b\)"),
+        ({"a": 2, "b": 1, "c": 3}, r"2 are not the trainer's \(a, b\): in the place of a it holds b"),
+        ({"a": 7, "b": 8, "c": 9}, r"3 are not the trainer's .*: none of them is the trainer's"),
         ({"a": 1, "b": 9}, r"1 are not the trainer's \(b\) and 1 are not there \(c\)"),
     ],
-    ids=["dropped", "swapped", "old and dropped"],
+    ids=["dropped", "swapped", "of another run", "scaled and dropped"],
 )
 def test_digests_see_what_a_canary_in_bfloat16_cannot(engine, said):
     with pytest.raises(StaleWeights, match=said) as caught:
@@ -207,12 +329,26 @@ def test_digests_see_what_a_canary_in_bfloat16_cannot(engine, said):
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"), [("abc", "still holds them as they were"), ("b", "1 are not the trainer's .*still holds them")]
+)
+def test_tensors_of_the_update_before_are_told(kept: str, said: str):
+    before, now = {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 5, "c": 6}
+    engine = dict(before)
+    proof = digest_proof(before, engine)
+    proof.confirm(version=1)
+    proof.trainer_digests = lambda: now
+    engine |= {name: digest for name, digest in now.items() if name not in kept}
+    with pytest.raises(StaleWeights, match=said):
+        proof.confirm(version=1)
+
+
 def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
     def broken(token_ids: Sequence[int], wanted: DigestRequest) -> EngineSays:
         raise EngineError("the engine is gone")
 
     proof = SyncProof(
-        token_ids=TOKENS,
+        token_ids=lambda: TOKENS,
         trainer=lambda _: (-1.0, -2.0),
         engine=broken,
         session_id="mine",
@@ -224,14 +360,29 @@ def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nf4", "fp8 with its cache"])
-def test_where_one_side_is_quantized_they_may_differ_more_and_not_by_anything(kind):
-    pair = Pair(quantization=kind)
+def test_where_one_side_is_quantized_they_may_differ_more_and_not_by_anything(kind: str):
     allowed = QUANTIZED_TOLERANCE[kind]
-    pair.engine = (-1.0 - 0.9 * allowed, -2.0)
-    assert pair.proof.confirm(version=1) == pytest.approx(0.9 * allowed)
-    pair.engine = (-1.0 - 1.1 * allowed, -2.0)
-    with pytest.raises(StaleWeights, match=f"allowed {allowed:g}"):
-        pair.proof.confirm(version=1)
+
+    def apart(by: float) -> Pair:
+        pair = Pair(quantization=kind, noise=0.0)
+        pair.logits = pair.engine_logits = [-20.0] * len(pair.logits)
+        pair.offset = [by] * len(pair.logits)
+        return pair
+
+    assert not apart(0.9 * allowed).confirm().doubt
+    with pytest.raises(StaleWeights, match="times what is allowed"):
+        apart(1.1 * allowed).confirm()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_base_in_4_bits_hides_no_adapter_that_is_not_used(seed: int):
+    pair = Pair(quantization="nf4", evidence=ADAPTER, step=0.1, noise=0.01, seed=seed)
+    draw = random.Random(seed)
+    pair.offset = [draw.gauss(0, 1.0) for _ in pair.logits]  # what 4 bits change is the same at each version
+    pair.settle(5)
+    pair.train(transferred=False)
+    with pytest.raises(StaleWeights, match="does not use it"):
+        pair.confirm()
 
 
 @pytest.mark.parametrize(

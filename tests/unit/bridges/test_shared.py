@@ -246,7 +246,7 @@ class TestBridge:
     def bridge(self, server, engine, tmp_path) -> SharedBridge[PreTrainedModel]:
         def proof(policy: PreTrainedModel, engine) -> SyncProof:
             return SyncProof(
-                token_ids=tuple(range(20, 32)),
+                token_ids=lambda: tuple(range(20, 32)),
                 trainer=partial(canary, policy),
                 engine=canary_alone(engine.canary),
                 session_id=SESSION,

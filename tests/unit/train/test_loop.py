@@ -168,7 +168,10 @@ def test_the_order_of_a_step():
 
 
 def test_every_step_is_told_with_its_own_groups_and_metrics():
-    parts = Parts(evaluate_at=(0, 2), report=SyncReport(version=9, seconds=0.1, proof_seconds=0.02, canary_error=0.25))
+    parts = Parts(
+        evaluate_at=(0, 2),
+        report=SyncReport(version=9, seconds=0.1, proof_seconds=0.02, canary_error=0.25, canary_ratio=0.5),
+    )
     assert parts.trainer().train(start=0, steps=3) == 3
     assert [told["step"] for told in parts.emitted] == [1, 2, 3]
     assert [told["groups"][0].prompt.id for told in parts.emitted] == ["of step 1", "of step 2", "of step 3"]

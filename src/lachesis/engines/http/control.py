@@ -40,6 +40,7 @@ from lachesis.engines.serving.served import (
     TensorInfo,
 )
 from lachesis.engines.serving.session import session_token
+from lachesis.engines.serving.tokens import TokensBody
 
 # Connecting is tried this often again: until then nothing has been sent, so nothing can happen twice.
 CONNECT_RETRIES = 2
@@ -127,7 +128,13 @@ class ServerControl:
         """Logprobs of a fixed sequence under the current weights, at temperature 1; also while paused."""
         found = self.call(ops.CANARY, ops.CanaryRequest(token_ids=tuple(token_ids)), deadline=deadline)
         self.saw(f"at weight version {found.weight_version}, session {found.session_id}")
-        return CanaryReading(found.logprobs, version=found.weight_version, session_id=found.session_id)
+        return _reading(found)
+
+    def continue_greedily(self, prompt: Sequence[int], count: int, *, deadline: Deadline) -> tuple[int, ...]:
+        """Return the ``count`` tokens that the engine finds likeliest after ``prompt``; fewer where it ends."""
+        sampling = {"temperature": 0.0, "max_tokens": count}
+        body = TokensBody(token_ids=tuple(prompt), sampling_params=sampling)
+        return self.call(ops.TOKENS, body, deadline=deadline).choices[0].token_ids
 
     def digests(
         self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
@@ -145,8 +152,7 @@ class ServerControl:
         request = ops.ProofRequest(token_ids=tuple(token_ids), slices=wanted.slices, adapter=wanted.adapter)
         found = self.call(ops.PROVE, request, deadline=deadline)
         self.saw(f"at weight version {found.weight_version}, session {found.session_id}")
-        reading = CanaryReading(found.logprobs, version=found.weight_version, session_id=found.session_id)
-        return reading, found.digests
+        return _reading(found), found.digests
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         wanted = ops.LoadAdapter(adapter_path=path, adapter_name=name, weight_version=version)
@@ -332,3 +338,12 @@ def _first_line(response: httpx.Response) -> str:
     """Of plain text; a page for browsers says nothing in its first line."""
     html = "html" in response.headers.get("content-type", "")
     return "" if html else response.text.strip().partition("\n")[0][:200]
+
+
+def _reading(found: ops.Canary) -> CanaryReading:
+    return CanaryReading(
+        found.logprobs,
+        version=found.weight_version,
+        session_id=found.session_id,
+        cached_tokens=found.cached_tokens,
+    )

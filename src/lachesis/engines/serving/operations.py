@@ -260,6 +260,7 @@ class StateDict(Answer):
 
 class Canary(Stamped):
     logprobs: tuple[float, ...]
+    cached_tokens: int = 0
 
 
 class Digests(Stamped):

@@ -358,6 +358,13 @@ class ServedEngine(Protocol):
         """Logprob of token i + 1 given those before, at temperature 1, adapter included; works while paused."""
         ...
 
+    async def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens of a prompt made of ``token_ids`` are in the prefix cache; no user's prompt is alike.
+
+        None are after an update: they would have been computed with the weights before. The prompt is cached then.
+        """
+        ...
+
     async def digests(self, request: DigestRequest) -> dict[str, int]:
         """Exact digests of what the engine holds; works while paused. Refused (404) for unknown names."""
         ...

@@ -221,7 +221,8 @@ class Server:
             message = f"a canary of {len(token_ids)} tokens cannot be read"
             raise Refused(message, remedy=f"give 2 to {info.max_model_len} token ids")
         check_token_ids(token_ids, info=info)
-        return {"logprobs": _finite(await self.served.canary(token_ids))}
+        logprobs, cached = await asyncio.gather(self.served.canary(token_ids), self.served.cached_tokens(token_ids))
+        return {"logprobs": _finite(logprobs), "cached_tokens": cached}
 
     async def digests(self, request: DigestRequest) -> dict[str, Any]:
         return {"digests": await self.served.digests(request)}

@@ -115,6 +115,15 @@ class Generator:
         entries = _prompt_logprobs(output)
         return tuple(entry[token] for entry, token in zip(entries[1:], token_ids[1:], strict=True) if entry is not None)
 
+    async def cached_tokens(self, token_ids: Sequence[int], *, cache_salt: str) -> int:
+        """Return how many tokens of a prompt vLLM reads from its prefix cache."""
+        request = GenerateBody(
+            prompt_token_ids=tuple(token_ids),
+            sampling={"temperature": 1.0, "max_tokens": 1},
+            request_id=f"cache-probe-{time.monotonic_ns()}",
+        )
+        return (await self._final(request, 0, cache_salt=cache_salt)).num_cached_tokens or 0
+
     async def _complete_together(
         self, request: GenerateBody, *, cache_salt: str, kept: FetchedLogprobs
     ) -> list[tuple[Any, tuple[float, ...]]]:

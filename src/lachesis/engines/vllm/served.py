@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -188,6 +189,17 @@ class ServedVllm:
     async def _read_canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         async with self._gate.running():
             return await self._generator.canary(token_ids, cache_salt=self.cache_salt)
+
+    async def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        config = self._engine.vllm_config
+        length = config.cache_config.block_size + 1  # whole blocks are cached, and never the last token
+        if not config.cache_config.enable_prefix_caching or length >= config.model_config.max_model_len:
+            return 0
+        self._check_usable()
+        # Turned by one, so that it begins as no prompt does.
+        probe = tuple(islice(cycle((*token_ids[1:], token_ids[0])), length))
+        async with self._gate.running():
+            return await self._answered(self._generator.cached_tokens(probe, cache_salt=self.cache_salt))
 
     # Weights.
 

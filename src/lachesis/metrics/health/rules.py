@@ -463,15 +463,15 @@ def logprobs_differ(seen: Observation) -> Alarm | None:
 
 @rule
 def canary_off(seen: Observation) -> Alarm | None:
-    """The proof of sync came close to its tolerance."""
-    if (error := seen.above("canary_error", seen.limits.canary_error)) is None:
+    """The engine holds the trainer's bytes and computes something else."""
+    if (ratio := seen.above("canary_ratio", seen.limits.canary_ratio)) is None:
         return None
     return Alarm(
         "problem",
-        f"the engine's logprobs of the canary prompt are {format_number(error)} nats off the trainer's "
-        f"(limit: {format_number(seen.limits.canary_error)}): the engine may hold other weights; restart "
-        "it, and check that no other run uses it",
-        error,
+        f"the engine's logprobs of the canary differ from the trainer's {format_number(ratio)} times as much as two "
+        "correct passes of this model do, although its weights are the trainer's: its kernels may be wrong for this "
+        "model, or compute with a copy made before the update; compare logprob_diff_mean, and restart the engine",
+        ratio,
     )
 
 

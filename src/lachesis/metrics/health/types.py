@@ -12,13 +12,14 @@ from lachesis.common.types import EvalResult, Group, Level
 class HealthLimits:
     """Thresholds that depend on the run.
 
-    ``staleness`` in weight versions; ``canary_error`` and ``logprob_diff`` in nats (means of absolute
-    differences between trainer and engine; 16-bit weights on two different kernels differ by about 0.01).
+    ``staleness`` in weight versions; ``canary_ratio`` as a multiple of what the proof of sync allows; ``logprob_diff``
+    in nats (the mean absolute difference between trainer and engine; 16-bit weights on two different kernels differ by
+    about 0.01).
     ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
     """
 
     staleness: float = 4.0
-    canary_error: float = 0.1
+    canary_ratio: float = 1.0
     logprob_diff: float = 0.05
     sync_every: int = 1
     environments: bool = False

@@ -98,6 +98,9 @@ class FakeServed(ServedEngine):
         await self._call("canary")
         return (-1.0,) * (len(token_ids) - 1)
 
+    async def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        return 0
+
     async def digests(self, request: DigestRequest) -> dict[str, int]:
         await self._call("digests", request)
         return {"w": 255}

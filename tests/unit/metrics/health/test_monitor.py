@@ -23,7 +23,7 @@ HEALTHY = {
     "loss": 0.01, "grad_norm": 0.4, "mean_ratio": 1.0, "mean_kl": 0.03, "clipped_fraction": 0.05, "entropy": 0.3,
     "reward": 0.5, "reward_std": 0.4, "rewards/exact/mean": 0.5, "rewards/exact/std": 0.4, "zero_std_fraction": 0.1,
     "completion_length/mean": 8.0, "completion_length/max": 16.0, "truncated_fraction": 0.02, "staleness": 0.0,
-    "canary_error": 1e-6, "logprob_diff_mean": 1e-5, "generation_time": 1.0, "train_time": 1.2, "step_time": 2.4,
+    "canary_ratio": 0.2, "logprob_diff_mean": 1e-5, "generation_time": 1.0, "train_time": 1.2, "step_time": 2.4,
     "reward_time": 0.1,
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
         ("samples_stale", "warning", "5 weight versions old", {"staleness": 5.0}),
         ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
         ("logprobs_differ", "problem", "at most 3", {"logprob_diff_mean": 0.9, "logprob_diff_max": 3.0}),
-        ("canary_off", "problem", "other weights", {"canary_error": 0.4}),
+        ("canary_off", "problem", "although its weights are the trainer", {"canary_ratio": 1.4}),
         ("groups_dropped", "warning", "failed 2 times", {"reward_errors": 2.0, "dropped_groups": 1.0}),
         ("rollouts_let_go", "note", "3 rollouts that were finished before", {"kept_let_go": 3.0}),
         ("groups_dropped", "note", "3 groups were dropped", {"dropped_groups": 3.0}),
@@ -206,8 +206,8 @@ def test_without_a_fresh_sample_trainer_and_engine_are_not_compared() -> None:
 
 
 def test_limits_can_be_set() -> None:
-    values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_error": 0.2}
-    limits = HealthLimits(staleness=8, logprob_diff=0.1, canary_error=0.5)
+    values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_ratio": 1.5}
+    limits = HealthLimits(staleness=8, logprob_diff=0.1, canary_ratio=2.0)
     assert alarms(Observation(1, values, limits=limits)) == {}
 
 

@@ -160,6 +160,9 @@ class ServedEmbedded(ServedEngine):
     async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return (await self._in_thread(lambda: self._engine.canary(token_ids))).logprobs
 
+    async def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        return 0  # prompts are cached within a batch only, which no update comes into
+
     async def digests(self, request: DigestRequest) -> dict[str, int]:
         return await self._in_thread(lambda: self._weights.digests(request))
 

@@ -1,0 +1,342 @@
+"""The proof of sync on real weights: false alarms over healthy updates, and how many planted faults it finds.
+
+    PYTHONPATH=src python benchmarks/proof.py MODEL [MODEL ...] [--only MODE ...] [--updates N] [--faults N] [--out F]
+
+Each mode is an engine with a bridge. The policy takes real gradient steps on sums that it is to answer, at learning
+rates from 1e-7 to 1e-4 in turn; every update is transferred and proved. Then each fault is planted in transfers of its
+own, at a learning rate of 1e-6 for full weights and 1e-5 for an adapter, with two healthy updates before it. Where
+engine and trainer share their weights nothing can be planted in between, and only false alarms are counted.
+
+With a GPU the engine is vLLM; without one it is the embedded engine's server, whose other kernels stand in for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lachesis.bridges.base import Bridge
+from lachesis.common.errors import StaleWeights
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
+from lachesis.run.parts import build_policy
+from lachesis.train.batch import pack
+from lachesis.train.policy import Policy
+
+RATES = (1e-7, 1e-6, 1e-5, 1e-4)
+LORA = {"kind": "lora", "r": 16}
+PORT = 9301
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """An engine, a bridge and number formats. ``shares``: the trainer's weights are the engine's own tensors."""
+
+    bridge: dict[str, Any]
+    dtype: str = "bfloat16"
+    adapter: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    engine: dict[str, Any] = field(default_factory=dict[str, Any])
+    model: dict[str, Any] = field(default_factory=dict[str, Any])
+    shares: bool = False
+
+
+MODES = {
+    "shared, bf16": Mode({"kind": "shared_vllm"}, shares=True),
+    "broadcast, bf16": Mode({"kind": "broadcast"}),
+    "broadcast, fp16": Mode({"kind": "broadcast"}, dtype="float16"),
+    "broadcast, fp32": Mode({"kind": "broadcast"}, dtype="float32"),
+    "broadcast, fp8 engine": Mode({"kind": "broadcast"}, engine={"quantization": "fp8"}),
+    "broadcast, merged LoRA": Mode({"kind": "broadcast"}, adapter=LORA),
+    "LoRA by file": Mode({"kind": "lora_only"}, adapter=LORA),
+    "LoRA by file, one base": Mode({"kind": "lora_only", "share_base": True}, adapter=LORA),
+    "LoRA by NCCL": Mode({"kind": "lora_nccl"}, adapter=LORA),
+    "LoRA by file, NF4 trainer": Mode({"kind": "lora_only"}, adapter=LORA, model={"quantization": "nf4"}),
+    "two engines, broadcast": Mode({"kind": "broadcast"}, engine={"data_parallel_size": 2}),
+    "two GPUs an engine, LoRA by NCCL": Mode({"kind": "lora_nccl"}, adapter=LORA, engine={"tensor_parallel_size": 2}),
+    "two GPUs an engine, broadcast": Mode({"kind": "broadcast"}, engine={"tensor_parallel_size": 2}),
+    "reload, bf16": Mode({"kind": "reload"}),
+}
+
+
+def configuration(mode: Mode, model: Path, *, directory: Path, port: int) -> LachesisConfig:
+    on_gpu = torch.cuda.is_available()
+    engine: dict[str, Any] = {"kind": "embedded_server", "port": port, "max_model_len": 128}
+    if on_gpu:
+        engine |= {"kind": "vllm", "gpu_memory_utilization": 0.3, "enforce_eager": True, **mode.engine}
+    return LachesisConfig.model_validate(
+        {
+            "run": {"name": "proof", "dir": str(directory), "steps": 1000},
+            "model": {"path": str(model), "dtype": mode.dtype, "compile": "off", **mode.model},
+            "adapter": mode.adapter,
+            "data": {"path": __file__},
+            "rewards": {"functions": ["a.b"]},
+            "engine": engine,
+            "bridge": mode.bridge,
+            "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
+            "deadlines": {"sync_s": 120, "engine_start_s": 400},
+        }
+    )
+
+
+def sums(policy: Policy, *, seed: int) -> list[Group]:
+    """Two groups of a right and a wrong answer to a sum, in words, with advantages of 1 and -1."""
+    draw, tokenizer = random.Random(seed), policy.tokenizer
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    groups = []
+    for number in range(2):
+        one, other = draw.randint(1, 20), draw.randint(1, 20)
+        prompt = tuple(encode(f"What is {one} plus {other}? The sum of {one} and {other} is"))
+        samples = []
+        for answer, advantage in ((one + other, 1.0), (one + other + draw.randint(1, 9), -1.0)):
+            ids = tuple(encode(f" {answer}. That is the answer."))
+            samples.append(
+                Sample(
+                    prompt_ids=prompt, completion_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="stop",
+                    versions=VersionSpan(0, 0), temperature=1.0, reward=advantage, rewards=(advantage,),
+                    advantage=advantage,
+                )
+            )  # fmt: skip
+        groups.append(Group(Prompt(id=str(number), token_ids=prompt, text=""), tuple(samples)))
+    return groups
+
+
+def trained(policy: Policy) -> dict[str, Tensor]:
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+Fault = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], random.Random], None]
+
+
+def one_update_behind(now: dict[str, Tensor], before: dict[str, Tensor], first: dict[str, Tensor], _: random.Random):
+    for name, tensor in now.items():
+        tensor.copy_(before[name])
+
+
+def one_layer_not_sent(now: dict[str, Tensor], before: dict[str, Tensor], first: dict[str, Tensor], r: random.Random):
+    layers = sorted({name.split("layers.")[1].split(".")[0] for name in now if "layers." in name})
+    chosen = f"layers.{r.choice(layers)}."
+    for name, tensor in now.items():
+        if chosen in name:
+            tensor.copy_(before[name])
+
+
+def two_tensors_swapped(now: dict[str, Tensor], before: dict[str, Tensor], first: dict[str, Tensor], r: random.Random):
+    kinds: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in now.items():
+        if tensor.dim() > 1:
+            kinds.setdefault(tuple(tensor.shape), []).append(name)
+    one, other = r.sample(r.choice([names for names in kinds.values() if len(names) > 1]), 2)
+    kept = now[one].clone()
+    now[one].copy_(now[other])
+    now[other].copy_(kept)
+
+
+def one_tensor_scaled(now: dict[str, Tensor], before: dict[str, Tensor], first: dict[str, Tensor], r: random.Random):
+    now[r.choice([name for name, tensor in now.items() if tensor.any()])].mul_(1.01)
+
+
+def another_runs_weights(now: dict[str, Tensor], before: dict[str, Tensor], first: dict[str, Tensor], _: random.Random):
+    for name, tensor in now.items():
+        tensor.copy_(2 * first[name].float() - tensor.float())  # as far off on the other side
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__.replace("_", " "): fault
+    for fault in (
+        one_update_behind, one_layer_not_sent, two_tensors_swapped, one_tensor_scaled, another_runs_weights,
+    )
+}  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Rig:
+    """A policy and an engine, with the proof between them."""
+
+    side: EngineSide
+    policy: Policy
+    rate: float
+    version: int = 0
+
+    @property
+    def bridge(self) -> Bridge[Policy]:
+        return self.side.bridge
+
+    def update(self, *, rate: float, corrupt: Callable[[dict[str, Tensor]], None] | None = None) -> float:
+        """Take a step, transfer, and prove; returns the canary's ratio. ``corrupt`` changes what is transferred."""
+        self.version += 1
+        self.policy.optimizer._peak = rate
+        self.policy.accumulate(pack(sums(self.policy, seed=self.version), max_tokens=512))
+        with corrupted(self.bridge, self.policy, corrupt), self.bridge.update_to(self.version):
+            self.policy.step()
+        report = self.bridge.last_report
+        assert report is not None and report.canary_ratio is not None
+        return report.canary_ratio
+
+
+@contextmanager
+def corrupted(
+    bridge: Bridge[Policy], policy: Policy, corrupt: Callable[[dict[str, Tensor]], None] | None
+) -> Iterator[None]:
+    """Within it ``corrupt`` changes the weights for the time of each transfer."""
+    if corrupt is None:
+        yield
+        return
+    transfer = bridge._transfer
+
+    def faulty(*arguments: Any, **options: Any) -> None:
+        weights = trained(policy)
+        kept = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        with torch.no_grad():
+            corrupt(weights)
+        try:
+            transfer(*arguments, **options)
+        finally:
+            with torch.no_grad():
+                for name, tensor in weights.items():
+                    tensor.copy_(kept[name])
+
+    bridge._transfer = faulty
+    try:
+        yield
+    finally:
+        bridge._transfer = transfer
+
+
+def plant(rig: Rig, fault: Fault, *, seed: int, first: dict[str, Tensor]) -> str:
+    """Make two healthy updates and a faulty one; returns what the proof said, empty if it said nothing."""
+    for _ in range(2):
+        rig.update(rate=rig.rate)
+    before = {name: tensor.detach().clone() for name, tensor in trained(rig.policy).items()}
+    try:
+        rig.update(rate=rig.rate, corrupt=lambda now: fault(now, before, first, random.Random(seed)))
+    except StaleWeights as error:
+        return error.message
+    return ""
+
+
+# The words of the proof, by what they tell.
+WORDS = {
+    "still holds": "as they were before", "in the place of": "swapped", "none of them": "another run's",
+    "are not the trainer's": "tensors differ", "computes what it computed": "stands still",
+    "times what is allowed": "canary off", "prefix cache": "prefix cache",
+}  # fmt: skip
+
+
+def words(message: str) -> str:
+    return next((short for said, short in WORDS.items() if said in message), message[:80])
+
+
+def measure(mode: Mode, model: Path, *, updates: int, faults: int, port: int) -> dict[str, Any]:
+    with TemporaryDirectory() as directory:
+        config = configuration(mode, model, directory=Path(directory), port=port)
+        place = RunPlace(directory=Path(directory) / "proof", engine_log=Path(directory) / "engine.log", owner="proof")
+        place.directory.mkdir()
+        side = build_engine_side(config, place=place, canary_prompt=())
+        try:
+            return _measure(config, side, mode, updates=updates, faults=faults)
+        except Exception:
+            say(place.engine_log.read_text()[-3000:] if place.engine_log.exists() else "the engine has no log")
+            raise
+        finally:
+            side.close()
+
+
+def _measure(config: LachesisConfig, side: EngineSide, mode: Mode, *, updates: int, faults: int) -> dict[str, Any]:
+    policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
+    lora = mode.adapter["kind"] == "lora"
+    rig = Rig(side=side, policy=policy, rate=1e-5 if lora else 1e-6)
+    side.bridge.sync(0)
+    first = {name: tensor.detach().clone() for name, tensor in trained(policy).items()}
+    ratios, errors, seconds, alarms = [], [], [], []
+    for number in range(updates):
+        started = time.perf_counter()
+        try:
+            ratios.append(rig.update(rate=RATES[number * len(RATES) // updates]))
+        except StaleWeights as error:
+            alarms.append(error.message)
+        else:
+            report = side.bridge.last_report
+            errors.append(report.canary_error if report and report.canary_error is not None else float("nan"))
+        seconds.append(time.perf_counter() - started)
+    found: dict[str, Counter[str]] = {}
+    for name, fault in {}.items() if mode.shares else FAULTS.items():
+        said = [plant(rig, fault, seed=seed, first=first) for seed in range(faults)]
+        found[name] = Counter(words(message) if message else "not found" for message in said)
+    ordered = sorted(ratios)
+    return {
+        "healthy updates": updates,
+        "false alarms": len(alarms),
+        "alarms": alarms[:3],
+        "doubts": sum(ratio > 1 for ratio in ratios),
+        "ratio, median": statistics.median(ratios) if ratios else None,
+        "ratio, 0.99 quantile": ordered[int(0.99 * (len(ordered) - 1))] if ratios else None,
+        "ratio, largest": max(ratios, default=None),
+        "error in nats, median": statistics.median(errors) if errors else None,
+        "seconds an update": statistics.median(seconds),
+        "found": found,
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| model | mode | healthy | false alarms | doubts | ratio, median and largest | faults found |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in results:
+        found = "; ".join(
+            f"{name} {sum(n for said, n in counts.items() if said != 'not found')}/{sum(counts.values())} "
+            f"({', '.join(said for said in counts)})"
+            for name, counts in one["found"].items()
+        )
+        yield (
+            f"| {one['model']} | {one['mode']} | {one['healthy updates']} | {one['false alarms']} | {one['doubts']} | "
+            f"{one['ratio, median']:.2f}, {one['ratio, largest']:.2f} | {found or 'none can be planted'} |"
+        )
+
+
+def say(*lines: str) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+    parser.add_argument("--only", nargs="+", choices=sorted(MODES), default=list(MODES), metavar="MODE")
+    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mode after so long")
+    parser.add_argument("--port", type=int, default=PORT)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    for model in options.models:
+        for name in options.only:
+            if time.perf_counter() - started > options.seconds:
+                say(f"{model.name}, {name}: no time left")
+                continue
+            measured = measure(MODES[name], model, updates=options.updates, faults=options.faults, port=options.port)
+            results.append({"model": model.name, "mode": name} | measured)
+            say(*list(table(results[-1:]))[2:], *results[-1]["alarms"])
+            if options.out is not None:
+                options.out.write_text(json.dumps(results, indent=1))
+    say(*table(results))
+
+
+if __name__ == "__main__":
+    main()
