@@ -78,7 +78,10 @@ def configuration(mode: Mode, model: Path, *, directory: Path, port: int) -> Lac
     on_gpu = torch.cuda.is_available()
     engine: dict[str, Any] = {"kind": "embedded_server", "port": port, "max_model_len": 128}
     if on_gpu:
-        engine |= {"kind": "vllm", "gpu_memory_utilization": 0.3, "enforce_eager": True, **mode.engine}
+        # A cache of a given size: memory is not measured, so that modes may run side by side on one card.
+        cache = ["--kv-cache-memory-bytes", "1000000000"]
+        engine |= {"kind": "vllm", "gpu_memory_utilization": 0.1, "enforce_eager": True, "extra_args": cache}
+        engine |= mode.engine
     return LachesisConfig.model_validate(
         {
             "run": {"name": "proof", "dir": str(directory), "steps": 1000},
@@ -88,7 +91,7 @@ def configuration(mode: Mode, model: Path, *, directory: Path, port: int) -> Lac
             "rewards": {"functions": ["a.b"]},
             "engine": engine,
             "bridge": mode.bridge,
-            "optimizer": {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0},
+            "optimizer": {"learning_rate": 1e-5, "schedule": "constant"},
             "deadlines": {"sync_s": 120, "engine_start_s": 400},
         }
     )
