@@ -280,10 +280,10 @@ def proof_parts(side: EngineSide) -> dict[str, float]:
     assert isinstance(fleet, FleetProof) and isinstance(engine, HttpEngine)
     proof = fleet.of(engine.living[0])
     calls = {
-        "trainer canary": lambda: proof.trainer(proof.token_ids),
-        "engine canary": lambda: proof.engine(proof.token_ids, NO_DIGESTS),
+        "trainer canary": lambda: proof.trainer(proof.token_ids()),
+        "engine canary": lambda: proof.engine(proof.token_ids(), NO_DIGESTS),
         "trainer digests": proof.trainer_digests,
-        "engine canary and digests": proof.ask_engine,
+        "engine canary and digests": lambda: proof.ask_engine(proof.token_ids()),
     }
     found = {}
     for name, call in calls.items():

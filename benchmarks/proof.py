@@ -1,11 +1,19 @@
 """The proof of sync on real weights: false alarms over healthy updates, and how many planted faults it finds.
 
-    PYTHONPATH=src python benchmarks/proof.py MODEL [MODEL ...] [--only MODE ...] [--updates N] [--faults N] [--out F]
+    PYTHONPATH=src python benchmarks/proof.py MODEL [MODEL ...] [--only MODE ...] [--updates N] [--faults N]
+        [--each SECONDS] [--out F]
 
 Each mode is an engine with a bridge. The policy takes real gradient steps on sums that it is to answer, at learning
-rates from 1e-7 to 1e-4 in turn; every update is transferred and proved. Then each fault is planted in transfers of its
-own, at a learning rate of 1e-6 for full weights and 1e-5 for an adapter, with two healthy updates before it. Where
-engine and trainer share their weights nothing can be planted in between, and only false alarms are counted.
+rates from 1e-7 to 1e-4 in turn; every update is transferred and proved. Then each fault is planted, one transfer at a
+time, at a learning rate of 1e-6 for full weights and 1e-5 for an adapter, with two healthy updates before it:
+
+- the weights are changed for the time of a transfer (one update behind, one layer not sent, two tensors swapped, one
+  scaled by 1.01, another run's);
+- an engine that holds the adapter answers with the logprobs of its base model;
+- a vLLM plugin keeps the prefix cache over an update.
+
+Where engine and trainer share their weights nothing travels, and only the last is planted. "Canary alone" leaves the
+digests out, as with a foreign server.
 
 With a GPU the engine is vLLM; without one it is the embedded engine's server, whose other kernels stand in for it.
 """
@@ -14,14 +22,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,9 +40,12 @@ import torch
 from torch import Tensor
 
 from lachesis.bridges.base import Bridge
+from lachesis.bridges.proof import NO_DIGESTS, EngineSays, FleetProof, SyncProof
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.serving.served import DigestRequest
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
@@ -46,7 +58,10 @@ PORT = 9301
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """An engine, a bridge and number formats. ``shares``: the trainer's weights are the engine's own tensors."""
+    """An engine, a bridge and number formats.
+
+    ``shares``: the trainer's weights are the engine's own tensors. ``digests``: the proof may compare digests.
+    """
 
     bridge: dict[str, Any]
     dtype: str = "bfloat16"
@@ -54,6 +69,7 @@ class Mode:
     engine: dict[str, Any] = field(default_factory=dict[str, Any])
     model: dict[str, Any] = field(default_factory=dict[str, Any])
     shares: bool = False
+    digests: bool = True
 
 
 MODES = {
@@ -71,6 +87,8 @@ MODES = {
     "two GPUs an engine, LoRA by NCCL": Mode({"kind": "lora_nccl"}, adapter=LORA, engine={"tensor_parallel_size": 2}),
     "two GPUs an engine, broadcast": Mode({"kind": "broadcast"}, engine={"tensor_parallel_size": 2}),
     "reload, bf16": Mode({"kind": "reload"}),
+    "broadcast, canary alone": Mode({"kind": "broadcast"}, digests=False),
+    "LoRA by file, canary alone": Mode({"kind": "lora_only"}, adapter=LORA, digests=False),
 }
 
 
@@ -123,6 +141,9 @@ def trained(policy: Policy) -> dict[str, Tensor]:
     return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
+Corrupt = Callable[[dict[str, Tensor]], None]
+# Plants a fault, drawn by a seed, in one update, and returns what the proof said of it; empty if nothing.
+Planted = Callable[[int], str]
 Fault = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], random.Random], None]
 
 
@@ -159,7 +180,7 @@ def another_runs_weights(now: dict[str, Tensor], before: dict[str, Tensor], firs
         tensor.copy_(2 * first[name].float() - tensor.float())  # as far off on the other side
 
 
-FAULTS: dict[str, Fault] = {
+TENSOR_FAULTS: dict[str, Fault] = {
     fault.__name__.replace("_", " "): fault
     for fault in (
         one_update_behind, one_layer_not_sent, two_tensors_swapped, one_tensor_scaled, another_runs_weights,
@@ -174,13 +195,21 @@ class Rig:
     side: EngineSide
     policy: Policy
     rate: float
+    keeps_cache: Path
     version: int = 0
+
+    @property
+    def proof(self) -> SyncProof:
+        """The proof of the first engine that lives."""
+        fleet, engine = self.bridge.proof, self.bridge.engine
+        assert isinstance(fleet, FleetProof) and isinstance(engine, HttpEngine)
+        return fleet.of(engine.living[0])
 
     @property
     def bridge(self) -> Bridge[Policy]:
         return self.side.bridge
 
-    def update(self, *, rate: float, corrupt: Callable[[dict[str, Tensor]], None] | None = None) -> float:
+    def update(self, *, rate: float, corrupt: Corrupt | None = None) -> float:
         """Take a step, transfer, and prove; returns the canary's ratio. ``corrupt`` changes what is transferred."""
         self.version += 1
         self.policy.optimizer._peak = rate
@@ -193,9 +222,7 @@ class Rig:
 
 
 @contextmanager
-def corrupted(
-    bridge: Bridge[Policy], policy: Policy, corrupt: Callable[[dict[str, Tensor]], None] | None
-) -> Iterator[None]:
+def corrupted(bridge: Bridge[Policy], policy: Policy, corrupt: Corrupt | None) -> Iterator[None]:
     """Within it ``corrupt`` changes the weights for the time of each transfer."""
     if corrupt is None:
         yield
@@ -221,16 +248,84 @@ def corrupted(
         bridge._transfer = transfer
 
 
-def plant(rig: Rig, fault: Fault, *, seed: int, first: dict[str, Tensor]) -> str:
-    """Make two healthy updates and a faulty one; returns what the proof said, empty if it said nothing."""
-    for _ in range(2):
-        rig.update(rate=rig.rate)
-    before = {name: tensor.detach().clone() for name, tensor in trained(rig.policy).items()}
+def said_of(rig: Rig, fault: Callable[[], AbstractContextManager[Any]], *, transfer: Corrupt | None = None) -> str:
+    """Make an update under ``fault``, with ``transfer`` changing the weights; returns what the proof said, or ""."""
     try:
-        rig.update(rate=rig.rate, corrupt=lambda now: fault(now, before, first, random.Random(seed)))
+        with fault():
+            rig.update(rate=rig.rate, corrupt=transfer)
     except StaleWeights as error:
         return error.message
     return ""
+
+
+def with_faulty_tensors(rig: Rig, fault: Fault, *, seed: int, first: dict[str, Tensor]) -> str:
+    before = {name: tensor.detach().clone() for name, tensor in trained(rig.policy).items()}
+    return said_of(rig, nullcontext, transfer=lambda now: fault(now, before, first, random.Random(seed)))
+
+
+@contextmanager
+def unused_adapter(rig: Rig, base: Sequence[float]) -> Iterator[None]:
+    """Within it the engine has the adapter's bytes, and computes with its base model alone."""
+    proof = rig.proof
+    ask = proof.engine
+
+    def without_adapter(token_ids: Sequence[int], wanted: DigestRequest) -> EngineSays:
+        reading, digests = ask(token_ids, wanted)
+        return replace(reading, logprobs=tuple(base)), digests
+
+    proof.engine = without_adapter
+    try:
+        yield
+    finally:
+        proof.engine = ask
+
+
+@contextmanager
+def kept_cache(rig: Rig) -> Iterator[None]:
+    """Within it vLLM empties its prefix cache in no update."""
+    rig.keeps_cache.touch()
+    try:
+        yield
+    finally:
+        rig.keeps_cache.unlink()
+
+
+def faults_of(rig: Rig, mode: Mode, *, first: dict[str, Tensor], base: Sequence[float]) -> dict[str, Planted]:
+    """The faults that can be planted in a mode, by name; each is called with a seed and returns what was said."""
+    planted: dict[str, Planted] = {}
+    if not mode.shares:
+        for name, fault in TENSOR_FAULTS.items():
+            planted[name] = lambda seed, fault=fault: with_faulty_tensors(rig, fault, seed=seed, first=first)
+    if mode.bridge["kind"] in ("lora_only", "lora_nccl"):
+        planted["an adapter not applied"] = lambda seed: said_of(rig, lambda: unused_adapter(rig, base))
+    if torch.cuda.is_available():
+        planted["the cache of the weights before"] = lambda seed: said_of(rig, lambda: kept_cache(rig))
+    return planted
+
+
+# Patches vLLM's cache manager so that it keeps the prefix cache while the file that {flag} names is there.
+_PLUGIN = """
+from pathlib import Path
+
+def keep():
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    reset = KVCacheManager.reset_prefix_cache
+    KVCacheManager.reset_prefix_cache = lambda self: True if Path({flag!r}).exists() else reset(self)
+"""
+
+
+def install_cache_fault(directory: Path) -> Path:
+    """Install a vLLM plugin for servers started from now on; returns the file that has it keep the prefix cache."""
+    flag = directory / "keeps_cache"
+    info = directory / "site" / "cache_fault-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cache-fault\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ncache_fault = cache_fault:keep\n")
+    (directory / "site" / "cache_fault.py").write_text(_PLUGIN.format(flag=str(flag)))
+    sys.path.append(str(directory / "site"))
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(directory / "site")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return flag
 
 
 # The words of the proof, by what they tell.
@@ -245,14 +340,15 @@ def words(message: str) -> str:
     return next((short for said, short in WORDS.items() if said in message), message[:80])
 
 
-def measure(mode: Mode, model: Path, *, updates: int, faults: int, port: int) -> dict[str, Any]:
+def measure(mode: Mode, model: Path, *, updates: int, faults: int, seconds: float, port: int) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
+        flag = install_cache_fault(Path(directory))
         config = configuration(mode, model, directory=Path(directory), port=port)
         place = RunPlace(directory=Path(directory) / "proof", engine_log=Path(directory) / "engine.log", owner="proof")
         place.directory.mkdir()
         side = build_engine_side(config, place=place, canary_prompt=())
         try:
-            return _measure(config, side, mode, updates=updates, faults=faults)
+            return _measure(config, side, mode, updates=updates, faults=faults, seconds=seconds, keeps_cache=flag)
         except Exception:
             say(place.engine_log.read_text()[-3000:] if place.engine_log.exists() else "the engine has no log")
             raise
@@ -260,30 +356,54 @@ def measure(mode: Mode, model: Path, *, updates: int, faults: int, port: int) ->
             side.close()
 
 
-def _measure(config: LachesisConfig, side: EngineSide, mode: Mode, *, updates: int, faults: int) -> dict[str, Any]:
+def _measure(
+    config: LachesisConfig,
+    side: EngineSide,
+    mode: Mode,
+    *,
+    updates: int,
+    faults: int,
+    seconds: float,
+    keeps_cache: Path,
+) -> dict[str, Any]:
     policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
     lora = mode.adapter["kind"] == "lora"
-    rig = Rig(side=side, policy=policy, rate=1e-5 if lora else 1e-6)
+    rig = Rig(side=side, policy=policy, rate=1e-5 if lora else 1e-6, keeps_cache=keeps_cache)
+    if not mode.digests:
+        rig.proof.wanted = NO_DIGESTS
     side.bridge.sync(0)
     first = {name: tensor.detach().clone() for name, tensor in trained(policy).items()}
-    ratios, errors, seconds, alarms = [], [], [], []
+    base = rig.proof.ask_engine(rig.proof.token_ids())[0].logprobs
+    ratios, errors, durations, alarms = [], [], [], []
+    ends = time.perf_counter() + seconds / 2
     for number in range(updates):
         started = time.perf_counter()
+        if started > ends:
+            break
         try:
-            ratios.append(rig.update(rate=RATES[number * len(RATES) // updates]))
+            ratios.append(rig.update(rate=RATES[number // 5 % len(RATES)]))
         except StaleWeights as error:
             alarms.append(error.message)
         else:
             report = side.bridge.last_report
             errors.append(report.canary_error if report and report.canary_error is not None else float("nan"))
-        seconds.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - started)
+    planted = faults_of(rig, mode, first=first, base=base)
     found: dict[str, Counter[str]] = {}
-    for name, fault in {}.items() if mode.shares else FAULTS.items():
-        said = [plant(rig, fault, seed=seed, first=first) for seed in range(faults)]
-        found[name] = Counter(words(message) if message else "not found" for message in said)
+    for place, (name, plant) in enumerate(planted.items()):
+        share = (ends + seconds / 2 - time.perf_counter()) / (len(planted) - place)
+        ends_fault = time.perf_counter() + share
+        found[name] = Counter()
+        for seed in range(faults):
+            if time.perf_counter() > ends_fault:
+                break
+            for _ in range(2):
+                rig.update(rate=rig.rate)
+            message = plant(seed)
+            found[name][words(message) if message else "not found"] += 1
     ordered = sorted(ratios)
     return {
-        "healthy updates": updates,
+        "healthy updates": len(durations),
         "false alarms": len(alarms),
         "alarms": alarms[:3],
         "doubts": sum(ratio > 1 for ratio in ratios),
@@ -291,7 +411,7 @@ def _measure(config: LachesisConfig, side: EngineSide, mode: Mode, *, updates: i
         "ratio, 0.99 quantile": ordered[int(0.99 * (len(ordered) - 1))] if ratios else None,
         "ratio, largest": max(ratios, default=None),
         "error in nats, median": statistics.median(errors) if errors else None,
-        "seconds an update": statistics.median(seconds),
+        "seconds an update": statistics.median(durations),
         "found": found,
     }
 
@@ -322,6 +442,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(MODES), default=list(MODES), metavar="MODE")
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--each", type=float, default=float("inf"), help="seconds a mode may take, its start left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mode after so long")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--out", type=Path)
@@ -333,7 +454,14 @@ def main() -> None:
             if time.perf_counter() - started > options.seconds:
                 say(f"{model.name}, {name}: no time left")
                 continue
-            measured = measure(MODES[name], model, updates=options.updates, faults=options.faults, port=options.port)
+            measured = measure(
+                MODES[name],
+                model,
+                updates=options.updates,
+                faults=options.faults,
+                seconds=options.each,
+                port=options.port,
+            )
             results.append({"model": model.name, "mode": name} | measured)
             say(*list(table(results[-1:]))[2:], *results[-1]["alarms"])
             if options.out is not None:

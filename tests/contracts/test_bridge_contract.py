@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -459,7 +460,7 @@ def test_what_does_not_arrive_is_stale_weights(live: Live, fault: str):
         assert "not the trainer's" in caught.value.message
     else:
         assert moved > TOLERANCE
-        assert "canary logprobs differ from the trainer's" in caught.value.message
+        assert re.search("canary logprobs differ from|computes what it computed at", caught.value.message)
     assert live.engine.health().ready, "generation is not held up"
     if not live.case.restarts:
         live.update()
@@ -513,7 +514,7 @@ class TestInProcess:
                         parameter *= 1.2
             return model
 
-        self.refuse(r"canary logprobs differ from the trainer's by up to [\d.]+ \(allowed 0.001\)", model=changed)
+        self.refuse(r"differ from the trainer's by .* times what is allowed \(a mean of 0.001", model=changed)
 
     def test_weights_of_their_own_are_stale_weights(self):
         self.refuse("after the transfer of version 1", model=copy.deepcopy)

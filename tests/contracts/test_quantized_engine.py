@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -59,6 +59,11 @@ def proof_of(side: EngineSide) -> SyncProof:
     return side.bridge.proof.of(side.bridge.engine.living[0])  # type: ignore[attr-defined]
 
 
+def ask_digests(side: EngineSide) -> Mapping[str, int]:
+    proof = proof_of(side)
+    return proof.ask_engine(proof.token_ids())[1]
+
+
 def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSide, Policy]):
     side, policy = sides
     assert isinstance(side.bridge.engine, HttpEngine)
@@ -66,12 +71,12 @@ def test_what_arrives_is_rounded_as_the_trainer_rounds_it(sides: tuple[EngineSid
     held = control.state_dict_info(deadline=soon("the test"))
     assert {info.dtype for name, info in held.items() if "_proj.weight" in name} >= {"float8_e4m3fn"}
     for version in (1, 2):
-        before = proof_of(side).ask_engine()[1]
+        before = ask_digests(side)
         policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
         with side.bridge.update_to(version):
             policy.step()
         proof = proof_of(side)
-        ours, theirs = proof.trainer_digests(), proof.ask_engine()[1]
+        ours, theirs = proof.trainer_digests(), ask_digests(side)
         assert ours == theirs and theirs != before
         assert sum(name.endswith("_scale") for name in ours) == 7 * policy.transformer.config.num_hidden_layers
     status = control.receiver_status(deadline=soon("the test"))

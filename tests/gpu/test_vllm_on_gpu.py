@@ -155,7 +155,7 @@ def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, ke
         assert isinstance(side.bridge.proof, FleetProof) and isinstance(side.bridge.engine, HttpEngine)
         proof = side.bridge.proof.of(side.bridge.engine.living[0])
         ours = proof.trainer_digests()
-        assert ours and ours == {name: proof.ask_engine()[1][name] for name in ours}
+        assert ours and ours == {name: proof.ask_engine(proof.token_ids())[1][name] for name in ours}
         assert any(name.endswith("_scale") for name in ours) != lora
         held = side.bridge.engine.controls[0].state_dict_info(deadline=soon())
         assert held["model.layers.0.mlp.down_proj.weight"].dtype == "float8_e4m3fn"
@@ -196,7 +196,7 @@ def test_every_expert_of_a_mixture_is_proved(eager: bool, tmp_path: Path):
         proof = side.bridge.proof.of(side.bridge.engine.living[0])
         ours = proof.trainer_digests()
         assert "model.layers.0.mlp.experts.gate_up_proj" in ours
-        assert ours == {name: proof.ask_engine()[1][name] for name in ours}
+        assert ours == {name: proof.ask_engine(proof.token_ids())[1][name] for name in ours}
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (33, 48), (16, 4096), (7, 8200)])

@@ -69,6 +69,7 @@ def test_the_rooms_are_the_folders():
 SAME = {
     "base.py": "the base classes of a folder",
     "build.py": "how what a folder has is put together from the configuration",
+    "canary.py": "the canary: how an engine reads it, and how two readings are compared",
     "check.py": "the command that tries data, or rewards, before a run does",
     "custom.py": "parts that users write, of the kind of that folder",
     "distributed.py": "what a configuration says of several ranks: translated, and checked",

@@ -135,7 +135,10 @@ class SyncProof:
         """Ask both sides and judge what they say. Raises as :meth:`judge`."""
         token_ids = self.token_ids()
         if not self.concurrent:
-            return self.judge(self.ask_engine(token_ids), self.ask_trainer(token_ids), version=version)
+            proved = self.judge(self.ask_engine(token_ids), self.ask_trainer(token_ids), version=version)
+            if proved.doubt:
+                logger.warning("no weights can have been lost, but %s", proved.doubt)
+            return proved
         # Most of either is waiting, for the wire or for the device.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof") as pool:
             engine = pool.submit(self.ask_engine, token_ids)
