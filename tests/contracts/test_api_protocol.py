@@ -379,13 +379,48 @@ class TestTrapsOfTheOriginal:
         api.start(batch_size=1)
         reply = api.http.post("/scored_data", content=body)
         assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["body", *place])
-        listed = api.http.post("/scored_data_list", content=b"[" + json.dumps(scored(1)).encode() + b"," + body + b"]")
+        listed = api.http.post("/scored_data_list", content=b"[" + body + b"," + body + b"]")
         assert listed.status_code == 422
         if place and body.endswith(b"}"):
-            assert listed.json()["detail"][0]["loc"] == ["body", 1, *place]
+            assert listed.json()["detail"][0]["loc"] == ["body", 0, *place]
         assert api.get("/status") == {"current_step": 0, "queue_size": 0}
         assert api.get("/latest_example")["tokens"] == []
         assert api.get("/batch") == {"batch": None}
+
+    def test_a_long_post_holds_nobody_up(self, api: Server) -> None:
+        api.start(batch_size=4)
+        long = json.dumps(scored(4, mark=1, length=300_000)).encode()
+        assert len(long) > 5 << 20
+        status: list[int] = []
+        post = threading.Thread(
+            target=lambda: status.append(
+                httpx.post(f"{api.http.base_url}/scored_data", content=long, timeout=LONG_S).status_code
+            )
+        )
+        post.start()
+        slowest = 0.0
+        while post.is_alive():
+            start = time.monotonic()
+            api.get("/status")
+            slowest = max(slowest, time.monotonic() - start)
+            time.sleep(0.02)
+        post.join()
+        assert status == [200] and marks(api.get("/batch")["batch"]) == [1]
+        assert slowest < 1.0
+
+    def test_requests_without_groups_are_short(self, api: Server) -> None:
+        reply = api.http.post("/register", content=b"[" + b" " * (1 << 20) + b"]")
+        assert (reply.status_code, reply.json()["detail"]) == (413, "the body is longer than 1 MiB")
+
+    def test_a_wrong_group_of_a_list_keeps_no_other_out(self, api: Server) -> None:
+        api.start(batch_size=2)
+        wrong = scored(1) | {"scores": ["high"]}
+        reply = api.post("/scored_data_list", [scored(1, mark=1), wrong, {"tokens": []}, scored(1, mark=2)])
+        assert (reply["groups_processed"], reply["refused"]) == (2, 2)
+        assert [entry["index"] for entry in reply["reasons"]] == [1, 2]
+        assert "valid number" in reply["reasons"][0]["reason"] and "scores[0]" in reply["reasons"][0]["reason"]
+        assert "masks" in reply["reasons"][1]["reason"]
+        assert marks(api.get("/batch")["batch"]) == [1, 2]
 
     def test_truncated_gzip(self, api: Server) -> None:
         packed = gzip.compress(json.dumps(scored(2)).encode())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lachesis.api.batching import GroupQueue, released
+from lachesis.api.batching import GroupQueue, Key, released
 from lachesis.api.environments import Environments, RegisteredEnvironment
 from lachesis.api.stored import NOT_QUEUED, Change, HeldGroup, StoredGroup
 from lachesis.api.wire import Refusal
@@ -75,6 +75,7 @@ class Backlog:
         self.latest: HeldGroup | None = None
         self.buffers: dict[int, list[HeldGroup]] = {}
         self.limit = max_queued_tokens
+        self._turned_away = False
         self._environments = environments
         self._strict = strict
         self._next_number = 0
@@ -85,6 +86,16 @@ class Backlog:
         """Tokens queued and buffered, as the limit counts them."""
         buffered = sum(held.group.weight for buffer in self.buffers.values() for held in buffer)
         return self.queue.weight + buffered
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue takes no more: it is at its limit, or had no room for a post since groups last left it."""
+        return self.limit is not None and (self._turned_away or self.weight >= self.limit)
+
+    def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:
+        """Remove and return the oldest group of each lane named, in that order."""
+        self._turned_away = False
+        return self.queue.take(keys)
 
     def post(self, groups: Sequence[StoredGroup], *, now: float) -> tuple[list[dict[str, Any]], Change]:
         """Queue groups, or buffer those whose size is not their environment's; a reply for each.
@@ -105,6 +116,12 @@ class Backlog:
             reason = f"its environment left before groups of {environment.asked.group_size} were complete"
             self.set_aside.add(held.group, reason, environment)
         return tuple(held.number for held in buffer)
+
+    def release_buffers(self) -> tuple[tuple[int, int], ...]:
+        """Queue all that is buffered, groups whole as they came. Their numbers and positions."""
+        released = [self._enqueue(held) for buffer in self.buffers.values() for held in buffer]
+        self.buffers.clear()
+        return tuple((held.number, held.position) for held in released)
 
     def restore(self, held: Iterable[HeldGroup], *, next_number: int) -> None:
         """Take over what a store held, groups without a position into their buffers."""
@@ -176,6 +193,7 @@ class Backlog:
             raise Refusal(413, f"{asked} tokens in one post are more than the queue may hold ({self.limit})")
         if self.weight + asked > self.limit:
             self.received.full += 1
+            self._turned_away = True
             raise Refusal(
                 429,
                 f"the queue holds {self.weight} of at most {self.limit} tokens: post again later",

@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lachesis.api.stored import HeldGroup
+
+# Once this many batches' worth of sequences is queued, waiting for sizes that add up exactly ends.
+PATIENCE_BATCHES = 2
 
 Key: TypeAlias = tuple[int | None, int]
 Lanes: TypeAlias = Mapping[Key, Sequence[int]]
@@ -25,35 +28,73 @@ class Demand:
     """What a batch has to be.
 
     ``minimums`` are sequences owed by environment id, for those that are there and owe any. ``sizes`` are group
-    sizes that may still arrive, besides those in the queue.
+    sizes that may still arrive, besides those in the queue. ``full`` is set where the queue takes no more groups, so
+    that waiting for others is pointless. ``long`` is set where :data:`PATIENCE_BATCHES` are queued.
     """
 
     batch_size: int
     minimums: Mapping[int, int]
     sizes: frozenset[int] = frozenset()
+    full: bool = False
+    long: bool = False
+
+    def of(self, *, queued: int, full: bool) -> Demand:
+        """Return this demand on a queue of ``queued`` sequences."""
+        return replace(self, full=full, long=queued >= PATIENCE_BATCHES * self.batch_size)
 
 
 def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
-    """The lanes to take a group from, in order, for one batch; None where the queue has to grow first.
+    """Return the lanes to take a group from, in order, for one batch; None where the queue has to grow first.
 
     Groups stay whole and the batch has exactly ``batch_size`` sequences, oldest groups first. Each environment
-    that owes a minimum has at least one group in it and as much of its share as it has queued. Two cases in
-    which waiting could never help do not wait: minimums that no number of groups can meet together are dropped,
-    and groups of a size that fits no batch (:func:`stranded`) go out by themselves.
+    that owes a minimum has at least one group in it and as much of its share as it has queued. No size of a group
+    holds the others up:
+
+    - Minimums that no number of groups can meet together are dropped.
+    - Groups of a size that fits no batch (:func:`stranded`) go out by themselves, when they are the oldest or when
+      no exact batch can be made of what is queued.
+    - Once :data:`PATIENCE_BATCHES` batches are queued, or the queue is full with at least one batch, the groups that
+      come nearest to ``batch_size`` from below go out. A full queue does not wait for a minimum either.
     """
     alone = _stranded_batch(lanes, demand)
-    if alone:
+    if alone and _oldest_is_stranded(lanes, demand):
         return alone
-    minimums = _scaled(demand, lanes)
     counts = {key: len(lane) for key, lane in lanes.items()}
+    return _exact_batch(lanes, counts, demand) or alone or _nearest_batch(lanes, counts, demand) or None
+
+
+def _exact_batch(lanes: Lanes, counts: Mapping[Key, int], demand: Demand) -> tuple[Key, ...]:
+    """Return the lanes of a batch of exactly ``batch_size`` sequences; empty where there is none yet."""
+    minimums = _scaled(demand, lanes)
     if _fits(counts, demand.batch_size, minimums):
         return _oldest_first(lanes, counts, demand.batch_size, minimums)
-    if not minimums or set(minimums) - {env for env, _ in lanes}:
-        return None
+    if not minimums or not _fits(counts, demand.batch_size, ()):
+        return ()
     plenty = {key: demand.batch_size // key[1] for key in lanes if key[1] <= demand.batch_size}
-    if not _fits(plenty, demand.batch_size, minimums) and _fits(counts, demand.batch_size, ()):
-        return _oldest_first(lanes, counts, demand.batch_size, {})
-    return None
+    waits = not demand.full and (_absent(demand, lanes) or _fits(plenty, demand.batch_size, minimums))
+    return () if waits else _oldest_first(lanes, counts, demand.batch_size, {})
+
+
+def _nearest_batch(lanes: Lanes, counts: Mapping[Key, int], demand: Demand) -> tuple[Key, ...]:
+    """Return the lanes of the largest batch below ``batch_size`` if waiting for an exact one must end."""
+    held_up = demand.full or (demand.long and not _absent(demand, lanes))
+    if not held_up or _queued(lanes) < demand.batch_size:
+        return ()
+    minimums = _scaled(demand, lanes)
+    for owed in (minimums, {}):
+        nearest = _sums(counts, demand.batch_size, owed).bit_length() - 1
+        if nearest > 0:
+            return _oldest_first(lanes, counts, nearest, owed)
+    return ()
+
+
+def _absent(demand: Demand, lanes: Lanes) -> set[int]:
+    """Return the environments that owe a minimum and have nothing queued."""
+    return set(demand.minimums) - {env for env, _ in lanes if env is not None}
+
+
+def _queued(lanes: Lanes) -> int:
+    return sum(size * len(lane) for (_, size), lane in lanes.items())
 
 
 def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
@@ -61,6 +102,16 @@ def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
     known = frozenset(size for size in (*sizes, *demand.sizes) if size <= demand.batch_size)
     sums = _sums_of_plenty(known, demand.batch_size)
     return frozenset(s for s in sizes if s > demand.batch_size or not sums >> (demand.batch_size - s) & 1)
+
+
+def needs_groups(lanes: Lanes, demand: Demand) -> bool:
+    """Return True if no batch can be made before more groups arrive, of whatever size or environment.
+
+    Whoever throttles itself by the queue must not be stopped by what is queued then: it would wait for itself.
+    """
+    if _queued(lanes) < demand.batch_size:
+        return True
+    return not (demand.full or demand.long or _absent(demand, lanes)) and plan_batch(lanes, demand) is None
 
 
 def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
@@ -88,7 +139,7 @@ def waiting_for(lanes: Lanes, demand: Demand, names: Mapping[int, str]) -> str:
     for env in demand.minimums:
         if env not in present:
             return f"environment {names.get(env, env)} owes {demand.minimums[env]} sequences and has none queued"
-    queued = sum(size * len(lane) for (_, size), lane in lanes.items())
+    queued = _queued(lanes)
     text = f"{queued} of {demand.batch_size} sequences are queued"
     if queued < demand.batch_size:
         return text
@@ -126,14 +177,16 @@ def _oldest_first(
     return tuple(taken)
 
 
+def _oldest_is_stranded(lanes: Lanes, demand: Demand) -> bool:
+    oldest = min(lanes, key=lambda key: lanes[key][0])
+    return bool(stranded({oldest[1]}, replace(demand, sizes=demand.sizes | {size for _, size in lanes})))
+
+
 def _stranded_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...]:
-    """Groups whose size fits no batch, once they are the oldest and a batch of them is there: as many as fit."""
+    """Return as many groups whose size fits no batch as one batch holds, if they fill one; else nothing."""
     odd = stranded({size for _, size in lanes}, demand)
     queued = sum(size * len(lanes[env, size]) for env, size in lanes if size in odd)
     if not odd or queued < demand.batch_size:
-        return ()
-    heads = {key: lane[0] for key, lane in lanes.items()}
-    if min(heads, key=lambda key: heads[key])[1] not in odd:
         return ()
     used = dict.fromkeys((key for key in lanes if key[1] in odd), 0)
     taken: list[Key] = []
@@ -168,20 +221,25 @@ def _scaled(demand: Demand, lanes: Lanes) -> dict[int, int]:
 
 def _fits(counts: Mapping[Key, int], target: int, owing: Iterable[int | None]) -> bool:
     """Can ``target`` sequences be made up exactly, with at least one group of every environment in ``owing``?"""
-    limit = (1 << (target + 1)) - 1
+    return bool(_sums(counts, target, owing) >> target & 1)
+
+
+def _sums(counts: Mapping[Key, int], limit: int, owing: Iterable[int | None]) -> int:
+    """Return the sums up to ``limit`` that groups make, with at least one of every environment in ``owing``."""
+    mask = (1 << (limit + 1)) - 1
     owed: dict[int | None, dict[int, int]] = {env: {} for env in owing}
     free: dict[int, int] = {}
     for (env, size), count in counts.items():
         sizes = owed.get(env, free)
         sizes[size] = sizes.get(size, 0) + count
-    sums = _with_groups(1, free, limit)
+    sums = _with_groups(1, free, mask)
     for sizes in owed.values():
         together = 0
         for size, count in sizes.items():
-            if count and size <= target:
-                together |= _with_groups((sums << size) & limit, {**sizes, size: count - 1}, limit)
+            if count and size <= limit:
+                together |= _with_groups((sums << size) & mask, {**sizes, size: count - 1}, mask)
         sums = together
-    return bool(sums >> target & 1)
+    return sums
 
 
 def _with_groups(sums: int, sizes: Mapping[int, int], limit: int) -> int:

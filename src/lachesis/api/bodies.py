@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from lachesis.api.wire import Refusal
 
+# The limit of all requests but those with groups: names, sizes, ids of batches.
+RECORD_BYTES = 1 << 20
 _GZIP = 31
 _LEVEL = 1
 _WORTH_COMPRESSING = 1000
@@ -102,7 +104,8 @@ def reply_with(value: Any, *, status: int = 200) -> Response:
 
 
 def _too_large(limit: int) -> Refusal:
-    return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB (--max-body-mb)")
+    key = " (--max-body-mb)" if limit != RECORD_BYTES else ""
+    return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB{key}")
 
 
 def _accepts_gzip(accepted: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from lachesis.api.bodies import Body, read_body, reply, reply_with
+from lachesis.api.bodies import RECORD_BYTES, read_body, reply, reply_with
 from lachesis.api.dashboard import Dashboard
 from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import exposition
+from lachesis.api.reading import GroupReader
 from lachesis.api.state import RolloutState
-from lachesis.api.stored import Change, RolloutBatch
+from lachesis.api.stored import Change, RolloutBatch, StoredGroup
 from lachesis.api.wire import (
     HOLDS_HEADER,
     KEY_HEADER,
@@ -27,11 +28,11 @@ from lachesis.api.wire import (
     EnvIdentifier,
     EnvRegistration,
     Goodbye,
+    Record,
     Refusal,
     Registration,
     TrainerIdentifier,
-    parse_group,
-    parse_groups,
+    WrongGroup,
     parse_record,
 )
 
@@ -57,6 +58,7 @@ class Endpoints:
     """Handlers over one state. ``journal`` is None where nothing outlives the process."""
 
     state: RolloutState
+    reader: GroupReader
     journal: Journal | None
     dashboard: Dashboard
     max_body: int
@@ -99,7 +101,7 @@ class Endpoints:
         return reply_with({"message": "AtroposLib API"})
 
     async def register(self, request: Request) -> Response:
-        asked = parse_record(Registration, (await self._body(request)).content)
+        asked = await self._record(Registration, request)
         trainer = self._apply(lambda: self.state.register(asked))
         if not asked.acknowledge:
             return reply_with({"uuid": trainer})
@@ -152,26 +154,26 @@ class Endpoints:
         return await reply(request, b'{"batch":[' + _joined(batch) + tail)
 
     async def acknowledge(self, request: Request) -> Response:
-        asked = parse_record(Acknowledgement, (await self._body(request)).content)
+        asked = await self._record(Acknowledgement, request)
         return reply_with(self._apply(lambda: self.state.acknowledge(asked.uuid, asked.batch_ids)))
 
     async def disconnect(self, request: Request) -> Response:
-        asked = parse_record(TrainerIdentifier, (await self._body(request)).content)
+        asked = await self._record(TrainerIdentifier, request)
         self._apply(lambda: (None, self.state.forget_trainer(asked.uuid)))
         return reply_with({"status": "success"})
 
     # -- the protocol: environments
 
     async def register_env(self, request: Request) -> Response:
-        asked = parse_record(EnvRegistration, (await self._body(request)).content)
+        asked = await self._record(EnvRegistration, request)
         return reply_with(self._apply(lambda: self.state.register_env(asked, _now())))
 
     async def status_env(self, request: Request) -> Response:
-        asked = parse_record(EnvIdentifier, (await self._body(request)).content)
+        asked = await self._record(EnvIdentifier, request)
         return reply_with(self.state.status_env(asked.env_id, _now()))
 
     async def disconnect_env(self, request: Request) -> Response:
-        asked = parse_record(Goodbye, (await self._body(request)).content)
+        asked = await self._record(Goodbye, request)
         return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id, reason=asked.reason)))
 
     async def scored_data(self, request: Request) -> Response:
@@ -182,18 +184,21 @@ class Endpoints:
 
     async def _post(self, request: Request, *, single: bool) -> Response:
         """Take groups in. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
-        body, key = await self._body(request), request.headers.get(KEY_HEADER, "")
+        body, key = await read_body(request, limit=self.max_body), request.headers.get(KEY_HEADER, "")
         if len(key) > _KEY_LENGTH:
             raise Refusal(422, f"{KEY_HEADER}: longer than {_KEY_LENGTH} characters")
         known = self.state.receipt(key) if key else None
         if known is not None:
             return Response(known, media_type="application/json")
+        read = await self.reader.read(body.content, single=single)
 
-        def once() -> tuple[Response, Change]:
-            content, check = body.content, self.state.limits.strict
-            groups = [parse_group(content, check=check)] if single else parse_groups(content, check=check)
-            answers, change = self.state.post(groups, _now())
-            response = reply_with(answers[0] if single else _in_all(answers))
+        def once() -> tuple[Response, Change | None]:
+            # The same post may have been taken while this one was read.
+            known = self.state.receipt(key) if key else None
+            if known is not None:
+                return Response(known, media_type="application/json"), None
+            answers, change = self.state.post([group for group in read if isinstance(group, StoredGroup)], _now())
+            response = reply_with(answers[0] if single else _in_all(read, answers))
             if single and change.added:
                 change = replace(change, packed=body.packed)
             if key:
@@ -246,8 +251,10 @@ class Endpoints:
             return PlainTextResponse(str(error.detail), status_code=error.status, headers=error.headers)
         return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)
 
-    async def _body(self, request: Request) -> Body:
-        return await read_body(request, limit=self.max_body)
+    async def _record(self, kind: type[Record], request: Request) -> Record:
+        """The record that a request carries, which is short."""
+        body = await read_body(request, limit=min(self.max_body, RECORD_BYTES))
+        return parse_record(kind, body.content)
 
     def _apply(self, action: Callable[[], tuple[Answer, Change | None]]) -> Answer:
         """Change the state and make that durable, in one go; where it cannot be, it has not happened."""
@@ -291,18 +298,24 @@ def _joined(batch: RolloutBatch) -> bytes:
     return b",".join([held.group.json for held in batch.groups])
 
 
-def _in_all(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The reply to a list: what happened to how many, and the last buffer's size."""
+def _in_all(read: Sequence[StoredGroup | WrongGroup], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The reply to a list: how many groups were taken, the last buffer's size, and what became of the others."""
     summary: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
     buffered = [answer for answer in answers if answer["status"] == "buffered"]
     if buffered:
         summary |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]["buffer_size"]}
+    set_aside = sum("reason" in answer for answer in answers)
+    if set_aside:
+        summary["set_aside"] = set_aside
+    if refused := len(read) - len(answers):
+        summary["refused"] = refused
+    of_taken = iter(answers)
     reasons = [
-        {"index": index, "reason": answer["reason"]} for index, answer in enumerate(answers) if "reason" in answer
+        {"index": index, "reason": reason}
+        for index, group in enumerate(read)
+        if (reason := group.reason if isinstance(group, WrongGroup) else next(of_taken).get("reason"))
     ]
-    if reasons:
-        summary |= {"set_aside": len(reasons), "reasons": reasons}
-    return summary
+    return summary | ({"reasons": reasons} if reasons else {})
 
 
 def _number(text: str, header: str) -> int:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lachesis.api.dashboard import Dashboard, load_pieces
 from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import INTERVAL_S, History
+from lachesis.api.reading import GroupReader
 from lachesis.api.routes import Endpoints
 from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import Refusal
@@ -93,6 +94,7 @@ def build_app(options: ServerOptions) -> Starlette:
         state.restore(journal.snapshot(), time.monotonic())
     endpoints = Endpoints(
         state=state,
+        reader=GroupReader(check=options.strict),
         journal=journal,
         dashboard=Dashboard(state, history, pieces),
         max_body=int(options.max_body_mb * (1 << 20)),
@@ -109,6 +111,7 @@ def build_app(options: ServerOptions) -> Starlette:
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
+            endpoints.reader.close()
             if journal is not None:
                 journal.close()
 

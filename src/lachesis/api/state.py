@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.api.backlog import Backlog
-from lachesis.api.batching import plan_batch, waiting_for
-from lachesis.api.environments import Environments
+from lachesis.api.batching import Demand, Key, needs_groups, plan_batch, waiting_for
+from lachesis.api.environments import Environments, RegisteredEnvironment
 from lachesis.api.stored import RECEIPTS, Change, RolloutBatch, Snapshot, StoredGroup
 from lachesis.api.wire import EnvRegistration, Refusal, Registration
 
@@ -147,10 +147,10 @@ class RolloutState:
 
     def next_batch(self, now: float) -> tuple[RolloutBatch | None, Change | None]:
         """The next batch for a trainer of the plain protocol; it leaves the state for good."""
-        batch, started = self._take(now), self._start()
+        (batch, change), started = self._take(now), self._start()
         if batch is None:
-            return None, self._and_summary(Change()) if started else None
-        return batch, self._and_summary(Change(removed=tuple(held.number for held in batch.groups)))
+            return None, self._and_summary(change) if started or change.placed else None
+        return batch, self._and_summary(replace(change, removed=tuple(held.number for held in batch.groups)))
 
     def next_batch_for(
         self, trainer: int, holds: Collection[int] | None, now: float
@@ -167,11 +167,15 @@ class RolloutState:
         self._check_trainer(trainer)
         started = self._start()
         self.deliveries.renew(holds or (), trainer=trainer, now=now)
-        batch = self.deliveries.due(trainer=trainer, holds=holds, now=now) or self._take(now)
+        batch, change = self.deliveries.due(trainer=trainer, holds=holds, now=now), Change()
         if batch is None:
-            return None, self._and_summary(Change()) if started else None
+            batch, change = self._take(now)
+        if batch is None:
+            return None, self._and_summary(change) if started or change.placed else None
         self.deliveries.hand_out(batch, trainer=trainer, now=now)
-        return batch, self._and_summary(Change(batched=tuple((held.number, batch.id) for held in batch.groups)))
+        return batch, self._and_summary(
+            replace(change, batched=tuple((held.number, batch.id) for held in batch.groups))
+        )
 
     def put_back(self, batch: RolloutBatch, *, epoch: int) -> Change | None:
         """A plain trainer was gone before it could read ``batch``: the next one gets it."""
@@ -203,10 +207,12 @@ class RolloutState:
         """What the trainer is waiting for, as a sentence; empty where a batch is ready."""
         if self.registration is None:
             return "no trainer has registered"
-        lanes, demand = self.backlog.queue.lanes, self.environments.demand(self.registration.batch_size, now)
+        lanes, demand = self.backlog.queue.lanes, self._demand(now)
         if self.deliveries.returned or plan_batch(lanes, demand) is not None:
             return ""
         reason = waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
+        if demand.full:
+            reason += f", and the queue holds no more than {self.limits.max_queued_tokens} tokens (--max-queued-tokens)"
         if self.environments.present(now) or not (ended := self.environments.ended()):
             return reason
         return f"{reason}, and no environment is left; {ended}"
@@ -220,20 +226,34 @@ class RolloutState:
         first, self.started = not self.started, True
         return first
 
-    def _take(self, now: float) -> RolloutBatch | None:
-        """A batch that was put back, else a new one of the oldest groups; either counts as a step."""
+    def _take(self, now: float) -> tuple[RolloutBatch | None, Change]:
+        """A batch that was put back, else a new one of the oldest groups; either counts as a step.
+
+        Where the queue is full, groups that wait in buffers for others of theirs are queued as they are.
+        """
+        change = Change()
         if self.deliveries.returned:
             batch = self.deliveries.returned.popleft()
         else:
-            size = self.registration.batch_size if self.registration else 0
-            keys = plan_batch(self.backlog.queue.lanes, self.environments.demand(size, now)) if size else None
+            keys = self._plan(now)
+            if keys is None and self.backlog.full and (placed := self.backlog.release_buffers()):
+                change, keys = Change(placed=placed), self._plan(now)
             if keys is None:
-                return None
-            batch = RolloutBatch(id=self._next_batch, groups=self.backlog.queue.take(keys))
+                return None, change
+            batch = RolloutBatch(id=self._next_batch, groups=self.backlog.take(keys))
             self._next_batch += 1
         self.step += 1
         self.delivered.count(batch)
-        return batch
+        return batch, change
+
+    def _plan(self, now: float) -> tuple[Key, ...] | None:
+        """The lanes that the next new batch takes its groups from; None where there is none yet."""
+        return plan_batch(self.backlog.queue.lanes, self._demand(now)) if self.registration else None
+
+    def _demand(self, now: float) -> Demand:
+        asked, queued = self.registration, self.backlog.queue.sequences.total()
+        demand = self.environments.demand(asked.batch_size if asked else 0, now)
+        return demand.of(queued=queued, full=self.backlog.full)
 
     def _dissolve_returned(self) -> None:
         """Batches of another size go back into the queue, for batches of the new one."""
@@ -280,6 +300,8 @@ class RolloutState:
         environment.last_seen = now
         size = self.registration.batch_size if self.registration else 0
         figures = self.environments.status(environment, self.backlog.queue, batch_size=size, now=now)
+        if size and needs_groups(self.backlog.queue.lanes, self._demand(now)):
+            figures["queue_size"] = min(figures["queue_size"], _room_for_one(environment, figures, batch_size=size))
         return {"current_step": self.step, **figures, **self._fill()}
 
     def post(self, groups: Sequence[StoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
@@ -346,3 +368,9 @@ class RolloutState:
 
     def _and_summary(self, change: Change) -> Change:
         return replace(change, summary=self.summary())
+
+
+def _room_for_one(environment: RegisteredEnvironment, figures: Mapping[str, Any], *, batch_size: int) -> int:
+    """Return the largest ``queue_size`` at which the protocol's rule lets an environment make one group more."""
+    part = min(1.0, figures["unallocated_fraction"] + (environment.asked.min_batch_allocation or 0.0))
+    return max(1, int(batch_size * part) // environment.asked.group_size) - 1

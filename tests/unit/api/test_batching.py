@@ -107,12 +107,57 @@ def test_sizes_that_fit_no_batch_go_out_alone_once_a_batch_of_them_is_there():
     assert planned(sizes(3, 3), 8) is None
     assert planned(sizes(3, 3, 3), 8) == [0, 1]
     assert planned(sizes(20, 4, 4), 8) == [0]
+    # Behind others that make no batch: they need not be the oldest.
+    assert planned(sizes(8, 8, 8, 65), 64) == [3]
+    assert planned(sizes(4, 3, 3, 3), 8) == [1, 2]
     # Not before the groups that are older.
     assert planned(sizes(8, 3, 3, 3), 8) == [0]
     # And not while an environment may still send what completes them.
     assert planned(sizes(3, 3, 3), 8, sizes=frozenset({5})) is None
     assert stranded({3, 8, 9}, Demand(8, {})) == {3, 9}
     assert stranded({3, 8, 9}, Demand(8, {}, frozenset({5}))) == {9}
+
+
+def test_a_long_or_full_queue_gives_the_nearest_batch_below_the_size():
+    queue = lanes(*sizes(6, 6, 6, 6, 6, 6))
+    demand = Demand(16, {}, frozenset({4}))
+    assert plan_batch(queue, demand.of(queued=30, full=False)) is None
+    assert plan_batch(queue, demand.of(queued=36, full=False)) == ((None, 6),) * 2
+    assert plan_batch(queue, demand.of(queued=30, full=True)) == ((None, 6),) * 2
+    # Less than a batch does not become one, however full the queue is.
+    assert plan_batch(lanes(*sizes(6, 6)), demand.of(queued=12, full=True)) is None
+    # A long queue waits for the one who owes; a full one cannot.
+    owed = Demand(16, {1: 4}, frozenset({4}))
+    assert plan_batch(queue, owed.of(queued=36, full=False)) is None
+    assert plan_batch(queue, owed.of(queued=36, full=True)) == ((None, 6),) * 2
+
+
+def test_whatever_the_sizes_a_batch_is_handed_out_when_one_can_be():
+    chance = random.Random(40)
+    exact = inexact = 0
+    for _ in range(1500):
+        batch_size = chance.choice([1, 2, 7, 8, 16, 64])
+        largest = chance.choice([batch_size // 2 + 1, batch_size + 1, 3 * batch_size])
+        known = [chance.randint(1, largest) for _ in range(chance.randint(1, 3))]
+        queue = sizes(*(chance.choice(known) for _ in range(chance.randint(1, 12))))
+        queued = sum(size for _, size in queue)
+        demand = Demand(batch_size, {}, frozenset(chance.sample(range(1, largest + 1), chance.randint(0, 1))))
+        possible = any(
+            sum(size for _, size in chosen) == batch_size
+            for count in range(1, len(queue) + 1)
+            for chosen in itertools.combinations(queue, count)
+        )
+        full = chance.random() < 0.3
+        keys = plan_batch(lanes(*queue), demand.of(queued=queued, full=full))
+        if possible or queued >= 2 * batch_size or (full and queued >= batch_size):
+            assert keys, (queue, batch_size)
+        if keys:
+            total = sum(size for _, size in keys)
+            assert total <= batch_size or len(keys) == 1
+            assert Counter(keys) <= Counter(queue)
+            exact += total == batch_size
+            inexact += total != batch_size
+    assert exact > 200 and inexact > 200
 
 
 def test_minimums():

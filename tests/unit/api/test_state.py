@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from dataclasses import dataclass
 
 import pytest
 
 from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.stored import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import EnvRegistration, Refusal, Registration
+from lachesis.environments.rollout_api import QueueStatus
+from lachesis.environments.runner import room_for_groups
+from lachesis.environments.settings import EnvironmentConfig
 from tests.unit.api.processes import ENVIRONMENT, REGISTRATION
 
 NOW = 50.0
@@ -337,3 +342,56 @@ def test_groups_larger_than_a_batch_are_promised_and_handed_out_alone():
     post(state, group(4, mark=1, env_id=reply["env_id"]), group(4, mark=2, env_id=reply["env_id"]))
     batch, _ = state.next_batch(NOW)
     assert marks(batch) == [1]
+
+
+@dataclass
+class Sender:
+    """An environment that throttles itself by the rule of the protocol and sends groups of the sizes it has."""
+
+    id: int
+    config: EnvironmentConfig
+    sizes: tuple[int, ...]
+    making: int = 0
+
+    def room(self, state: RolloutState, *, batch_size: int) -> int:
+        figures = state.status_env(self.id, NOW)
+        names = ("queue_size", "self_queue_size", "max_group_size", "unallocated_fraction", "env_weight")
+        full = figures.get("queued_tokens", 0) >= figures.get("max_queued_tokens", math.inf)
+        status = QueueStatus(step=figures["current_step"], full=full, **{name: figures[name] for name in names})
+        return room_for_groups(status, self.config, batch_size=batch_size) - self.making
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_sizes_of_groups_stop_a_run(seed: int):
+    """Environments of arbitrary sizes send as much as they are told to; the trainer always gets its next batch."""
+    chance = random.Random(seed)
+    batch_size = chance.choice([3, 8, 16, 64])
+    limit = chance.choice([None, 160 * batch_size, 320 * batch_size])
+    state = new_state(batch_size=batch_size, max_queued_tokens=limit)
+    senders: list[Sender] = []
+    for _ in range(chance.randint(1, 3)):
+        largest = 2 * batch_size
+        sizes = tuple(chance.randint(1, largest) for _ in range(chance.randint(1, 3)))
+        minimum = chance.choice([None, None, 0.25])
+        config = EnvironmentConfig(
+            group_size=max(sizes), max_batches_offpolicy=chance.choice([1, 3]), min_batch_allocation=minimum
+        )
+        env_id = add_env(state, group_size=config.group_size, min_batch_allocation=minimum)
+        senders.append(Sender(env_id, config, sizes))
+    handed_out = 0
+    for _ in range(40):
+        for _ in range(12 * batch_size):
+            batch, _ = state.next_batch(NOW)
+            if batch is not None:
+                break
+            sender = chance.choice(senders)
+            if sender.room(state, batch_size=batch_size) > 0:
+                try:
+                    size = chance.choice(sender.sizes)
+                    state.post([group(size, env_id=sender.id, tokens=40 * size)], NOW)
+                except Refusal as refusal:
+                    assert refusal.status == 429
+        assert batch is not None, state.waiting(NOW)
+        handed_out += batch.sequences
+        assert batch.sequences <= batch_size or len(batch.groups) == 1
+    assert handed_out > 20 * batch_size or max(max(sender.sizes) for sender in senders) > batch_size // 2
