@@ -32,9 +32,13 @@ class Cgroup:
     layer: str
     files: dict[str, int]
 
-    def restrict(self, limits: Limits) -> None:
-        """Set the limits of the job that comes next: what it has in memory, files of its scratch included."""
-        self._write("memory.max", limits.memory_bytes + limits.scratch_bytes + _OWN_BYTES)
+    def restrict(self, limits: Limits, *, held_bytes: int = 0) -> None:
+        """Set the limits of the job that comes next: what it has in memory, files of its scratch included.
+
+        Args:
+            held_bytes: what the judge holds of tests and inputs.
+        """
+        self._write("memory.max", limits.memory_bytes + limits.scratch_bytes + held_bytes + _OWN_BYTES)
         self._write("pids.max", limits.processes + _OURS)
 
     def enter(self) -> None:

@@ -37,9 +37,9 @@ _LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
 _SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138)}
 _SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _PRLIMIT = (41, 198), (53, 199), (56, 220), (16, 29), (302, 261)
 # The last number before those that came in 2019, and those of these that are allowed: close_range, openat2, faccessat2,
-# epoll_pwait2, futex_waitv, fchmodat2.
+# epoll_pwait2, two of Landlock (which only takes rights away), futex_waitv, fchmodat2.
 _LAST = (334, 294)
-_NEW = (436, 437, 439, 441, 449, 452)
+_NEW = (436, 437, 439, 441, 444, 446, 449, 452)
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
@@ -51,6 +51,7 @@ _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 # Landlock's rights to files, by the version that brought the last of them.
 _FS_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1, 2, 4, 8
+_SCOPE_SIGNALS = 2
 
 
 def deny_system_calls(*, contained: bool, signals_contained: bool) -> None:
@@ -147,6 +148,16 @@ def restrict_paths(readable: Sequence[str], writable: Sequence[str]) -> int:
     rules += [(path, _rights_of(path, rights)) for path in writable]
     kernel.landlock(struct.pack("QQQ", rights, network, scopes)[:size], rules)
     return version
+
+
+def contain_signals() -> None:
+    """Keep signals of this process, and of all that it starts, from the processes around it.
+
+    Of those behind the same wall some are ours. Where the kernel has no such rule (Landlock before its version 6), the
+    filter refuses signals altogether, or there is no wall.
+    """
+    if kernel.landlock_version() >= 6:
+        kernel.landlock(struct.pack("QQQ", 0, 0, _SCOPE_SIGNALS), [])
 
 
 def _rights_of(path: str, rights: int) -> int:

@@ -22,19 +22,21 @@ from typing import Any
 
 from lachesis.common.sandbox import kernel
 from lachesis.common.sandbox.cgroup import Cgroup
-from lachesis.common.sandbox.filters import deny_system_calls, restrict_paths
+from lachesis.common.sandbox.filters import contain_signals, deny_system_calls, restrict_paths
 from lachesis.common.sandbox.judge import judge
-from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.records import Limits
+from lachesis.common.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, receive_part, send
+from lachesis.common.sandbox.records import Limits, Verdict
 from lachesis.common.sandbox.subject import answer, load_module
-from lachesis.common.sandbox.view import View, mount_scratch, new_directory, size_of
+from lachesis.common.sandbox.view import View, empty_directory, mount_scratch, new_directory, size_of
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.05
 _REAP_S = 5.0
 _CHUNK = 1 << 16
 _NOBODY = 65534
-# The exit code of a process of ours that raised.
-_FAILED = 70
+# The exit codes of a process of ours that raised, and of one that the code has left no directory to work in.
+_FAILED, _SPOILED = 70, 71
+# How long the judge may take to be given its request.
+REQUEST_S = 120.0
 _OPEN_FILES = 256
 _STACK_BYTES = 64 << 20
 _PAGE = resource.getpagesize()
@@ -69,28 +71,35 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     report, theirs = socket.socketpair()
     if walls.contained:
         kernel.use_new_process_namespace()
-    base = _memory_of(os.getpid())
+    base = _memory_of(os.getpid()) + header["held_bytes"]
     if walls.group is not None:
-        walls.group.restrict(limits)
+        walls.group.restrict(limits, held_bytes=header["held_bytes"])
     child = os.fork()
     if child == 0:
         _end_with(lambda: _run_judge(requests, theirs, header, walls, scratch))
     theirs.close()
     try:
-        found = _watch(report, child, limits, end=started + limits.wall_s, base=base, walls=walls, scratch=scratch)
+        found = _watch(report, child, limits, base=base, walls=walls, scratch=scratch)
     finally:
         _end_all(child, walls)
         if not walls.contained:
-            _remove(scratch)
+            with contextlib.suppress(FileNotFoundError):  # where there is no wall, the code may have removed it
+                empty_directory(scratch)
+                os.rmdir(scratch)
         report.close()
-    send(requests, {**found, "seconds": time.monotonic() - started})
+    send(requests, {**found, "seconds": time.monotonic() - started}, max_bytes=MAX_REQUEST_BYTES)
 
 
 def _watch(
-    report: socket.socket, judge_pid: int, limits: Limits, *, end: float, base: int, walls: Walls, scratch: str
+    report: socket.socket, judge_pid: int, limits: Limits, *, base: int, walls: Walls, scratch: str
 ) -> dict[str, Any]:
-    """What the judge reports, and which limit the program hit before its end if it did."""
+    """What the judge reports, and which limit the program hit before its end if it did.
+
+    The program's time begins when the judge has its request. An ending ``died`` is that of the judge, for which the
+    program is not to blame.
+    """
     verdicts: list[Any] = []
+    begun, end = False, time.monotonic() + REQUEST_S
     ran_out = walls.group.ran_out() if walls.group else 0
     look_s = _FIRST_LOOK_S
     ready = select.poll()
@@ -100,13 +109,17 @@ def _watch(
             try:
                 found = receive(report)
             except LinkClosed:
-                _must_have_left(judge_pid)
-                return {"verdicts": verdicts, "ending": "left"}
+                if walls.group and walls.group.ran_out() > ran_out:
+                    return {"verdicts": verdicts, "ending": "memory"}
+                return {"verdicts": verdicts, **_ending_of(judge_pid)}
             if walls.group and walls.group.ran_out() > ran_out:
                 return {"verdicts": verdicts, "ending": "memory"}
             if "ending" in found:
                 return {"verdicts": verdicts, **found}
-            verdicts.append(found)
+            if "begun" in found:
+                begun, end = True, time.monotonic() + limits.wall_s
+            else:
+                verdicts.append(found)
             continue
         look_s = _LOOK_S
         processes = _processes(walls)
@@ -116,14 +129,20 @@ def _watch(
             len(processes) > limits.processes + 4 or size_of(Path(scratch)) > limits.scratch_bytes
         ):
             return {"verdicts": verdicts, "ending": "scratch"}
+    if not begun:
+        return {"verdicts": verdicts, "ending": "died", "detail": f"its request did not come within {REQUEST_S:g} s"}
     return {"verdicts": verdicts, "ending": "wall"}
 
 
-def _must_have_left(judge_pid: int) -> None:
-    """The judge is gone: by a test that ends its process, which is the test's fault, or else for no good reason."""
+def _ending_of(judge_pid: int) -> dict[str, str]:
+    """Tell how the judge ended: ``left`` by a test that ends its process, or else ``died``.
+
+    The code cannot do it: its signals do not reach the judge, and what it leaves behind is an error of its own.
+    """
     code = os.waitstatus_to_exitcode(os.waitpid(judge_pid, 0)[1])
-    if code < 0 or code == _FAILED:
-        raise OSError(f"the judge ended with {code}")
+    if code < 0:
+        return {"ending": "died", "detail": f"the judge was killed by {signal.Signals(-code).name}"}
+    return {"ending": "died", "detail": "the judge failed"} if code == _FAILED else {"ending": "left"}
 
 
 def _processes(walls: Walls) -> list[int]:
@@ -258,26 +277,40 @@ def _judge_tests(requests: socket.socket, report: socket.socket, header: Mapping
     """Each test with a process of its own, forked by one that never has anything to hide."""
     pairs = [socket.socketpair() for _ in range(header["count"])]
     control, theirs = socket.socketpair()
-    if os.fork() == 0:
+    forker = os.fork()
+    if forker == 0:
         _end_with(lambda: _fork_subjects(theirs, [pair[1] for pair in pairs], Limits(**header["limits"]), walls))
     theirs.close()
     for _, link in pairs:
         link.close()
-    job = receive(requests)
+    job = receive(requests, max_bytes=MAX_REQUEST_BYTES)
     requests.close()
     _silence()
+    send(report, {"begun": True})
     for number, (test, (link, _)) in enumerate(zip(job["tests"], pairs, strict=True)):
         try:
             control.send(b"x")
         except OSError:
-            reason = "the code ended all processes"
+            verdict = Verdict(False, "the code of another test ended all processes, or left no directory to work in")
         else:
-            reason = judge(link, job["code"], test, job["imports"])
-        send(report, {"number": number, "passed": not reason, "reason": reason})
+            verdict = judge(link, job["code"], test, job["imports"])
+        _reap_all(forker)
+        send(report, {"number": number, "passed": verdict.passed, "reason": verdict.reason})
         link.close()
-        while _reap(-1):
-            pass
     send(report, {"ending": "exited"})
+
+
+def _reap_all(forker: int) -> None:
+    """Take note of children that have ended. Raises OSError where the forker has failed, without the code's doing."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid == forker and os.waitstatus_to_exitcode(status) == _FAILED:
+            raise OSError("no process could be forked for a test")
 
 
 def _fork_subjects(control: socket.socket, links: list[socket.socket], limits: Limits, walls: Walls) -> None:
@@ -286,32 +319,35 @@ def _fork_subjects(control: socket.socket, links: list[socket.socket], limits: L
     _silence()
     subject = 0
     while links and control.recv(1):
-        if subject:
-            _clean_up(subject, walls)
+        if subject and not _clean_up(subject, walls):
+            kernel.end_process(_SPOILED)
         subject = os.fork()
         if subject == 0:
-            _end_with(lambda: _become_subject(links[0], limits))
+            _end_with(lambda: _become_subject(links[0], limits, walls))
         links.pop(0).close()
 
 
-def _clean_up(subject: int, walls: Walls) -> None:
+def _clean_up(subject: int, walls: Walls) -> bool:
+    """End what a test has left. Returns False where its files cannot be removed."""
     if walls.contained and os.getppid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all of the namespace but this process and the first
     else:
         _kill(subject)
     os.waitpid(subject, 0)
-    for name in os.listdir("."):
-        _remove(name)
+    return _empty_scratch(walls)
 
 
-def _remove(path: str) -> None:
-    import shutil  # which takes memory that is copied for each program
-
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        os.unlink(path)
+def _empty_scratch(walls: Walls) -> bool:
+    """Remove all files of the code, in its directory and in shared memory. Returns False where one withstands."""
+    try:
+        here = os.stat(".")
+        empty_directory(".")
+        if walls.contained:
+            empty_directory("/dev/shm", keep=(here.st_dev, here.st_ino))
+    except OSError:  # all that lies there is of the code
+        return False
+    return True
 
 
 def _keep_only(descriptors: list[int]) -> None:
@@ -322,9 +358,11 @@ def _keep_only(descriptors: list[int]) -> None:
         last = descriptor
 
 
-def _become_subject(link: socket.socket, limits: Limits) -> None:
+def _become_subject(link: socket.socket, limits: Limits, walls: Walls) -> None:
     _keep_only([link.fileno()])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if walls.filtered and not walls.contained:
+        contain_signals()
     _limit(limits)
     answer(link)
 
@@ -339,13 +377,16 @@ def _silence() -> None:
 def _run_programs(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
     """A program with each of its inputs, each time in a new process; nothing here is to be hidden from it."""
     limits = Limits(**header["limits"])
-    program = receive(requests)
+    program = receive(requests, max_bytes=MAX_REQUEST_BYTES)
+    stdins = [receive_part(requests) for _ in range(program["inputs"])]
     requests.close()
-    for number, stdin in enumerate(program["stdins"]):
-        if number:
-            _end_leftovers(walls)
+    send(report, {"begun": True})
+    for number, stdin in enumerate(stdins):
+        if number and not _end_leftovers(walls):
+            send(report, {"ending": "scratch"})
+            return
         started, used_s = time.monotonic(), _used_s()
-        outcome = _run_program(program, bytes.fromhex(stdin), report, limits)
+        outcome = _run_program(program, stdin, limits, walls)
         if outcome["exit_code"] == -signal.SIGXCPU or (
             outcome["exit_code"] == -signal.SIGKILL
             and outcome["ending"] == "exited"
@@ -356,23 +397,25 @@ def _run_programs(requests: socket.socket, report: socket.socket, header: Mappin
     send(report, {"ending": "exited"})
 
 
-def _end_leftovers(walls: Walls) -> None:
-    """Processes and files of the last input."""
+def _end_leftovers(walls: Walls) -> bool:
+    """End the processes of the last input, and remove its files. Returns False where they cannot be removed."""
     if walls.contained and os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0):  # until none is left that could still write
+                pass
     while _reap(-1):
         pass
-    for name in os.listdir("."):
-        _remove(name)
+    return _empty_scratch(walls)
 
 
-def _run_program(program: Mapping[str, Any], stdin: bytes, report: socket.socket, limits: Limits) -> dict[str, Any]:
+def _run_program(program: Mapping[str, Any], stdin: bytes, limits: Limits, walls: Walls) -> dict[str, Any]:
     pipes = [os.pipe() for _ in range(3)]
     theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
     subject = os.fork()
     if subject == 0:
-        _end_with(lambda: _become_program(program, theirs, limits))
+        _end_with(lambda: _become_program(program, theirs, limits, walls))
     for descriptor in theirs:
         os.close(descriptor)
     outputs = (pipes[1][0], pipes[2][0])
@@ -433,7 +476,7 @@ def _exchange(
     return bytes(found[outputs[0]][:limit]), bytes(found[outputs[1]][:limit]), ending
 
 
-def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limits) -> None:
+def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limits, walls: Walls) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     _keep_only([])
@@ -443,6 +486,8 @@ def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limi
         path.write_bytes(bytes.fromhex(content))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if walls.filtered and not walls.contained:
+        contain_signals()
     _limit(limits)
     if program["argv"]:
         os.execvp(program["argv"][0], program["argv"])
@@ -468,8 +513,6 @@ def _exit_code_of(source: str) -> int:
         load_module(source, "__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if not isinstance(error.code, int | None):
-            pass
     except BaseException:
         traceback.print_exc()
         code = 1

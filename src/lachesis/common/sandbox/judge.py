@@ -11,11 +11,13 @@ import builtins
 import importlib
 import socket
 import sys
+import threading
 import types
 from functools import cache
 from typing import Any
 
-from lachesis.common.sandbox.stand_ins import CodeEnded, Session, Unsplittable, as_class
+from lachesis.common.sandbox.records import Verdict
+from lachesis.common.sandbox.stand_ins import TEST_FILE, CodeEnded, Session, Unsplittable, as_class
 from lachesis.common.sandbox.subject import MODULE
 
 # Names that tests take for granted though the code imported them; theirs are this process's own.
@@ -34,33 +36,51 @@ _IMPORTED_FROM = (
 )  # fmt: skip
 
 
-def judge(link: socket.socket, code: str, test: str, imports: str) -> str:
-    """Why a test does not pass; empty where it does."""
+def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
+    """Run a test against code in another process.
+
+    The test passes if its last statement returned and no assertion of its own failed on the way, also where the code
+    or a thread caught the error. What the code raises, prints or returns is never read as a verdict.
+    """
     session = Session(link)
     try:
         session.ask({"load": code})
     except CodeEnded as error:
-        return f"the code ended its process ({error})"
+        return Verdict(False, f"the code ended its process ({_phrase(error)})")
     except BaseException as error:
-        return f"the code raised {_phrase(error)}"
+        return Verdict(False, f"the code raised {_phrase(error)}")
+    lost: list[str] = []
+    threading.excepthook = lambda raised: lost.append(_phrase(raised.exc_value or raised.exc_type()))
     try:
         namespace = _Names(session, code, test, imports).found()
         sys.modules[MODULE] = _module_of(session)
-        exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
+        exec(compile(test, TEST_FILE, "exec", dont_inherit=True, optimize=0), namespace)
+        _join_threads()
     except CodeEnded as error:
-        return f"the code ended its process ({error})"
+        return Verdict(False, f"the code ended its process ({_phrase(error)})")
     except Unsplittable as error:
-        return f"the test cannot be kept apart from the code: {error}"
+        return Verdict(False, f"the test cannot be kept apart from the code: {_phrase(error)}")
     except BaseException as error:  # of the test, or of the code that it calls
-        return _phrase(error)
-    return ""
+        return Verdict(False, _phrase(error))
+    if failures := [*session.failed_assertions, *lost]:
+        return Verdict(False, failures[0])
+    return Verdict(True)
+
+
+def _join_threads() -> None:
+    """Wait for the threads that the test has started."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
 
 
 def _phrase(error: BaseException) -> str:
+    """Describe an exception for people; its class may be one that the code has made, whose ``str`` raises."""
+    name = type(error).__name__ or "an exception without a name"
     try:
-        return f"{type(error).__name__}: {error}"[:200]
+        return f"{name}: {error}"[:200]
     except BaseException:
-        return type(error).__name__
+        return name[:200]
 
 
 class _Names:

@@ -13,7 +13,8 @@ from typing import Any
 
 from lachesis.common.sandbox.cgroup import remove_cgroup
 from lachesis.common.sandbox.commands import Command, run_inside
-from lachesis.common.sandbox.link import LinkClosed, receive, send
+from lachesis.common.sandbox.job import REQUEST_S
+from lachesis.common.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, pack, receive, send, send_packed
 from lachesis.common.sandbox.records import Ending, FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
 from lachesis.common.sandbox.warden import keep
 from lachesis.common.workers import ChildProcess, ProcessLimits
@@ -24,6 +25,8 @@ _GRACE_S = 20.0
 # Each has a socket.
 _TESTS_AT_A_TIME = 64
 _INPUTS_AT_A_TIME_BYTES = 8 << 20
+# How often what is asked may be in a judge's memory: as bytes, as a text and as values.
+_COPIES = 4
 _REASONS = {
     "wall": "it took longer than {0.wall_s:g} s",
     "memory": "it used more than {0.memory_bytes} bytes of memory",
@@ -73,8 +76,8 @@ class LocalSandbox:
         limits, files = program.limits, {name: content.hex() for name, content in program.files.items()}
         while len(outcomes) < len(inputs):
             part = _first_part(inputs[len(outcomes) :])
-            payload = {"source": program.source, "argv": program.argv, "stdins": part, "files": files}
-            found = self._ask("program", payload, limits)
+            request = {"source": program.source, "argv": program.argv, "inputs": len(part), "files": files}
+            found = self._ask("program", request, limits, parts=part)
             now = [_outcome(**one["outcome"]) for one in found["verdicts"]]
             outcomes += now
             if found["ending"] != "exited":
@@ -89,7 +92,8 @@ class LocalSandbox:
         limits, ending = tests.limits, "exited"
         while len(verdicts) < len(tests.tests) and ending == "exited":
             part = tests.tests[len(verdicts) : len(verdicts) + _TESTS_AT_A_TIME]
-            found = self._ask("tests", {"code": tests.code, "tests": part, "imports": tests.imports}, limits, len(part))
+            request = {"code": tests.code, "tests": part, "imports": tests.imports}
+            found = self._ask("tests", request, limits, count=len(part))
             verdicts += [Verdict(one["passed"] is True, one["reason"]) for one in found["verdicts"]]
             ending = found["ending"]
             if ending == "left":
@@ -117,7 +121,11 @@ class LocalSandbox:
             if one is not None:
                 one.close()
 
-    def _ask(self, kind: str, payload: Mapping[str, Any], limits: Limits, count: int = 0) -> Mapping[str, Any]:
+    def _ask(
+        self, kind: str, request: Mapping[str, Any], limits: Limits, *, parts: Sequence[bytes] = (), count: int = 0
+    ) -> Mapping[str, Any]:
+        content, held_bytes = _content(kind, request, parts)
+        header = {"kind": kind, "count": count, "limits": asdict(limits), "held_bytes": held_bytes}
         end = time.monotonic() + 600.0
         while True:
             try:
@@ -130,7 +138,7 @@ class LocalSandbox:
             for attempt in range(2):
                 warden_ = warden_ or self._start()
                 try:
-                    return warden_.ask({"kind": kind, "count": count, "limits": asdict(limits)}, payload, limits.wall_s)
+                    return warden_.ask(header, content, parts, limits.wall_s)
                 except LinkClosed as error:
                     warden_.close()
                     warden_ = None
@@ -149,13 +157,29 @@ class LocalSandbox:
         return _Warden(self._walls, self._command)
 
 
-def _first_part(inputs: Sequence[bytes]) -> list[str]:
-    """As many of the inputs, at least one, as go into one message."""
-    part: list[str] = []
+def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
+    """The JSON of a request, and how much memory it and its parts may take where they are read.
+
+    Raises:
+        SandboxError: it is too large for any judge.
+    """
+    try:
+        content = pack(request, max_bytes=MAX_REQUEST_BYTES)
+        size = len(content) + sum(map(len, parts))
+        if size > MAX_REQUEST_BYTES:
+            raise ValueError(f"{size} bytes, and {MAX_REQUEST_BYTES} are the most")
+    except ValueError as error:
+        raise SandboxError(f"a {kind} with its inputs is too large ({error})", remedy="leave that test out") from error
+    return content, _COPIES * size
+
+
+def _first_part(inputs: Sequence[bytes]) -> list[bytes]:
+    """As many of the inputs, at least one, as are sent at once."""
+    part: list[bytes] = []
     for stdin in inputs:
-        if part and sum(map(len, part)) + 2 * len(stdin) > _INPUTS_AT_A_TIME_BYTES:
+        if part and sum(map(len, part)) + len(stdin) > _INPUTS_AT_A_TIME_BYTES:
             break
-        part.append(stdin.hex())
+        part.append(stdin)
     return part
 
 
@@ -187,13 +211,20 @@ class _Warden:
         """Of its process."""
         return self._child.pid
 
-    def ask(self, header: Mapping[str, Any], payload: Mapping[str, Any], wall_s: float) -> Mapping[str, Any]:
-        """Raises LinkClosed where the warden is gone, or does not answer in time."""
+    def ask(
+        self, header: Mapping[str, Any], content: bytes, parts: Sequence[bytes], wall_s: float
+    ) -> Mapping[str, Any]:
+        """What became of a job. Raises LinkClosed where the warden or the judge is gone, or does not answer in time."""
         link = self._child.link
-        link.settimeout(wall_s + _GRACE_S)
+        link.settimeout(wall_s + REQUEST_S + _GRACE_S)
         send(link, header)
-        send(link, payload)
-        return receive(link)
+        send_packed(link, content, parts)
+        answer = receive(link, max_bytes=MAX_REQUEST_BYTES)
+        if "error" in answer:
+            raise LinkClosed(answer["error"])
+        if answer["ending"] == "died":
+            raise LinkClosed(answer["detail"])
+        return answer
 
     def close(self) -> None:
         self._child.close()

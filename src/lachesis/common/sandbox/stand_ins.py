@@ -14,11 +14,15 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lachesis.common.sandbox.link import LinkClosed, receive, send
+from lachesis.common.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, send
 from lachesis.common.sandbox.plain import OPERATORS, NotPlain, decode, encode
 
 _SHOWN_ATTRIBUTES = ("__name__", "__doc__", "__dict__", "__annotations__", "__module__", "__qualname__", "__enter__",
                      "__exit__", "__init__", "__wrapped__")  # fmt: skip
+
+
+# The file that statements of the test are in, by their tracebacks.
+TEST_FILE = "<test>"
 
 
 class CodeEnded(BaseException):
@@ -36,6 +40,8 @@ class Session:
         self._link = link
         self._stand_ins: dict[int, Any] = {}
         self._functions: list[Callable[..., Any]] = []
+        # What failed in functions of the test that the code called, and might have caught.
+        self.failed_assertions: list[str] = []
         self._random = random.SystemRandom()
 
     def ask(self, question: Mapping[str, Any]) -> Any:
@@ -96,7 +102,7 @@ class Session:
 
     def _answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            send(self._link, question)
+            send(self._link, question, max_bytes=MAX_REQUEST_BYTES)
             while True:
                 message = receive(self._link)
                 if not isinstance(message, dict):
@@ -177,7 +183,9 @@ class Session:
         except (CodeEnded, LinkClosed):
             raise
         except BaseException as error:
-            return {"raised": type(error).__name__, "text": str(error)}
+            if isinstance(error, AssertionError) and _raised_by_test(error):
+                self.failed_assertions.append(f"AssertionError: {_text(error)}"[:200])
+            return {"raised": type(error).__name__, "text": _text(error)}
 
     def _change(self, args: tuple[Any, ...], place: str, data: Any) -> None:
         """Do to an argument here what the code did to it there."""
@@ -192,6 +200,21 @@ class Session:
         else:
             old.clear()
             old.update(new)
+
+
+def _raised_by_test(error: BaseException) -> bool:
+    """Return True if an exception began in a statement of the test, and was not handed on from the code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == TEST_FILE
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # its arguments may be stand-ins, whose text the code makes
+        return ""
 
 
 async def _await(session: Session, coroutine: StandIn) -> Any:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lachesis.common.sandbox.link import LinkClosed, receive, send
+from lachesis.common.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, send
 from lachesis.common.sandbox.plain import OPERATORS, NotPlain, base_value, decode, encode
 
 # The code's module: what it pickles is found there, and the main part of a script is not run.
@@ -54,7 +54,7 @@ def answer(link: socket.socket) -> None:
     subject = _Subject(link)
     try:
         while True:
-            subject.reply(receive(link))
+            subject.reply(receive(link, max_bytes=MAX_REQUEST_BYTES))
     except LinkClosed:
         return
 

@@ -39,6 +39,8 @@ class InputTest:
     stdout: str
 
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
 CodeTest: TypeAlias = str | InputTest
 
 
@@ -116,14 +118,21 @@ def _functions_of(test: str) -> list[str]:
     """A test for each function ``test_...``, after all that the source defines; the whole where it has none."""
     calls: list[str] = []
     for node in ast.parse(test).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            calls.append(f"{node.name}()")
+        if isinstance(node, _FUNCTIONS) and node.name.startswith("test"):
+            calls.append(_called(node, node.name))
         elif isinstance(node, ast.ClassDef):
-            methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+            methods = {one.name: one for one in node.body if isinstance(one, _FUNCTIONS)}
             before = "".join(f"_case.{name}()\n" for name in ("setUp", "setup_method") if name in methods)
             made = f"_case = {node.name}()\n{before}"
-            calls += [f"{made}_case.{name}()" for name in methods if name.startswith("test")]
+            calls += [made + _called(one, f"_case.{name}") for name, one in methods.items() if name.startswith("test")]
     return [f"{test}\n{call}" for call in calls] or [test]
+
+
+def _called(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
+    """The statement that runs a test to its end: to call a coroutine function alone would run none of it."""
+    if isinstance(function, ast.FunctionDef):
+        return f"{name}()"
+    return f"__import__('asyncio').run({name}())"
 
 
 def _input_output(value: object) -> list[CodeTest]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lachesis.common.sandbox.choice import Sandbox, shared_sandbox
-from lachesis.common.sandbox.records import FunctionTests, Limits, Program
+from lachesis.common.sandbox.records import FunctionTests, Limits, Program, SandboxError
 from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest, same_output
+from lachesis.rollouts.rewards.functions import Excluded
 
 TIME_LIMIT_S = 10.0
 MEMORY_LIMIT_MB = 2048
@@ -41,6 +42,19 @@ def run_tests(
         sum(verdict.passed for verdict in sandbox.test(FunctionTests(code, calls, imports, limits))) if calls else 0
     )
     return passed + _count_inputs(sandbox, code, inputs, limits)
+
+
+def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> float | Excluded:
+    """The share of the tests that pass, or why the code could not be judged, for which it is not to blame.
+
+    Raises:
+        SandboxError: this machine has no sandbox.
+    """
+    sandbox = shared_sandbox()
+    try:
+        return run_tests(code, tests, imports=imports, sandbox=sandbox) / len(tests)
+    except SandboxError as error:
+        return Excluded("sandbox", str(error))
 
 
 def _count_inputs(sandbox: Sandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:

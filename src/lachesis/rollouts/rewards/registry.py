@@ -16,8 +16,8 @@ from typing import Any
 
 from lachesis.common.errors import DependencyError
 from lachesis.rollouts.rewards.code_tests import read_cases
-from lachesis.rollouts.rewards.execution import run_tests
-from lachesis.rollouts.rewards.functions import Reward
+from lachesis.rollouts.rewards.execution import share_passed
+from lachesis.rollouts.rewards.functions import Excluded, Reward
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 
@@ -78,20 +78,27 @@ def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any)
     return [share if good is None or good else min(0.0, share) for share, good in zip(shares, right, strict=True)]
 
 
-def code_reward(completions: Sequence[Any], verification_info: Sequence[Any], **_: Any) -> list[float | None]:
-    """The share of ``verification_info``'s test cases (input, output) that the code passes, run in a sandbox."""
-    rewards: list[float | None] = []
+def code_reward(
+    completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
+) -> list[float | Excluded | None]:
+    """The share of ``verification_info``'s test cases (input, output) that the code passes, run in a sandbox.
+
+    A completion whose sandbox failed is excluded. Raises SandboxError where there is none.
+    """
+    rewards: list[float | Excluded | None] = []
     for completion, info in zip(completions, verification_info, strict=True):
         tests = read_cases(info["test_cases"])
         code = extract_code(_text(completion))
-        rewards.append(run_tests(code, tests) / len(tests) if tests and code.strip() else 0.0 if tests else None)
+        rewards.append(share_passed(code, tests) if tests and code.strip() else 0.0 if tests else None)
     return rewards
 
 
-def binary_code_reward(completions: Sequence[Any], verification_info: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the code passes all its test cases."""
+def binary_code_reward(
+    completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
+) -> list[float | Excluded | None]:
+    """1 where the code passes all its test cases. Excludes and raises as :func:`code_reward`."""
     shares = code_reward(completions, verification_info)
-    return [None if share is None else float(share > 0.99) for share in shares]
+    return [float(share > 0.99) if isinstance(share, float) else share for share in shares]
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Reward:

@@ -13,9 +13,8 @@ from functools import cache
 from typing import Any
 
 from lachesis.common.sandbox.choice import shared_sandbox
-from lachesis.common.sandbox.records import SandboxError
 from lachesis.rollouts.rewards.code_tests import COLUMNS, CodeTest, cases_of
-from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.rollouts.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded
 
 logger = logging.getLogger(__name__)
@@ -116,10 +115,7 @@ def _score(work: _Work | None) -> float | Excluded | None:
         return None
     if not work.code:
         return 0.0
-    try:
-        return run_tests(work.code, work.tests, imports=work.imports) / len(work.tests)
-    except SandboxError as error:
-        return Excluded("sandbox", str(error))
+    return share_passed(work.code, work.tests, imports=work.imports)
 
 
 @cache

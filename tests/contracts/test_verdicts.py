@@ -1,0 +1,252 @@
+"""Only a test whose last statement returned has passed, and no code that is judged brings its judge down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lachesis.common.sandbox import local
+from lachesis.common.sandbox.choice import Sandbox, open_sandbox
+from lachesis.common.sandbox.judge import judge
+from lachesis.common.sandbox.link import LinkClosed, receive, send
+from lachesis.common.sandbox.local import LocalSandbox
+from lachesis.common.sandbox.records import FunctionTests, Limits, Program, SandboxError
+from lachesis.rollouts.rewards.code_tests import InputTest, cases_of
+from lachesis.rollouts.rewards.execution import run_tests, share_passed
+from lachesis.rollouts.rewards.functions import Excluded
+from tests.contracts.verdict_attacks import ATTACKS, PROGRAMS, TESTS
+from tests.walls import needs_namespaces
+
+pytestmark = needs_namespaces
+
+LIMITS = Limits(cpu_s=1, wall_s=3, memory_bytes=256 << 20, processes=16, scratch_bytes=4 << 20)
+HONEST = ("def solve(x): return x + 1", ("assert solve(1) == 2",))
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    opened = open_sandbox("namespaces", count=1)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module", params=["namespaces", "landlock"])
+def either(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    opened = open_sandbox(request.param, count=1)
+    yield opened
+    opened.close()
+
+
+def test_there_are_enough_attacks():
+    assert len(ATTACKS) >= 60
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_attack_passes_any_test(sandbox: Sandbox, name: str):
+    verdicts = sandbox.test(FunctionTests(ATTACKS[name], TESTS, limits=LIMITS))
+    assert [verdict.passed for verdict in verdicts] == [False] * len(TESTS)
+    assert all(verdict.reason for verdict in verdicts)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_program_brings_its_judge_down(either: Sandbox, name: str):
+    """It is judged, input after input, and gets nothing for it; the next program is judged as if it had not been."""
+    tests = [InputTest("1\n", "one\n"), InputTest("2\n", "two\n")]
+    assert run_tests(PROGRAMS[name], tests, time_limit_s=3, sandbox=either) == 0
+    code, calls = HONEST
+    assert run_tests(code, calls, sandbox=either) == 1
+
+
+def test_each_run_finds_an_empty_directory_and_no_shared_memory(either: Sandbox):
+    source = (
+        "import os\nfound = os.listdir('.') + [n for n in os.listdir('/dev/shm') if n != '.scratch']\n"
+        "os.makedirs('a/b')\nopen('a/b/c', 'w').close()\n"
+        "try: open('/dev/shm/left', 'w').close()\nexcept OSError: pass\nos.chmod('a', 0)\nprint(found)"
+    )
+    if either.wall.name == "landlock":
+        source = source.replace("os.listdir('/dev/shm')", "[]")
+    outcomes = either.run_each(Program(source=source, limits=Limits(wall_s=30)), [b"", b"", b""])
+    assert [outcome.stdout for outcome in outcomes] == [b"[]\n"] * 3
+    code = "import os\nfound = os.listdir('.')\nos.mkdir('d')\nos.chmod('d', 0)"
+    verdicts = either.test(FunctionTests(code, ("assert found == []",) * 3, limits=Limits(wall_s=30)))
+    assert [verdict.reason for verdict in verdicts] == [""] * 3
+
+
+def test_an_input_larger_than_a_message_is_given_whole(sandbox: Sandbox):
+    """And the conversation goes on with the next program."""
+    large = b"a" * (40 << 20)
+    program = Program(source="import sys\nprint(len(sys.stdin.buffer.read()))", limits=Limits(wall_s=60))
+    outcomes = sandbox.run_each(program, [b"a", large, b"ab"])
+    assert [outcome.stdout.strip() for outcome in outcomes] == [b"1", str(len(large)).encode(), b"2"]
+    test = f"assert size('{'a' * (33 << 20)}') == {33 << 20}"
+    (verdict,) = sandbox.test(FunctionTests("def size(x): return len(x)", (test,), limits=Limits(wall_s=60)))
+    assert verdict.passed, verdict.reason
+
+
+def test_an_input_that_is_too_large_for_any_judge_says_so(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "MAX_REQUEST_BYTES", 1000)
+    with pytest.raises(SandboxError, match="too large"):
+        sandbox.run(Program(source="pass", stdin=b"a" * 2000))
+    monkeypatch.undo()
+    assert sandbox.run(Program(source="print(1)", limits=Limits(wall_s=30))).stdout == b"1\n"
+
+
+class TestJudgesThatDie:
+    """From outside, as for want of memory: no fault of the code's."""
+
+    @pytest.fixture
+    def fresh(self) -> Iterator[LocalSandbox]:
+        opened = open_sandbox("namespaces", count=1)
+        assert isinstance(opened, LocalSandbox)
+        yield opened
+        opened.close()
+
+    def test_it_is_tried_again(self, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch):
+        answers = [{"verdicts": [], "ending": "died", "detail": "the judge was killed by SIGKILL", "seconds": 0.0}]
+        real = local.receive
+
+        def receive_once(link: socket.socket, **options: int) -> object:
+            answer = real(link, **options)
+            return answers.pop() if answers and "ending" in answer else answer
+
+        monkeypatch.setattr(local, "receive", receive_once)
+        code, calls = HONEST
+        assert share_of(fresh, code, calls, monkeypatch) == 1.0
+        assert answers == []
+
+    def test_it_is_excluded_and_counted_after_that(self, fresh: LocalSandbox, monkeypatch: pytest.MonkeyPatch):
+        died = {"verdicts": [], "ending": "died", "detail": "the judge was killed by SIGKILL", "seconds": 0.0}
+        real = local.receive
+        monkeypatch.setattr(
+            local, "receive", lambda link, **options: died if "ending" in (got := real(link, **options)) else got
+        )
+        code, calls = HONEST
+        found = share_of(fresh, code, calls, monkeypatch)
+        assert isinstance(found, Excluded)
+        assert found.counted == "sandbox" and "killed by SIGKILL" in found.why
+
+    def test_a_judge_that_is_killed_is_no_verdict(self, fresh: LocalSandbox):
+        """With a real kill, of the first process of the namespace that a program's output is read by."""
+        program = Program(source="import time\ntime.sleep(60)", limits=Limits(wall_s=50))
+        with pytest.raises(SandboxError, match=r"ended twice .* SIGKILL"), _judges_killed(fresh, times=2):
+            fresh.run(program)
+        assert fresh.run(Program(source="print(1)", limits=Limits(wall_s=30))).stdout == b"1\n"
+
+
+def share_of(sandbox: Sandbox, code: str, calls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> float | Excluded:
+    monkeypatch.setattr("lachesis.rollouts.rewards.execution.shared_sandbox", lambda: sandbox)
+    return share_passed(code, calls)
+
+
+@contextlib.contextmanager
+def _judges_killed(sandbox: LocalSandbox, *, times: int) -> Iterator[None]:
+    """Kill the process that judges, below a warden of this process, once it has forked a program."""
+    over, killed = threading.Event(), set[int]()
+
+    def run() -> None:
+        while not over.is_set() and len(killed) < times:
+            for judge_pid in _judges_of(os.getpid()) - killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(judge_pid, signal.SIGKILL)
+                killed.add(judge_pid)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _children(pid: int) -> set[int]:
+    try:
+        texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return set()
+    return {int(one) for text in texts for one in text.split()}
+
+
+def _judges_of(pid: int) -> set[int]:
+    """Processes that have a child that has none, four steps below: warden, first of the namespaces, judge, program."""
+    generation = {pid}
+    for _ in range(3):
+        generation = {child for parent in generation for child in _children(parent)}
+    return {one for one in generation if _children(one)}
+
+
+class TestAnyAnswer:
+    """Whatever comes over the link is no verdict: the judge alone, opposite to a process that sends anything."""
+
+    VALUES = (
+        None, True, 7919, -1, 1.5, "", "value", [], ["list", []], ["ref", 0], ["ref", 0, "class", "", ["Exception"]],
+        ["type", "int"], ["type", "AssertionError"], ["ref", 1, "coroutine"], ["ref", -1, "object"], ["dict", [[1, 2]]],
+        ["function", 0], ["int", "0x1eef"], ["notimplemented"], ["array", "<i8", [1], "00" * 8, True],
+        ["array", "O", [], "", True],
+        ["deque", [], -1], ["range", 0, 1, 0], ["Decimal", "x"], {"value": True}, {"a": 1},
+    )  # fmt: skip
+    KEYS = ("value", "error", "call", "changed", "args", "keywords", "class", "attributes", "passed", "ending")
+
+    @classmethod
+    def message(cls, chance: random.Random, depth: int = 0) -> object:
+        if depth > 2 or chance.random() < 0.3:
+            return chance.choice(cls.VALUES)
+        if chance.random() < 0.2:
+            return [cls.message(chance, depth + 1) for _ in range(chance.randrange(3))]
+        return {chance.choice(cls.KEYS): cls.message(chance, depth + 1) for _ in range(chance.randrange(1, 4))}
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_random_answers_pass_nothing(self, seed: int, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+        chance = random.Random(seed)
+        ours, theirs = socket.socketpair()
+
+        def answer() -> None:
+            with contextlib.suppress(LinkClosed, OSError):
+                receive(theirs)
+                send(theirs, {"value": None})  # the code is loaded
+                for _ in range(200):
+                    receive(theirs)
+                    send(theirs, self.message(chance))
+            theirs.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            secret = chance.getrandbits(60)
+            test = f"assert solve(lambda n: n) == {secret} and solve(1) == 'aaaaaaaaa'"
+            verdict = judge(ours, "", test, "")
+        finally:
+            ours.close()
+            thread.join(10)
+        assert not verdict.passed
+        assert verdict.reason
+
+
+def test_assertions_that_the_code_catches_and_those_of_threads_count(sandbox: Sandbox):
+    code = "def solve(f):\n    try: f(1)\n    except BaseException: pass\n    return 5"
+    tests = (
+        "def f(x):\n    assert x == 2\nassert solve(f) == 5",
+        "import threading\ndef run():\n    assert solve(lambda x: x) == 6\nt = threading.Thread(target=run)\nt.start()",
+        "def f(x):\n    assert x == 1\nassert solve(f) == 5",
+    )
+    verdicts = sandbox.test(FunctionTests(code, tests, limits=Limits(wall_s=30)))
+    assert [verdict.passed for verdict in verdicts] == [False, False, True]
+
+
+def test_tests_that_are_coroutine_functions_are_run(sandbox: Sandbox):
+    source = "async def test_a():\n    assert solve() == 2\n"
+    source += "class TestB:\n    async def test_b(self):\n        assert solve() == 1"
+    tests = [test for test in cases_of({"test": source}) if isinstance(test, str)]
+    verdicts = sandbox.test(FunctionTests("def solve(): return 1", tuple(tests), limits=Limits(wall_s=30)))
+    assert [verdict.passed for verdict in verdicts] == [False, True]
