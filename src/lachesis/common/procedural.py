@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from lachesis.common.errors import ConfigError, DependencyError, nearest
+from lachesis.common.tagged_text import tagged
 
 PREFIX = "reasoning_gym:"
 _SIZE = 1000
 # The library makes its problem number i from seed + i, so the problems of neighbouring seeds are almost the same ones.
 _APART = 1 << 32
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # A comma that begins another task, and none of a list among the options of one.
 _NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
 
@@ -74,7 +74,7 @@ def entries(task: Task) -> Iterator[dict[str, Any]]:
 
 def score(entry: Mapping[str, Any], text: str) -> float:
     """How right an answer is, 0 to 1, as the task itself says: what stands in ``<answer>`` tags, or else the text."""
-    found = _ANSWER.findall(text)
+    found = list(tagged(text, "<answer>", "</answer>"))
     answer = found[-1] if found else text
     return float(_scorer(entry["metadata"]["source_dataset"])(answer.strip(), dict(entry)))
 

@@ -30,7 +30,6 @@ _INSTRUCTION = (
 )
 _CALL_END, _ANSWER_END = "</calc>", "</answer>"
 _CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>\s*\Z", re.DOTALL)
-_ANSWER = re.compile(r"<answer>\s*([^<]*?)\s*</answer>")
 _HELD_OUT = 256
 _LONGEST_EXPRESSION = 200
 _LARGEST_NUMBER = 1e15
@@ -127,8 +126,17 @@ class Calculator(Environment[Problem, CalculatorConfig]):
 def final_answer(trajectory: Trajectory) -> str | None:
     """The first final answer that the model itself gave; tool output does not count."""
     for message in trajectory.messages:
-        if message["role"] == "assistant" and (found := _ANSWER.search(message["content"])):
-            return found[1].replace(",", "")
+        if message["role"] == "assistant" and (found := _first_answer(message["content"])) is not None:
+            return found.replace(",", "")
+    return None
+
+
+def _first_answer(text: str) -> str | None:
+    """What stands in the first ``<answer>`` that has no other tag inside."""
+    for part in text.split("<answer>")[1:]:
+        answer, _, rest = part.partition("<")
+        if rest.startswith(_ANSWER_END.removeprefix("<")):
+            return answer.strip()
     return None
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lachesis.common.errors import DependencyError
+from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed
 from lachesis.rollouts.rewards.code_tests import read_cases
 from lachesis.rollouts.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded, Reward
@@ -22,6 +23,8 @@ from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
+# Characters of an answer: those of datasets have some dozens.
+_LONGEST_EXPRESSION = 1000
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
@@ -44,14 +47,12 @@ def reasoning_accuracy_reward(
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for reasoning between one ``<think>``, at the beginning, and ``</think>``."""
-    pattern = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
-    return [float(pattern.match(_text(one)) is not None) for one in completions]
+    return [float(_thinks_first(_text(one))) for one in completions]
 
 
 def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for ``<think>`` and ``<answer>``, each with lines of its own, and nothing else."""
-    pattern = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
-    return [float(pattern.match(_text(one)) is not None) for one in completions]
+    return [float(_has_form(_text(one))) for one in completions]
 
 
 def tag_count_reward(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -163,11 +164,9 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 def get_code_format_reward(language: str = "python") -> Reward:
     """:func:`format_reward` with a block of code in that language in the answer."""
-    pattern = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
-    compiled = re.compile(pattern, re.DOTALL | re.MULTILINE)
 
     def code_format_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(compiled.match(_text(one)) is not None) for one in completions]
+        return [float(_has_form(_text(one), f"```{language}", "```")) for one in completions]
 
     return code_format_reward
 
@@ -197,6 +196,19 @@ FACTORIES: Mapping[str, Callable[..., Reward]] = {
 }
 
 
+def _thinks_first(text: str) -> bool:
+    """Return True if a text begins with the one ``<think>`` that it has, and has an end of it."""
+    return text.startswith("<think>") and text.find("<think>", 1) < 0 and "</think>" in text
+
+
+def _has_form(text: str, *inside: str) -> bool:
+    """Return True if a text begins with thoughts and an answer in their tags, the marks ``inside`` in the latter."""
+    if not text.startswith(_TAGS[0]):
+        return False
+    at = after_in_order(text, ("\n</think>\n<answer>\n", *inside), at=len(_TAGS[0]))
+    return at >= 0 and has_line_end(text, "\n</answer>", at)
+
+
 def _repeated(sequence: Sequence[Any], size: int) -> float:
     """The share of a sequence's n-grams that are repetitions; 0 where it is shorter than one."""
     grams = Counter(tuple(sequence[start : start + size]) for start in range(len(sequence) - size + 1))
@@ -207,8 +219,20 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[0]["content"])
 
 
+def _last_lines(text: str, limit: int) -> str:
+    """The lines at the end of a text that have at most ``limit`` characters together; the last one in any case, cut."""
+    if len(text) <= limit:
+        return text
+    cut = text[-limit:]
+    return cut.partition("\n")[2] or cut
+
+
 def _same_answer(text: str, gold: str) -> float | None:
-    """By math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``)."""
+    """By math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``).
+
+    Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
+    where none is boxed, it is looked for at the end.
+    """
     try:
         verifier = importlib.import_module("math_verify")
     except ImportError as error:
@@ -218,6 +242,11 @@ def _same_answer(text: str, gold: str) -> float | None:
     wanted = verifier.parse(gold)
     if not wanted:
         return None
+    boxed = longest_boxed(text)
+    if boxed is not None and boxed > _LONGEST_EXPRESSION:
+        return 0.0
+    if boxed is None:
+        text = _last_lines(text, 2 * _LONGEST_EXPRESSION)
     latex = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     found = verifier.parse(text, extraction_config=[latex], extraction_mode="first_match")
     return float(verifier.verify(wanted, found))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from functools import cache
 from typing import Any
 
 from lachesis.common.sandbox.choice import shared_sandbox
+from lachesis.common.tagged_text import code_blocks, tagged
 from lachesis.rollouts.rewards.code_tests import COLUMNS, CodeTest, cases_of
 from lachesis.rollouts.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = re.compile(r"```[ \t]*(?P<language>[\w.+-]*)[^\r\n]*\r?\n(?P<code>.*?)```", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py", "py3")
 _IDLE = (ast.Expr, ast.Pass)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -77,14 +75,14 @@ def answer_execution_reward_func(
     The code is what stands between ``<answer>`` and its end, or else as :func:`extract_code` finds it.
     """
     texts = [_text(completion) for completion in completions]
-    marked = [found[1].strip() if (found := _ANSWER.search(text)) else text for text in texts]
+    marked = [next((part.strip() for part in tagged(text, "<answer>", "</answer>")), text) for text in texts]
     scores = code_execution_reward_func(marked, test_cases=list(answers))
     return [2 * score**3 if isinstance(score, float) else score for score in scores]
 
 
 def extract_code(text: str) -> str:
     """The last code block that says Python or nothing; the whole text where it has no block."""
-    blocks = [match["code"] for match in _BLOCK.finditer(text) if match["language"].lower() in _PYTHON]
+    blocks = [code for language, code in code_blocks(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
 
@@ -129,7 +127,8 @@ def _warn_of_no_tests() -> None:
 def join_turns(before: str, code: str) -> str:
     """The code of an answer to a follow-up question, after that of the turn before it.
 
-    Methods that stand alone become methods of the last class there.
+    Methods that stand alone become methods of the last class there. Code that is nested too deep to be written anew
+    is put after it as it is.
     """
     if not before:
         return code
@@ -142,7 +141,10 @@ def join_turns(before: str, code: str) -> str:
     kept = [node for node in classes[-1].body if not (isinstance(node, _DEFINITIONS) and node.name in names)]
     classes[-1].body = [*kept, *methods]
     old.body += new.body
-    return ast.unparse(ast.fix_missing_locations(old))
+    try:
+        return ast.unparse(ast.fix_missing_locations(old))
+    except RecursionError:  # a sum of a thousand terms is a thousand deep
+        return f"{before}\n\n{code}"
 
 
 def _is_method(node: ast.AST) -> bool:
@@ -178,7 +180,7 @@ def _code_of(value: object) -> str:
 
 
 def _format_score(text: str) -> float:
-    return 0.5 * (len(_BLOCK.findall(text)) == 1) + 0.5 * _does_something(extract_code(text))
+    return 0.5 * (len(list(code_blocks(text))) == 1) + 0.5 * _does_something(extract_code(text))
 
 
 def _does_something(code: str) -> bool:
