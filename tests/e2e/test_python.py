@@ -27,7 +27,7 @@ from tests import warm
 from tests.e2e.runs import environment
 from tests.e2e.test_quickstart import load
 from tests.paths import EXAMPLES, ROOT
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 ROWS = [{"prompt": f"{a}{b}", "answer": "aaaaa"} for a in "abcd" for b in "abcd"]
 
@@ -231,6 +231,23 @@ def test_ctrl_c_at_the_end_of_a_script_stops_its_run(model: Path):
         assert script.wait(LONG_S) == 0
     assert "the run stops after its step, with a checkpoint" in rest and "Traceback" not in rest
     _is_stopped("asked")
+
+
+@pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"], ids=["waiting", "in_its_own_code"])
+def test_sigterm_saves_a_checkpoint_as_the_command_does(model: Path, end: str):
+    words = [sys.executable, "-c", PROGRAM.format(steps=500, name="terminated", end=end)]
+    with warm.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True) as script:
+        until(lambda: (state := _state("terminated")) and state.get("step", 0) > 0, "a step of the run")
+        script.send_signal(signal.SIGTERM)
+        _, rest = script.communicate(timeout=LONG_S)
+        assert script.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert "the run stops after its step, with a checkpoint" in rest and "Traceback" not in rest
+    _is_stopped("terminated")
+
+
+def _state(name: str) -> dict[str, Any]:
+    path = Path(f"runs/{name}/state.json")
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _is_stopped(name: str) -> None:

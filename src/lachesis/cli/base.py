@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.commands import Commands
 from lachesis.common.errors import LachesisError, StopRequested, TrainingError
+from lachesis.common.terminal import SafeConsole
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
 
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 
 
-class _Console(Console):
+class _Console(SafeConsole):
     """Where the reader has gone it raises as other files do: a sink that fails is dropped, and training goes on."""
 
     def on_broken_pipe(self) -> None:
@@ -47,7 +47,7 @@ class _Console(Console):
 
 # No markup and no emoji codes: paths and messages are printed as they are.
 console = _Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-error_console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+error_console = SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 # As shells report a process that a signal ended.
 EXIT_SIGNALLED = 128

@@ -21,6 +21,8 @@ from lachesis.common.json_values import is_list, is_object
 
 Place = tuple[str | int, ...]
 
+# Of a configuration with its aliases written out; a few lines of aliases of aliases could stand for billions.
+_MOST_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$")
@@ -181,7 +183,17 @@ def _compose(text: str, *, name: str) -> Node | None:
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
-        return loader.get_single_node()
+        node = loader.get_single_node()
+        if node is not None and _written_out(node, {}) > _MOST_VALUES:
+            raise ConfigError(
+                f"{name}: its aliases (*name) stand for more than {_MOST_VALUES:,} values",
+                remedy="write what is meant, or use fewer aliases of aliases",
+            )
+        return node
+    except RecursionError as error:
+        raise ConfigError(
+            f"{name}: it is nested too deeply", remedy="give a configuration of sections and keys"
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -193,6 +205,23 @@ def _compose(text: str, *, name: str) -> Node | None:
     finally:
         if loader is not None:
             loader.dispose()  # pyright: ignore[reportUnknownMemberType]
+
+
+def _written_out(node: Node, sizes: dict[int, int]) -> int:
+    """Return the number of values of a node with every alias written out; each node is walked once.
+
+    An alias inside of what it names counts as one value: what reads the nodes refuses it.
+    """
+    known = sizes.get(id(node))
+    if known is None:
+        sizes[id(node)] = 1  # under way
+        parts: list[Node] = []
+        if isinstance(node, MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, SequenceNode):
+            parts = node.value
+        known = sizes[id(node)] = 1 + sum(_written_out(part, sizes) for part in parts)
+    return known
 
 
 class _Reader:

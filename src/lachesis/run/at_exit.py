@@ -26,10 +26,14 @@ class Started(Protocol):
     @property
     def done(self) -> bool: ...
 
+    @property
+    def stops(self) -> bool: ...
+
     def stop(self) -> None: ...
 
 
 STOPS = "the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer"
+TERMINATED = "SIGTERM: the run stops after its step, with a checkpoint; once more ends it at once"
 _LOOK_S = 0.2
 _started: WeakSet[Started] = WeakSet()
 
@@ -44,6 +48,8 @@ def hold_exit(run: Started) -> None:
     """From now on the program's end waits for this run; after an error it stops the run first."""
     _register()
     _started.add(run)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
 
 
 @cache
@@ -56,20 +62,47 @@ def _register() -> None:
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         import_module(pools)
     threading._register_atexit(_finish)  # type: ignore[attr-defined]  # as those modules do
-    os.register_at_fork(after_in_child=_started.clear)  # the run's threads are not there
+    os.register_at_fork(after_in_child=_forget)  # the run's threads are not there
+
+
+def _forget() -> None:
+    """In a forked child: it has no run, and SIGTERM ends it as any process."""
+    _started.clear()
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """At SIGTERM stop the runs that go on, and end the program as it would have, once they have their checkpoints.
+
+    The program's own code ends by SystemExit, where it is; :func:`_finish` then waits for the runs.
+    """
+    signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+    under_way = [run for run in _started if not run.done]
+    if not under_way:
+        os.kill(os.getpid(), number)
+    for run in under_way:
+        run.stop()
+    say(TERMINATED)
+    raise SystemExit(128 + number)
 
 
 def _finish() -> None:
     for run in [run for run in _started if not run.done]:
         with _interrupts_counted() as interrupts:
             _see_to_its_end(run, interrupts)
+        if signal.SIGTERM in interrupts:
+            sys.stdout.flush()
+            _end_at_once(signal.SIGTERM)
 
 
 def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
     """Return when the run has ended: by itself, or stopped by an error of the program's or by Ctrl-C."""
     error = _ended_by()
-    stopped = error is not None
-    if stopped:
+    stopped = run.stops or error is not None
+    if run.stops:
+        pass  # whoever asked for that has said so
+    elif error is not None:
         name = type(error).__name__
         say(f"{name} has ended the program: its run {run.directory} stops after its step, with a checkpoint")
         run.stop()
@@ -90,7 +123,7 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
 
 @contextmanager
 def _interrupts_counted() -> Iterator[list[int]]:
-    """Has an entry once Ctrl-C was pressed; the second ends the process.
+    """Has an entry once Ctrl-C was pressed, or SIGTERM came; the second ends the process.
 
     A KeyboardInterrupt could come anywhere in here, and would end the wait with the run half stopped.
     """
@@ -99,13 +132,17 @@ def _interrupts_counted() -> Iterator[list[int]]:
     def count(number: int, frame: object) -> None:
         interrupts.append(number)
         if len(interrupts) > 1:
-            _end_at_once()
+            _end_at_once(number)
 
-    before = signal.signal(signal.SIGINT, count)
+    numbers = [signal.SIGINT]
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        numbers.append(signal.SIGTERM)
+    before = {number: signal.signal(number, count) for number in numbers}
     try:
         yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)  # None: not of Python
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
 
 
 def _ended_by() -> BaseException | None:
@@ -113,7 +150,7 @@ def _ended_by() -> BaseException | None:
     return None if hasattr(sys, "ps1") or sys.flags.interactive else getattr(sys, "last_value", None)
 
 
-def _end_at_once() -> None:
-    """As a program that does not handle Ctrl-C; a run's servers end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
+def _end_at_once(number: int) -> None:
+    """As a program that does not handle the signal; a run's servers end with it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

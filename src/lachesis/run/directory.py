@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import psutil
 from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import clean_files, write_atomic
+from lachesis.common.json_values import is_object
 from lachesis.common.run_files import run_paths
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.fleet import EngineRow
@@ -50,6 +52,7 @@ class RunDirectory:
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
+    _begun: bool = False
     # The step is noted beside training, how the run stands by it.
     _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -66,7 +69,7 @@ class RunDirectory:
         """
         try:
             if self.path.is_dir() and not resume:
-                shutil.rmtree(self.path)
+                _empty(self.path)
                 self.state = {}
             self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
@@ -77,6 +80,7 @@ class RunDirectory:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()
+        self._begun = True
         self.update(
             status="starting",
             pid=os.getpid(),
@@ -92,6 +96,8 @@ class RunDirectory:
             CheckpointError: it cannot be written.
         """
         with self._updating:
+            if self._begun and not self.path.is_dir():  # it would be made again, with nothing else in it
+                raise _removed(self.path)
             self.state |= changes | {"updated": time.time()}
             try:
                 write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
@@ -173,10 +179,91 @@ def engine_log(directory: Path) -> Path:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """What to raise where a run directory cannot be written."""
+    if isinstance(error, FileNotFoundError) and not path.is_dir():
+        return _removed(path)
     return CheckpointError(
         f"the run directory {path} cannot be written: {error.strerror}",
         remedy="choose another run.dir, or free space on that disk",
     )
+
+
+def _removed(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"the run directory {path} was removed while the run went on",
+        remedy="leave it where it is until the run has ended; start anew, for its checkpoints are gone",
+    )
+
+
+def _empty(path: Path) -> None:
+    """Remove all that is in a directory. It stays itself: it may be a mount point."""
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+@contextmanager
+def only_trainer(path: Path) -> Iterator[None]:
+    """Within it no other process on this file system trains in the directory, whether it is there yet or not.
+
+    A lock beside the directory says so, or on it where nothing can be written beside it. It ends with the process.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    new = [parent for parent in (path.parent, *path.parent.parents) if not parent.exists()]
+    lock = path.with_name(f".{path.name}.lock")
+    held = _lock(lock) or _lock(path)
+    try:
+        yield
+    finally:
+        if held is not None:
+            if held.path == lock:
+                lock.unlink(missing_ok=True)
+            os.close(held.descriptor)
+        for parent in new:
+            with suppress(OSError):  # no longer empty, as a rule
+                parent.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lock:
+    path: Path
+    descriptor: int
+
+
+def _lock(path: Path) -> _Lock | None:
+    """Lock a file, which is made, or a directory; None where there can be none. Raises ConfigError where it is held."""
+    while True:
+        try:
+            if path.is_dir():
+                descriptor = os.open(path, os.O_RDONLY)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                if not path.is_dir():
+                    os.truncate(descriptor, 0)
+                    os.write(descriptor, str(os.getpid()).encode())
+                return _Lock(path, descriptor)
+        except BlockingIOError as error:
+            holder = "" if path.is_dir() else os.pread(descriptor, 20, 0).decode("ascii", "replace")
+            os.close(descriptor)
+            where = path if path.is_dir() else path.with_name(path.name.removeprefix(".").removesuffix(".lock"))
+            raise ConfigError(
+                f"process {holder or 'another one'} is starting or training a run in {where} right now",
+                remedy="wait for it, or choose another run.name",
+            ) from error
+        except OSError as error:  # a file system without locks
+            os.close(descriptor)
+            logger.warning("%s cannot be locked (%s): do not start two runs in it at once", path, error.strerror)
+            return None
+        os.close(descriptor)  # its last holder has removed it meanwhile
 
 
 def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
@@ -190,9 +277,13 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file, not a run directory", remedy="choose another run.name or run.dir")
     holds_run = run.files["state"].is_file()
+    goes_by_checkpoints = resume and any(run.files["checkpoints"].glob("step_*"))
     if holds_run:
-        run.state = _read_state(run.files["state"])
+        run.state = _read_state(run.files["state"], needed=not (goes_by_checkpoints or overwrite))
         _refuse_running(run)
+    elif goes_by_checkpoints:
+        logger.warning("%s is missing: the run goes on by its checkpoints", run.files["state"])
+        holds_run = True
     if resume:
         if not holds_run:
             raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
@@ -252,9 +343,19 @@ def _is_alive(pid: int, began: float | None) -> bool:
         return False
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
+    """What state.json says; where it is damaged and not ``needed``, nothing, and a warning says so."""
     try:
         state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", remedy="start anew with another run.name") from error
-    return state if isinstance(state, dict) else {}
+        if is_object(state):
+            return dict(state)
+        reason = f"it has {type(state).__name__} in place of an object"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if needed:
+        raise ConfigError(
+            f"{path} cannot be read: {reason}",
+            remedy="go on from the checkpoints with --resume if there are any, or start anew with --overwrite",
+        )
+    logger.warning("%s is damaged (%s): what it said is not taken into account", path, reason)
+    return {}

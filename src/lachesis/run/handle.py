@@ -49,7 +49,8 @@ class Run:
     be called from any thread, also from one with a running event loop, as in Jupyter; there ``await run`` waits
     without blocking the loop.
 
-    A program that ends while its run goes on waits for it; one that an error has ended stops it, with a checkpoint.
+    A program that ends while its run goes on waits for it; one that an error or
+    SIGTERM has ended stops it, with a checkpoint.
 
     Args:
         loaded: the configuration.
@@ -149,6 +150,11 @@ class Run:
         """Ask the run to end after its step, with a checkpoint; :meth:`wait` says when it has."""
         self._require_started()
         self._asked_to_stop.set()
+
+    @property
+    def stops(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._asked_to_stop.is_set()
 
     @property
     def done(self) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lachesis.common.errors import ConfigError
+from lachesis.common.terminal import SafeConsole
 from lachesis.common.world import find_world
 from lachesis.config.objects import load_objects
 from lachesis.run.handle import Run
@@ -51,7 +50,7 @@ def train(
     """
     run = load(config, model=model, data=data, rewards=rewards, **keys)
     return run.start(
-        resume=resume, overwrite=overwrite, console=Console(stderr=True, highlight=False) if progress else None
+        resume=resume, overwrite=overwrite, console=SafeConsole(stderr=True, highlight=False) if progress else None
     )
 
 

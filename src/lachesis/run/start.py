@@ -28,7 +28,7 @@ from lachesis.common.world import World, launchers_variables
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.directory import claim_run, engine_log, run_directory
+from lachesis.run.directory import claim_run, engine_log, only_trainer, run_directory
 
 if TYPE_CHECKING:
     from lachesis.run.companions import Companions
@@ -57,6 +57,7 @@ def train(
         imported: called once transformers is there.
     """
     with ExitStack() as closing:
+        closing.enter_context(only_trainer(run_directory(loaded.config)))
         launched = None
         if world is None and starts_engine(loaded.config):
             launched = closing.enter_context(

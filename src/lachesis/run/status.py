@@ -305,7 +305,8 @@ def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
     lines += [("last step", text) for text in [_metrics(status.values)] if text]
     lines += [("seconds", text) for text in [_seconds(status.values)] if text]
     lines += _titled("health", [finding.line for finding in status.findings])
-    lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
+    if status.checkpoint is not None or status.state != "finished":
+        lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
     lines += [("model", str(path)) for path in [status.model] if path is not None]
     return lines
 

@@ -20,6 +20,7 @@ from lachesis.common.errors import CheckpointError, ConfigError, EngineError, En
 from lachesis.common.files import write_atomic
 from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
+from lachesis.common.terminal import SafeConsole, SafeFormatter
 from lachesis.common.types import EvalResult, Finding
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
@@ -242,7 +243,8 @@ def _can_resume(directory: Path, *, restarts: int) -> bool:
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).latest() is not None
+    """Whether there is one to go on from. Raises CheckpointError where all are damaged."""
+    return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).newest() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,13 +425,15 @@ def begin_run(
     """
     run.begin(resume=resume)
     handler = LogFile(run.files["logs"] / "trainer.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
         with live_file(run.files["live"], engines=engines), FailureFile(run.files["failures"]):
-            yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
+            yield SafeConsole(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
-        failure = cannot_write(run.path, error) if isinstance(error, OSError) and error.errno in DISK_FULL else error
+        failure: BaseException = error
+        if isinstance(error, OSError) and (error.errno in DISK_FULL or not run.path.is_dir()):
+            failure = cannot_write(run.path, error)
         reason = reason_of(failure)
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
         with suppress(CheckpointError):  # what went wrong before says more than that the disk is full

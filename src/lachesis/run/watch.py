@@ -49,7 +49,7 @@ _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
 _MOST_STEPS = 500
 _MOST_HITS = 50
 # How a run stands of which there is nothing to show.
-_NOTHING: Mapping[str, Any] = {"waits": [], "engines": [], "paused": False}
+_NOTHING: Mapping[str, Any] = {"waits": [], "engines": [], "paused": False, "goes_on": False}
 # What the buttons ask of a run; "resume" takes the pause back.
 _ASKED: Mapping[str, RunRequest] = {"stop": "stop", "checkpoint": "checkpoint", "pause": "pause"}
 _BUTTONS = (*_ASKED, "resume")
@@ -233,6 +233,7 @@ def _now(run_dir: Path) -> dict[str, Any]:
         "waits": _waits(status),
         "engines": [asdict(engine) for engine in status.engines],
         "paused": is_asked(run_dir, "pause"),
+        "goes_on": status.goes_on,
     }
 
 

@@ -182,6 +182,22 @@ class CheckpointManager:
             logger.warning("ignored the checkpoint %s: %s", path, damage)
         return None
 
+    def newest(self) -> int | None:
+        """As :meth:`latest`, but None only if there is no save at all.
+
+        Raises:
+            CheckpointError: all of them are damaged.
+        """
+        step = self.latest()
+        damaged = [] if step is not None else sorted(self._paths(), key=_number_of_save, reverse=True)
+        if damaged:
+            reasons = "; ".join(f"{path.name}: {_damage(path)}" for path in damaged)
+            raise CheckpointError(
+                f"every checkpoint in {self.directory} is damaged ({reasons})",
+                remedy="bring one back from a copy, or start anew with --overwrite",
+            )
+        return step
+
     def load(self, step: int | None = None, *, parts: bool = False) -> Checkpoint:
         """Read the checkpoint of ``step``, or the latest one that is whole.
 

@@ -275,9 +275,10 @@ class RunCheckpoints:
         """Load the newest good checkpoint and return its step; 0 where there is none.
 
         Raises:
-            CheckpointError: it belongs to another model, or its place in the data is one of another source.
+            CheckpointError: it belongs to another model, or its place in the data is one of another source; or every
+                checkpoint is damaged.
         """
-        step = self._manager.latest()
+        step = self._manager.newest()
         if step is None:
             logger.warning("there is no checkpoint to resume from: the run starts at step 1")
             return 0

@@ -67,6 +67,19 @@ def test_merged_keys_give_way_to_those_that_are_written():
     assert not document.problems
 
 
+def test_aliases_of_aliases_are_bounded():
+    """Nine lines stand for a billion values, and 2,000 brackets for more calls than Python allows."""
+    bomb = "\n".join(
+        ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+        + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    )
+    for text in (bomb, bomb.replace("[", "{<<: [").replace("]", "]}")):
+        with pytest.raises(ConfigError, match=r"aliases \(\*name\) stand for more than 100,000 values"):
+            parse_document(text, name="bomb.yaml")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse_document("a: " + "[" * 2000 + "]" * 2000, name="deep.yaml")
+
+
 def test_an_alias_used_twice_is_no_duplicate():
     document = parse("a: &x {b: 1}\nc: *x\n")
     assert (document.problems, document.repeated) == ([], [])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import CheckpointError, ConfigError
-from lachesis.run.directory import LEFT_BEHIND, RunDirectory, claim_run
+from lachesis.run.directory import LEFT_BEHIND, RunDirectory, claim_run, only_trainer
 from lachesis.transport.bridge_file import BRIDGE_FILE
+from tests import warm
 
 # No process can have it.
 NO_PROCESS = 2**30
@@ -214,6 +216,91 @@ class TestARunThatIsThere:
         with pytest.raises(ConfigError, match=r"state.json cannot be read") as caught:
             claim(path, resume=True)
         assert caught.value.remedy
+
+    @pytest.mark.parametrize("text", ["{", "[]", "\0\0", None])
+    def test_checkpoints_go_on_without_their_state(
+        self, path: Path, text: str | None, caplog: pytest.LogCaptureFixture
+    ):
+        held_run(path)
+        (path / "checkpoints" / "step_000004").mkdir(parents=True)
+        if text is None:
+            (path / "state.json").unlink()
+        else:
+            (path / "state.json").write_text(text)
+        run = claim(path, resume=True)
+        run.begin(resume=True)
+        assert "state.json is" in caplog.text and state_of(path)["status"] == "starting"
+        assert (path / "checkpoints" / "step_000004").is_dir()
+
+    def test_a_damaged_run_may_be_overwritten(self, path: Path):
+        held_run(path)
+        (path / "state.json").write_text("{")
+        with pytest.raises(ConfigError, match="cannot be read") as caught:
+            claim(path)
+        assert "--overwrite" in caught.value.remedy
+        start(path, overwrite=True)
+
+    def test_beginning_anew_keeps_the_directory_itself(self, path: Path):
+        """It may be a mount point, which can be emptied and not removed."""
+        held_run(path)
+        (path / "checkpoints" / "step_000004").mkdir(parents=True)
+        (path / "link").symlink_to(path.parent)
+        before = path.stat().st_ino
+        claim(path, overwrite=True).begin(resume=False)
+        assert path.stat().st_ino == before and path.parent.is_dir()
+        assert {entry.name for entry in path.iterdir()} == {"logs", "state.json"}
+
+    def test_a_directory_removed_in_mid_run_is_said_and_not_made_again(self, path: Path):
+        run = start(path)
+        shutil.rmtree(path)
+        with pytest.raises(CheckpointError, match="was removed while the run went on"):
+            run.update(step=3)
+        assert not path.exists()
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from lachesis.run.directory import only_trainer
+with only_trainer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class TestOneTrainer:
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_of_two_that_start_at_once_one_is_refused(self, path: Path, exists: bool):
+        if exists:
+            path.mkdir(parents=True)
+        words = [sys.executable, "-c", HOLDS, str(path)]
+        with warm.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout is not None and first.stdout.readline() == "held\n"
+            refused = rf"process {first.pid} is starting or training a run in {path}"
+            with pytest.raises(ConfigError, match=refused), only_trainer(path):
+                pass
+            first.kill()
+        with only_trainer(path):
+            pass
+        assert path.exists() == exists and not list(path.parent.glob(".*"))
+
+    def test_nothing_is_left_of_one_that_writes_nothing(self, tmp_path: Path):
+        with only_trainer(tmp_path / "new" / "runs" / "one"):
+            pass
+        assert not list(tmp_path.iterdir())
+
+    def test_a_directory_beside_which_nothing_can_be_written_is_locked_itself(self, path: Path, monkeypatch):
+        path.mkdir(parents=True)
+        real = os.open
+
+        def refuse(name: Any, flags: int, *args: Any, **how: Any) -> int:
+            if str(name).endswith(".lock"):
+                raise PermissionError(13, "Permission denied")
+            return real(name, flags, *args, **how)
+
+        monkeypatch.setattr(os, "open", refuse)
+        with only_trainer(path), pytest.raises(ConfigError, match="right now"), only_trainer(path):
+            pass
 
 
 class TestWhoWorksThere:

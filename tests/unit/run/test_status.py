@@ -192,6 +192,7 @@ class TestARunThatDoesNotGoOn:
         status = read_status(path, now=NOW)
         assert (status.state, status.elapsed_s, status.remaining_s) == (state, 30.0, None)
         assert "30 s in all" in text(status)
+        assert ("checkpoint none yet" in text(status)) == (state == "stopped")
 
     def test_one_whose_process_is_gone_left_no_word(self, path: Path, child: subprocess.Popen[bytes]):
         child.kill()

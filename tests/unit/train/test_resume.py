@@ -202,6 +202,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path):
     assert torch.equal(weights(policy), expected)
 
 
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(tmp_path: Path):
+    policy = make_policy(options=loss_options())
+    manager = checkpoints(tmp_path, policy, PlaceInData(2))
+    for step in (2, 4):
+        manager.maybe_save(step)
+        (tmp_path / f"step_{step:06d}" / "weights.safetensors").write_bytes(b"")
+    before = weights(policy)
+    with pytest.raises(
+        CheckpointError, match=r"is damaged \(step_000004: weights.* 0 bytes .*; step_000002: "
+    ) as caught:
+        manager.restore()
+    assert "--overwrite" in caught.value.remedy and torch.equal(weights(policy), before)
+    assert "--overwrite" in caught.value.remedy
+
+
 def test_the_data_position_is_readable_json(tmp_path: Path):
     checkpoints(tmp_path, make_policy(options=loss_options()), PlaceInData(12)).maybe_save(4)
     meta = json.loads((tmp_path / "step_000004" / "meta.json").read_text())

@@ -11,7 +11,6 @@ function choose(index) {
   byId("past").replaceChildren();
   showTabs("runs", names.length > 1 ? [...names, "Compare"] : names, index, choose);
   byId("fleet").replaceChildren();
-  for (const id of ["checkpoint", "pause", "stop"]) byId(id).hidden = !token || index === COMPARE;
   byId("history").hidden = byId("csv").hidden = index === COMPARE;
   byId("csv").href = `metrics.csv?run=${index}`;
   return refresh();
@@ -29,7 +28,8 @@ function engineRow(engine) {
   const numbers = [engine.in_flight, engine.expected_tokens, engine.completed].map((value) => format(value));
   return make("tr", { class: `engine ${engine.state}` }, ...[engine.url, engine.state, version, ...numbers, format(Math.round(10 * engine.for_s) / 10, "s"), engine.reason].map((cell) => make("td", {}, cell)));
 }
-function showNow({ status, waits, engines, paused }) {
+function showNow({ status, waits, engines, paused, goes_on }) {
+  for (const id of ["checkpoint", "pause", "stop"]) byId(id).hidden = !token || !goes_on;
   byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)), ...waits.map(waitLine));
   byId("fleet").replaceChildren(...(engines.length ? [make("div", { class: "card table" }, make("table", {}, make("tr", {}, ...ENGINE_COLUMNS.map((name) => make("th", {}, name))), ...engines.map(engineRow)))] : []));
   byId("pause").textContent = paused ? "Go on" : "Pause after this step";

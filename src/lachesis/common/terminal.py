@@ -1,0 +1,33 @@
+"""What is safe to print: text of models, files and other programs, which may hold a terminal's control sequences."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.segment import Segment
+
+# Control characters but tab and line feed, and those that reorder the text around them.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    r"""Return ``text`` with control characters written out, as in ``\x1b[2J``."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+class SafeConsole(Console):
+    """A console on which no text that is printed controls the terminal; its own styles and live displays do."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        safe = (part if part.control else Segment(escape_controls(part.text), part.style) for part in buffer)
+        return super()._render_buffer(safe)
+
+
+class SafeFormatter(logging.Formatter):
+    """Formats records for logs that people read in a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
