@@ -39,7 +39,7 @@ OURS = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).resolve().parents[1] / "src")!r})
-from lachesis.api.server import ServerOptions, serve
+from lachesis.plugins.atropos.api.server import ServerOptions, serve
 serve(ServerOptions(port=int(sys.argv[1]), state_dir=Path(sys.argv[2]) if sys.argv[2:] else None))
 """
 

@@ -38,11 +38,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lachesis.bridges.proof import NO_DIGESTS, FleetProof
 from lachesis.common.deadline import Deadline
-from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
+from lachesis.process.managed import ManagedProcess
 from lachesis.run.engine import EngineSide, RunPlace, build_servers
 from lachesis.run.parts import build_policy
 from lachesis.train.policy import Policy

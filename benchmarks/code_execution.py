@@ -16,10 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lachesis.common.sandbox.choice import Sandbox, open_sandbox
-from lachesis.common.sandbox.local import LocalSandbox
-from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest
-from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.plugins.sandbox.choice import Sandbox, open_sandbox
+from lachesis.plugins.sandbox.local import LocalSandbox
+from lachesis.plugins.sandbox.rewards.code_tests import CodeTest, InputTest
+from lachesis.plugins.sandbox.rewards.execution import run_tests
 
 _CODE = """
 from collections import Counter

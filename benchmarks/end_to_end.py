@@ -339,7 +339,7 @@ COLUMNS = {
 
 def active_parameters(fields: dict[str, Any]) -> int:
     """Those that a token goes through, embeddings aside."""
-    from lachesis.config.model_shape import read_shape
+    from lachesis.plan.shapes import read_shape
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **fields}))

@@ -48,10 +48,10 @@ from kernel_times import table as kernel_table
 from needs_gpu import require_gpu
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import SpeculativeConfig
 from lachesis.engines.http.client import HttpEngine
+from lachesis.process.managed import ManagedProcess
 
 PORT = 9111
 COMPLETIONS = 8

@@ -40,15 +40,15 @@ from torch import nn
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.common.world import find_world
 from lachesis.config.architectures import known_architecture
-from lachesis.config.cards import process_bytes
-from lachesis.config.plan import plan
 from lachesis.config.schema import DistributedConfig, LachesisConfig
+from lachesis.plan.cards import process_bytes
+from lachesis.plan.plan import plan
 from lachesis.train.batch import split
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.strategy import SingleDevice, Strategy, decoder_layers
 from lachesis.train.losses.loss import PolicyLoss
 from lachesis.train.model.loading import LoadedModel, empty_transformer, made_trainable
-from lachesis.train.model.quantized import settle
+from lachesis.train.model.quantization import settle
 from lachesis.train.policy import Policy
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

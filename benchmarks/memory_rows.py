@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.plan import Plan, plan
 
 GB = 1e9
 MODELS = {

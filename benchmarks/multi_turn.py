@@ -35,10 +35,10 @@ import setup as example  # pyright: ignore[reportMissingImports]
 import lachesis
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, Prompt, Sample, SamplingParams, VersionSpan
-from lachesis.environments.shipped import calculator
+from lachesis.plugins.atropos.environments.shipped import calculator
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players
-from lachesis.rollouts.gathered import GatheredCalls
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tools"
 PROMPTS, GENERATIONS, TURNS = 8, 8, 5

@@ -45,7 +45,7 @@ from lachesis.common.errors import StaleWeights
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.serving.served import DigestRequest
+from lachesis.engines.serving.backend import DigestRequest
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack

@@ -29,17 +29,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.errors import ConfigError, LachesisError
 from lachesis.common.imports import load_function
-from lachesis.config.dialects import recognize
 from lachesis.config.document import read_document
 from lachesis.config.load import LoadedConfig, load_config
 from lachesis.config.paths import is_model_spec
-from lachesis.config.plan import plan
 from lachesis.config.rules import check
 from lachesis.config.schema import EmbeddedEngineConfig, InProcessBridgeConfig, LachesisConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 from lachesis.config.smoke import trial
 from lachesis.engines.build import server_options
 from lachesis.engines.vllm.launch import plan_launch
+from lachesis.plan.plan import plan
+from lachesis.plugins.dialects import recognize
 from lachesis.run.serve import vllm_arguments
 from lachesis.run.train import train
 

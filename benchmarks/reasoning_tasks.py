@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 import lachesis
-from lachesis.common import procedural
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
+from lachesis.rollouts import procedural
 
 TASKS = {
     "chain_sum": "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1",

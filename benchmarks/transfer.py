@@ -42,7 +42,7 @@ from lachesis.bridges.extract import tensor_list
 from lachesis.bridges.senders import busy_senders, deal, spread_ranks
 from lachesis.common.deadline import Deadline
 from lachesis.engines.receiver import Receiver
-from lachesis.engines.serving.served import ReceiverSpec
+from lachesis.engines.serving.backend import ReceiverSpec
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digests
 from lachesis.transport.layout import BUCKET_BYTES, WINDOW

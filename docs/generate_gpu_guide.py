@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lachesis.config.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
-from lachesis.config.fit import fit, steps_with_savings
-from lachesis.config.model_shape import FoundShape, find_shape
-from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
+from lachesis.plan.fit import fit, steps_with_savings
+from lachesis.plan.plan import plan
+from lachesis.plan.shapes import FoundShape, find_shape
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

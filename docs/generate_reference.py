@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lachesis.config.dialects import DIALECTS
-from lachesis.config.dialects.defaults import DIFFERENT, IN_CODE
-from lachesis.config.dialects.table import UNSET, Dialect, Entry
 from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
+from lachesis.plugins.dialects import DIALECTS
+from lachesis.plugins.dialects.defaults import DIFFERENT, IN_CODE
+from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
 
 TARGET = Path(__file__).with_name("configuration.md")
 MIGRATION = Path(__file__).with_name("migration.md")
@@ -60,7 +60,7 @@ the default, also `data.path` and `rewards.functions`.
 MIGRATION_INTRODUCTION = """\
 # Coming from another trainer
 
-<!-- Written by docs/generate_reference.py from src/lachesis/config/dialects/; do not edit. -->
+<!-- Written by docs/generate_reference.py from src/lachesis/plugins/dialects/; do not edit. -->
 
 `lachesis train config.yaml` takes a file in Axolotl's keys or in TRL's names as it stands: its dialect is seen from
 its keys, and every key is translated by the tables below. Errors name the line and the key of *your* file; an unknown

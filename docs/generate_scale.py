@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lachesis.config import cost
-from lachesis.config.cost import Scale, scale
-from lachesis.config.model_shape import FoundShape, find_shape
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan import cost
+from lachesis.plan.cost import Scale, scale
+from lachesis.plan.shapes import FoundShape, find_shape
 
 TARGET = Path(__file__).with_name("scale.md")
 MODELS = {
@@ -34,7 +34,7 @@ SHARED = (
 INTRODUCTION = """\
 # From one GPU to many
 
-<!-- Written by docs/generate_scale.py from src/lachesis/config/cost.py; do not edit. -->
+<!-- Written by docs/generate_scale.py from src/lachesis/plan/cost.py; do not edit. -->
 
 `lachesis plan config.yaml --gpus 64 --nodes 8 --card 80` says for your configuration what the tables below say for five
 models: the memory of a rank, and how long loading, a transfer of the weights and a checkpoint take.

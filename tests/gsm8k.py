@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lachesis.environments.shipped.gsm8k import Gsm8k, Gsm8kConfig, MathProblem, load_split
+from lachesis.plugins.atropos.environments.shipped.gsm8k import Gsm8k, Gsm8kConfig, MathProblem, load_split
 from tests.tiny import tiny_model
 
 DATA = Path(__file__).parent / "data" / "gsm8k"

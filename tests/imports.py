@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import lachesis.cli
 import lachesis.engines.embedded.server.app
-import lachesis.environments.shipped.arithmetic
-import lachesis.environments.shipped.gsm8k
+import lachesis.plugins.atropos.environments.shipped.arithmetic
+import lachesis.plugins.atropos.environments.shipped.gsm8k
+import lachesis.plugins.atropos.services
 import lachesis.run.export
 import lachesis.run.serve
-import lachesis.run.services
 import lachesis.run.train
 from tests import warm
 

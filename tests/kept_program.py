@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lachesis.config.memory import layer_activations
-from lachesis.config.model_shape import read_shape
 from lachesis.config.schema import DistributedConfig, LachesisConfig
+from lachesis.plan.memory import layer_activations
+from lachesis.plan.shapes import read_shape
 from lachesis.train.batch import plain_micro_batch
 from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.fsdp2 import Fsdp2
@@ -28,7 +28,7 @@ from lachesis.train.distributed.strategy import Ranks, Replicate, decoder_layers
 from lachesis.train.distributed.tensor_parallel import TensorCut
 from lachesis.train.model import attention
 from lachesis.train.model.dispatch import ExpertGroup
-from tests.unit.config.test_memory import kept_bytes
+from tests.unit.plan.test_memory import kept_bytes
 
 CPU = torch.device("cpu")
 TOKENS = 64

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.unit.api.processes import Server, running
+from tests.unit.plugins.atropos.api.processes import Server, running
 
 _NAMED = os.environ.get("ATROPOS_PYTHON", "")
 needs_original = pytest.mark.skipif(

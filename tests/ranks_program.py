@@ -30,12 +30,12 @@ from lachesis.bridges.broadcast import BroadcastBridge, full_source, travelling
 from lachesis.bridges.external import Servers
 from lachesis.bridges.extract import as_saved, full_digests, full_weights, tensor_list
 from lachesis.bridges.senders import SenderRanks
-from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
-from lachesis.engines.serving.served import TransferKind
+from lachesis.engines.embedded.adapters import is_adapted
+from lachesis.engines.serving.backend import TransferKind
 from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, MicroBatch, pack
@@ -56,7 +56,7 @@ from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strateg
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
-from lachesis.train.optim.sharded import build_sharded_optimizer
+from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 from lachesis.transport.channel import Channel

@@ -3,9 +3,8 @@
 import json
 import sys
 
-from openai import OpenAI
-
 from lachesis.environments.shipped.calculator import calculate
+from openai import OpenAI
 
 TOOL = {
     "type": "function",

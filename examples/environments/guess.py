@@ -9,13 +9,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic import Field
-
-from lachesis.common.types import SamplingParams
 from lachesis.environments.base import Environment
 from lachesis.environments.records import Trajectory
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tokenizer import text_of
+from pydantic import Field
+
+from lachesis.common.types import SamplingParams
 
 # A digit from 0 to 9.
 QUESTION = "0+9="

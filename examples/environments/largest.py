@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from pydantic import Field
-
-from lachesis.common.types import Message
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.records import Trajectory
 from lachesis.environments.settings import EnvironmentConfig
+from pydantic import Field
+
+from lachesis.common.types import Message
 
 
 @dataclass(frozen=True, slots=True)

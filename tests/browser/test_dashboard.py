@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.browser.test_report import CHROMIUM, FLAGS, INSTALL, Page
-from tests.unit.api.processes import Server, ours
+from tests.unit.plugins.atropos.api.processes import Server, ours
 
 WORDS = ["7", "+", "5", "=", "12", "13", " ", "\n", "<end>", "</script><img src=x onerror=window.owned=1>"]
 

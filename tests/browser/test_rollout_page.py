@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.cli.environments import run_environment
+from lachesis.plugins.atropos.commands.environments import run_environment
 from tests import gsm8k
 from tests.browser.test_report import Page, browser  # noqa: F401
 from tests.e2e.atropos_runs import stage

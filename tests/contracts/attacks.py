@@ -122,18 +122,18 @@ ATTACKS: dict[str, str] = {
     "    def solve(self, x): return Leak()",
     "built-in types as results": "def solve(x): return type",
     # Names.
-    "more names than were asked for": "import sys\nmodule = sys.modules['lachesis.common.sandbox.subject']\n"
+    "more names than were asked for": "import sys\nmodule = sys.modules['lachesis.plugins.sandbox.subject']\n"
     "real = module._Subject._do\ndef do(self, question):\n    if 'names' in question:\n        answer = real(self, question)\n"
     "        every = self._encode(lambda *a, **k: True)\n        for name in ('abs', 'isclose', 'sorted', 'len', 'math', "
     "'isinstance', 'all', 'str', 'repr', 'zip', 'map', 'range', 'check', 'solve', 'Solver'):\n"
     "            answer['value'][name] = every\n        return answer\n    return {'value': True}\n"
     "module._Subject._do = do",
-    "built-ins as names": "import sys\nmodule = sys.modules['lachesis.common.sandbox.subject']\n"
+    "built-ins as names": "import sys\nmodule = sys.modules['lachesis.plugins.sandbox.subject']\n"
     "module._Subject._encode = lambda self, value: ['type', 'exec']\ndef solve(x): return x",
-    "the argument as the answer": "import sys\nmodule = sys.modules['lachesis.common.sandbox.subject']\n"
+    "the argument as the answer": "import sys\nmodule = sys.modules['lachesis.plugins.sandbox.subject']\n"
     "real = module._Subject._do\nmodule._Subject._do = lambda self, q: {'value': q['args'][-1]} if 'args' in q else "
     "real(self, q)\nclass Solver: pass\ndef solve(x): return x",
-    "changes of arguments that it was not given": "import sys\nmodule = sys.modules['lachesis.common.sandbox.subject']\n"
+    "changes of arguments that it was not given": "import sys\nmodule = sys.modules['lachesis.plugins.sandbox.subject']\n"
     "real = module._Subject._do\nmodule._Subject._do = lambda self, q: {**real(self, q), 'changed': {'0': 1, '-1': 2, "
     "'7': ['list', []]}}\ndef solve(x): return x",
     "built-ins of its own": "def abs(x): return 0\ndef sorted(x): return [10, 30]\ndef len(x): return 3\n"
@@ -188,7 +188,7 @@ ATTACKS: dict[str, str] = {
     "an endless answer": "def solve(x): return 'x' * (40 << 20)",
     "deep answers": "def solve(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     "a closed link": "import os\nos.closerange(0, 256)\ndef solve(x): return 0",
-    "references that are none": "import lachesis.common.sandbox.subject as s\n"
+    "references that are none": "import lachesis.plugins.sandbox.subject as s\n"
     "s._Subject._refer = lambda self, value: ['ref', 99999, 'class', 'X', ['AssertionError']]\ndef solve(x): return object()",
     "an encoder of its own": _FIND + "for one in everything():\n    if isinstance(one, types.ModuleType) and "
     "getattr(one, '__name__', '').endswith('sandbox.subject'):\n        one.encode = lambda *a: True\n"

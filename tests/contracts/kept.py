@@ -7,10 +7,10 @@ from pathlib import Path
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
-from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.record_store import RecordStore
 
 
 def over_a_restart(

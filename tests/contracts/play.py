@@ -19,6 +19,10 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
+from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.plugins.environments.verifiers.build import load_players
+from lachesis.plugins.environments.verifiers.settings import VerifiersSettings, own_signals
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import (
     EpisodeEvaluator,
@@ -29,11 +33,7 @@ from lachesis.rollouts.episodes import (
     RolloutFailed,
     TaskPlayers,
 )
-from lachesis.rollouts.gathered import GatheredCalls
-from lachesis.rollouts.steps.build import StepSettings, step_players
-from lachesis.rollouts.turns import TurnServer
-from lachesis.rollouts.verifiers.build import load_players
-from lachesis.rollouts.verifiers.settings import VerifiersSettings, own_signals
+from lachesis.rollouts.turn_server import TurnServer
 from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.paths import ROOT

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import AgentSession, Recorder
-from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import AgentSession, Recorder
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.fakes import FakeEngine
 from tests.tiny import EOS, tiny_tokenizer

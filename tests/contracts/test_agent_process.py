@@ -15,13 +15,13 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
-from lachesis.rollouts.agent.container import Container, container_of
-from lachesis.rollouts.agent.player import AgentRollouts
-from lachesis.rollouts.agent.process import AgentCommand, AgentExit, run_agent
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Recorder
+from lachesis.plugins.environments.agents.container import Container, container_of
+from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import Recorder
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder

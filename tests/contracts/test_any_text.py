@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from lachesis.common.json_values import read_json
-from lachesis.common.procedural import parse_tasks, score
 from lachesis.common.tool_calls import written_calls
-from lachesis.environments.records import Trajectory
-from lachesis.environments.shipped import calculator
-from lachesis.rollouts.agent.asked import BadRequest, arguments_of
+from lachesis.plugins.atropos.environments.records import Trajectory
+from lachesis.plugins.atropos.environments.shipped import calculator
+from lachesis.plugins.environments.agents.requests import BadRequest, arguments_of
+from lachesis.plugins.sandbox.rewards.code_tests import same_output
+from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
+from lachesis.rollouts.procedural import parse_tasks, score
 from lachesis.rollouts.rewards import registry
-from lachesis.rollouts.rewards.code_tests import same_output
-from lachesis.rollouts.rewards.grpo_code import rewards as code
 from lachesis.rollouts.tools.parsers import hermes
 
 SIZE = 64_000
@@ -131,7 +131,7 @@ def test_a_follow_up_that_is_too_deep_to_write_anew_is_kept_as_it_is():
 
 def test_the_scoring_of_a_task_of_reasoning_gym_reads_any_text():
     pytest.importorskip("reasoning_gym")
-    from lachesis.common.procedural import entries
+    from lachesis.rollouts.procedural import entries
 
     (entry,) = entries(parse_tasks("reasoning_gym:chain_sum?size=1")[0])
     started = time.process_time()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects import translate
-from lachesis.config.dialects.atropos import TRAINER, translate_argv
-from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.table import Dialect
-from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
 from lachesis.config.load import validate
+from lachesis.plugins.dialects import translate
+from lachesis.plugins.dialects.atropos import TRAINER, translate_argv
+from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.table import Dialect
+from lachesis.plugins.dialects.trl import TRL
 
 VALUES = ["text", 3, -1, 0.5, True, [1], ["a"], {"a": 1}, [{"a": 1}], None]
 REQUIRED = {

@@ -21,7 +21,7 @@ import pytest
 
 from tests.original import needs_original, original
 from tests.ports import free_port
-from tests.unit.api.processes import ENVIRONMENT, REGISTRATION, Server, marks, ours, scored
+from tests.unit.plugins.atropos.api.processes import ENVIRONMENT, REGISTRATION, Server, marks, ours, scored
 from tests.waiting import LONG_S, until
 
 KEYS = [

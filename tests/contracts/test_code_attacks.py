@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lachesis.common.sandbox.choice import Sandbox, open_sandbox
-from lachesis.common.sandbox.records import FunctionTests, Limits
+from lachesis.plugins.sandbox.choice import Sandbox, open_sandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits
 from tests.contracts.attacks import ATTACKS, CORRECT, NUMPY, TESTS
 from tests.walls import needs_namespaces
 

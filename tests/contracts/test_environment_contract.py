@@ -22,11 +22,11 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
-from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import AlgorithmConfig
+from lachesis.plugins.environments.steps.game import Action
+from lachesis.plugins.environments.steps.openenv import OpenEnvGame, OpenEnvServer, find_server
+from lachesis.process.managed import ManagedProcess
 from lachesis.rollouts.episodes import RolloutFailed
-from lachesis.rollouts.steps.game import Action
-from lachesis.rollouts.steps.openenv import OpenEnvGame, OpenEnvServer, find_server
 from lachesis.train.losses.advantage import advantage_function
 from tests.contracts import play
 from tests.paths import ROOT

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.sandbox.records import FunctionTests, SandboxError, Verdict
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
-from lachesis.rollouts.agent.player import AgentRollouts
-from lachesis.rollouts.agent.process import AgentCommand
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Recorder
+from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.process import AgentCommand
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import Recorder
+from lachesis.plugins.sandbox.records import FunctionTests, SandboxError, Verdict
+from lachesis.plugins.sandbox.rewards import execution
+from lachesis.plugins.sandbox.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
-from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
-from lachesis.rollouts.rewards import execution
 from lachesis.rollouts.rewards.functions import Excluded
-from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
@@ -39,7 +39,7 @@ from lachesis.train.losses.advantage import assign_advantages
 from tests.contracts.chance import lost, share
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
-from tests.unit.rollouts.steps.games import TOKENIZER, ids, players
+from tests.unit.plugins.environments.steps.games import TOKENIZER, ids, players
 from tests.unit.rollouts.tools.test_player import CALL, TEMPLATE
 
 TASKS, SIZE = 12, 8
@@ -176,7 +176,7 @@ FUNCTIONS = [NamedReward("format", soft_format_reward_func), NamedReward("execut
 
 
 def use_sandbox(patch: pytest.MonkeyPatch, made: type[Falling]) -> None:
-    for module in (execution.__name__, "lachesis.rollouts.rewards.grpo_code.rewards"):
+    for module in (execution.__name__, "lachesis.plugins.sandbox.rewards.grpo_code.rewards"):
         patch.setattr(f"{module}.shared_sandbox", made)
 
 

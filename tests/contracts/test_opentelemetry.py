@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.types import StepRecord
-from lachesis.metrics.sinks.otel import OpenTelemetrySink
+from lachesis.plugins.sinks.otel import OpenTelemetrySink
 from tests.e2e.runs import metrics, run_here, write_run
 
 REQUESTS: dict[str, Any] = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}
@@ -99,7 +99,7 @@ def test_a_run_is_traced_and_measured(collector: Collector, tmp_path: Path):
 
 
 def test_a_collector_that_is_away_ends_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lachesis.metrics.sinks.otel._ANSWER_S", 0.5)
+    monkeypatch.setattr("lachesis.plugins.sinks.otel._ANSWER_S", 0.5)
     url = collector.url
     collector.shutdown()
     collector.server_close()

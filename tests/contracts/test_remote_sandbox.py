@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.sandbox.choice import open_sandbox
-from lachesis.common.sandbox.e2b import E2bSandbox
-from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError
+from lachesis.plugins.sandbox.choice import open_sandbox
+from lachesis.plugins.sandbox.e2b import E2bSandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError
 
 KEY = "e2b_key"
 

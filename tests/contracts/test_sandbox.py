@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.sandbox import choice
-from lachesis.common.sandbox.choice import KINDS, Sandbox, open_sandbox
-from lachesis.common.sandbox.escapes import Attempt, try_escapes
-from lachesis.common.sandbox.local import LocalSandbox
-from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict
+from lachesis.plugins.sandbox import choice
+from lachesis.plugins.sandbox.choice import KINDS, Sandbox, open_sandbox
+from lachesis.plugins.sandbox.escapes import Attempt, try_escapes
+from lachesis.plugins.sandbox.local import LocalSandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict
 from tests.paths import PACKAGE
 from tests.waiting import until
 from tests.walls import needs_namespaces
@@ -198,8 +198,8 @@ class TestPrograms:
 
 
 TRAINER = """
-from lachesis.common.sandbox.choice import open_sandbox
-from lachesis.common.sandbox.records import Limits, Program
+from lachesis.plugins.sandbox.choice import open_sandbox
+from lachesis.plugins.sandbox.records import Limits, Program
 source = '''
 import ctypes, os, time
 if os.fork() == 0:

@@ -17,7 +17,6 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
-from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector
@@ -25,8 +24,9 @@ from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.rollouts.base import GroupwiseSource, RolloutSource
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
 from tests.fakes import FakeEngine

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.common.sandbox import local
-from lachesis.common.sandbox.choice import Sandbox, open_sandbox
-from lachesis.common.sandbox.judge import judge
-from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.local import LocalSandbox
-from lachesis.common.sandbox.records import FunctionTests, Limits, Program, SandboxError
-from lachesis.rollouts.rewards.code_tests import InputTest, cases_of
-from lachesis.rollouts.rewards.execution import run_tests, share_passed
+from lachesis.plugins.sandbox import local
+from lachesis.plugins.sandbox.choice import Sandbox, open_sandbox
+from lachesis.plugins.sandbox.judge import judge
+from lachesis.plugins.sandbox.link import LinkClosed, receive, send
+from lachesis.plugins.sandbox.local import LocalSandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits, Program, SandboxError
+from lachesis.plugins.sandbox.rewards.code_tests import InputTest, cases_of
+from lachesis.plugins.sandbox.rewards.execution import run_tests, share_passed
 from lachesis.rollouts.rewards.functions import Excluded
 from tests.contracts.verdict_attacks import ATTACKS, PROGRAMS, TESTS
 from tests.walls import needs_namespaces
@@ -143,7 +143,7 @@ class TestJudgesThatDie:
 
 
 def share_of(sandbox: Sandbox, code: str, calls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> float | Excluded:
-    monkeypatch.setattr("lachesis.rollouts.rewards.execution.shared_sandbox", lambda: sandbox)
+    monkeypatch.setattr("lachesis.plugins.sandbox.rewards.execution.shared_sandbox", lambda: sandbox)
     return share_passed(code, calls)
 
 

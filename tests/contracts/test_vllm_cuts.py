@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lachesis.bridges.names import map_parameters
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.backend import DigestSlice
 from lachesis.engines.vllm.cuts import add_workers
 from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.worker import WorkerWeights

@@ -14,10 +14,10 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.types import Completion, GenerationRequest, Prompt, SamplingParams
 from lachesis.engines.base import Finished
 from lachesis.engines.http.client import HttpEngine
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Recorder
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import Recorder
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder

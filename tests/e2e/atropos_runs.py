@@ -17,8 +17,8 @@ import psutil
 import torch
 import yaml
 
-from lachesis.environments.shipped.arithmetic import problems
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.plugins.atropos.environments.shipped.arithmetic import problems
 from tests import warm
 from tests.e2e.runs import environment, metrics, rewards
 from tests.ports import free_port

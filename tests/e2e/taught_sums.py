@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from lachesis.environments.records import UsableGroup
-from lachesis.environments.shipped.arithmetic import Arithmetic, Sum
+from lachesis.plugins.atropos.environments.records import UsableGroup
+from lachesis.plugins.atropos.environments.shipped.arithmetic import Arithmetic, Sum
 
 # How many tokens the teacher names at each position, as vLLM does at most by itself.
 NAMED = 20

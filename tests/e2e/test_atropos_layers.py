@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lachesis.environments.shipped.arithmetic import problems
+from lachesis.plugins.atropos.environments.shipped.arithmetic import problems
 from tests.e2e.atropos_runs import BATCH, PROBLEMS, stage, write_model
 from tests.e2e.runs import metrics, weights
 

@@ -22,13 +22,13 @@ from tests.e2e.runs import environment
 from tests.paths import EXAMPLES
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.api.processes import Server, ours
+from tests.unit.plugins.atropos.api.processes import Server, ours
 from tests.waiting import LONG_S
 
 ENVIRONMENTS = EXAMPLES / "environments"
 CODE = """
 import sys
-from lachesis.cli.environments import run_environment
+from lachesis.plugins.atropos.commands.environments import run_environment
 from lachesis.common.errors import LachesisError
 try:
     sys.exit(run_environment(sys.argv[1], sys.argv[2], sys.argv[3:]))
@@ -36,7 +36,7 @@ except LachesisError as error:
     sys.exit(f"error: {error}")
 """
 CUSTOM = """
-from lachesis.environments.shipped.arithmetic import Arithmetic
+from lachesis.plugins.atropos.environments.shipped.arithmetic import Arithmetic
 
 class Mine(Arithmetic):
     name = "mine"

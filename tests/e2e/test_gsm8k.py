@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from lachesis import cli
 from lachesis.common.imports import load_function
 from lachesis.common.types import Group
-from lachesis.environments.shipped.gsm8k import load_split
 from lachesis.metrics.sinks.jsonl import StepLine
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.plugins.atropos.environments.shipped.gsm8k import load_split
 from tests import gsm8k
 from tests.e2e.atropos_runs import Stage, answers, stage, wait_for
 from tests.e2e.runs import Main, Outcome, checkpoints, metrics, state

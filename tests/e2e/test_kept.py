@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.rollouts.record_store import RecordStore
 from tests.e2e.runs import checkpoints, command, metrics, run_here, write_run
 from tests.warm import COMMAND
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lachesis.environments.shipped.arithmetic import Sum, problems
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.plugins.atropos.environments.shipped.arithmetic import Sum, problems
 from tests.contracts.servers import CHAT_TEMPLATE
 from tests.e2e.atropos_runs import GROUP, PROBLEMS, Stage, assert_learned, stage, wait_for, write_model
 from tests.original import PYTHON, needs_original

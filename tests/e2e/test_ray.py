@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lachesis.common.process import answers
+from lachesis.process.managed import answers
 from tests.e2e.runs import metrics, rewards, run_here, tape, write_reward, write_run
 from tests.ports import free_port
 from tests.ray_nodes import lose_node, ray_cluster

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.cli.doctor import write_proof
 from lachesis.common.errors import DataError
-from lachesis.tinker.adapters import AdapterBank
-from lachesis.tinker.records import LoraShape
+from lachesis.plugins.tinker.adapters import AdapterBank
+from lachesis.plugins.tinker.records import LoraShape
 from tests.e2e.tinker_server import KEY, tinker_server
 from tests.paths import ROOT
 from tests.tiny import tiny_model

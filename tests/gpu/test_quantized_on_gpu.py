@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.train.batch import pack
-from lachesis.train.model.quantized import held_bytes, quantized_layers
+from lachesis.train.model.quantization import held_bytes, quantized_layers
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, sharpen
 from tests.gpu.test_vllm_on_gpu import CANARY, live, write_model

@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from lachesis.rollouts.rewards.code_tests import InputTest, cases_of, same_output
-from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.plugins.sandbox.rewards.code_tests import InputTest, cases_of, same_output
+from lachesis.plugins.sandbox.rewards.execution import run_tests
 
 SQUARE = "def square(x): return x * x"
 SCRIPT = "print(int(input()) ** 2)"

@@ -9,9 +9,9 @@ from lachesis.cli.doctor import (
     Check,
     inspect_sandbox,
 )
-from lachesis.common.sandbox import choice
-from lachesis.common.sandbox.choice import VARIABLE
-from lachesis.common.sandbox.escapes import Attempt
+from lachesis.plugins.sandbox import choice
+from lachesis.plugins.sandbox.choice import VARIABLE
+from lachesis.plugins.sandbox.escapes import Attempt
 
 
 def by_subject(checks: list[Check]) -> dict[str, Check]:

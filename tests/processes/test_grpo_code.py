@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from lachesis.common.imports import load_function
-from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
-from lachesis.rollouts.rewards import execution
-from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.plugins.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
+from lachesis.plugins.sandbox.rewards import execution
+from lachesis.plugins.sandbox.rewards.execution import run_tests
+from lachesis.plugins.sandbox.rewards.grpo_code import code_execution_reward_func, rewards, soft_format_reward_func
+from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.functions import Excluded
-from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, rewards, soft_format_reward_func
-from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.unit.rollouts.rewards.test_rewarder import group
 from tests.waiting import LONG_S

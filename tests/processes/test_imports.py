@@ -136,9 +136,9 @@ def test_the_engine_is_on_its_way_before_transformers_is_imported(tmp_path: Path
     config = write_proof(tmp_path)
     code = f"""if True:
         import sys
-        import lachesis.run.services
+        import lachesis.plugins.atropos.services
         from lachesis.cli import main
-        from lachesis.common.process import ManagedProcess
+        from lachesis.process.managed import ManagedProcess
         def launch(process):
             print(process.command[3], "transformers" in sys.modules)
             raise SystemExit

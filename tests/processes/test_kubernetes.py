@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lachesis.common.world import World, find_world
-from lachesis.run.cluster.layout import Machines
-from tests.unit.run.cluster.test_kubernetes import TOKENS, rendered
-from tests.unit.run.cluster.test_layout import APART, ATROPOS, CPU
+from lachesis.plugins.cluster.layout import Machines
+from tests.unit.plugins.cluster.test_kubernetes import TOKENS, rendered
+from tests.unit.plugins.cluster.test_layout import APART, ATROPOS, CPU
 from tests.waiting import LONG_S, until
 
 # What a kubelet puts in the place of `$(NAME)`; where there is no such variable the text stays.
@@ -129,7 +129,7 @@ def test_an_older_run_is_not_taken_for_that_of_the_job(tmp_path: Path):
 
 
 def test_one_rank_that_fails_ends_the_pod_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lachesis.run.cluster.kubernetes._ALONE_S", 0.1)
+    monkeypatch.setattr("lachesis.plugins.cluster.kubernetes._ALONE_S", 0.1)
     job = manifests(tmp_path, CPU, Machines(1, 0, ranks=2))["Job"]
     begun = time.monotonic()
     assert pod(tmp_path, job, rank="[[ $RANK == 0 ]] && exec sleep 600; exit 3") == 3

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError, EngineError
-from lachesis.run.cluster.preflight import find_place, preflight
+from lachesis.plugins.cluster.preflight import find_place, preflight
 from tests import warm
 from tests.e2e.runs import environment
 from tests.ports import free_port
 from tests.tiny import tiny_model
-from tests.unit.run.cluster.test_layout import config
+from tests.unit.plugins.cluster.test_layout import config
 from tests.waiting import LONG_S
 from tests.warm import COMMAND
 

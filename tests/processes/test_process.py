@@ -19,8 +19,8 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.forkserver import ForkServer
-from lachesis.common.process import (
+from lachesis.process.forkserver import ForkServer
+from lachesis.process.managed import (
     ManagedProcess,
     check_port_free,
     last_lines,
@@ -54,8 +54,8 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from lachesis.common.deadline import Deadline
-from lachesis.common.forkserver import ForkServer
-from lachesis.common.process import ManagedProcess
+from lachesis.process.forkserver import ForkServer
+from lachesis.process.managed import ManagedProcess
 program, port, url, log, forkserver, *more = sys.argv[1:]
 command, log = [sys.executable, "-m", program, port], Path(log)
 forked_from = ForkServer("imports", [], log_path=log, env=os.environ) if forkserver == "forked" else None

@@ -16,7 +16,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.common.workers import receive_message
+from lachesis.process.workers import receive_message
 from lachesis.rollouts.rewards.functions import RewardCall
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_rewards
 from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
@@ -54,7 +54,7 @@ def who(completions, log_extra, log_metric, trainer_state):
     return [0.0] * len(completions)
 
 def loaded(completions, log_extra):
-    heavy = ("httpx", "numpy", "pydantic", "lachesis.common.sandbox", "lachesis.rollouts.datasets")
+    heavy = ("httpx", "numpy", "pydantic", "lachesis.plugins.sandbox", "lachesis.rollouts.datasets")
     log_extra("heavy", [[name for name in heavy if name in sys.modules]] * len(completions))
     return [0.0] * len(completions)
 
@@ -142,7 +142,7 @@ def patient(directory, monkeypatch):
                 raise
             return receive_message(link, end=time.monotonic() + LONG_S)
 
-    monkeypatch.setattr("lachesis.common.workers.receive_message", patient_receive)
+    monkeypatch.setattr("lachesis.process.workers.receive_message", patient_receive)
 
 
 class Shared:
@@ -264,7 +264,7 @@ class TestOtherFailures:
 
         call = RewardCall({"completions": [[{"content": "1"}]], "answer": ["2"]}, 1)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("lachesis.common.workers.receive_message", interrupted)
+            patched.setattr("lachesis.process.workers.receive_message", interrupted)
             workers.run(0, [call], timeout_s=LONG_S)
         right = RewardCall({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         assert workers.run(0, [right], timeout_s=LONG_S)[0].values == [1.0]
@@ -276,7 +276,7 @@ class TestOtherFailures:
         right = RewardCall({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         workers.close()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("lachesis.common.workers.receive_message", interrupted)
+            patched.setattr("lachesis.process.workers.receive_message", interrupted)
             workers.run(0, [right, right], timeout_s=LONG_S)
         assert [answer.values for answer in workers.run(0, [right, right], timeout_s=LONG_S)] == [[1.0], [1.0]]
 

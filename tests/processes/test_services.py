@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.process import ManagedProcess
 from lachesis.config.load import load_argv
 from lachesis.config.schema import LachesisConfig
-from lachesis.run import services as launch
-from lachesis.run.services import Services, api_command, environment_command, load_words, require_server
+from lachesis.plugins.atropos import services as launch
+from lachesis.plugins.atropos.services import Services, api_command, environment_command, load_words, require_server
+from lachesis.process.managed import ManagedProcess
 from tests.paths import EXAMPLES as FILES
 from tests.ports import free_port
 from tests.waiting import LONG_S, until

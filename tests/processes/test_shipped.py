@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import DataError, DependencyError, EngineError
-from lachesis.common.workers import WorkerPool
-from lachesis.environments.shipped import math_scoring
-from lachesis.environments.shipped.gsm8k import Gsm8k
-from lachesis.environments.shipped.math_scoring import MathScorer
-from tests.unit.environments.one import gsm8k, ids, one_group, served
+from lachesis.plugins.atropos.environments.shipped import math_scoring
+from lachesis.plugins.atropos.environments.shipped.gsm8k import Gsm8k
+from lachesis.plugins.atropos.environments.shipped.math_scoring import MathScorer
+from lachesis.process.workers import WorkerPool
+from tests.unit.plugins.atropos.environments.one import gsm8k, ids, one_group, served
 
 
 def test_group(tmp_path):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lachesis.common.world import World, find_world
-from lachesis.run.cluster.layout import Machines, derive_layout
-from lachesis.run.cluster.slurm import SlurmJob, render_slurm
+from lachesis.plugins.cluster.layout import Machines, derive_layout
+from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
 from tests.slurm import Ended, sbatch
-from tests.unit.run.cluster.test_layout import APART, ATROPOS, CPU, config
+from tests.unit.plugins.cluster.test_layout import APART, ATROPOS, CPU, config
 from tests.waiting import LONG_S
 
 # `status` says that the run has not finished; a server serves until it is ended.

@@ -12,7 +12,7 @@ import pytest
 from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.config.schema import WandbConfig
 from lachesis.metrics.sinks.console import CompletionPicker
-from lachesis.metrics.sinks.wandb import WandbSink
+from lachesis.plugins.sinks.wandb import WandbSink
 
 COLUMNS = ["step", "prompt", "completion", "reward", "right", "extracted"]
 

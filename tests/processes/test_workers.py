@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import DataError, DeadlineExceeded
-from lachesis.common.workers import ChildProcess, ProcessLimits, WorkerError, WorkerPool, send_message
+from lachesis.process.workers import ChildProcess, ProcessLimits, WorkerError, WorkerPool, send_message
 from tests.waiting import LONG_S, until
 
 GIB = 1 << 30
@@ -114,7 +114,7 @@ class TestLife:
     def test_it_ends_with_its_parent_in_the_middle_of_a_call_that_keeps_the_lock(self):
         program = textwrap.dedent("""
             import os, signal, threading
-            from lachesis.common.workers import WorkerPool
+            from lachesis.process.workers import WorkerPool
             pool = WorkerPool(1, os.getpid, name="test workers")
             print(*pool.pids, flush=True)
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()

@@ -42,14 +42,14 @@ SHOWN = {
     "which every other waits on: all end": "e2e/test_sharded.py::"
     "test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence",
     "a resumed run goes on bitwise": "e2e/test_resume.py::test_a_stopped_run_goes_on_exactly",
-    "at least one group in every batch": "unit/api/test_batching.py::test_minimums",
-    "keep the trainer from waiting for ever": "unit/api/test_batching.py::"
+    "at least one group in every batch": "unit/plugins/atropos/api/test_batching.py::test_minimums",
+    "keep the trainer from waiting for ever": "unit/plugins/atropos/api/test_batching.py::"
     "test_mixes_on_which_the_original_waits_for_ever",
-    "the step never goes back": "unit/api/test_state.py::test_a_registration_takes_no_step_back",
-    "one token for every 64 bytes": "unit/api/test_batching.py::test_weight_bounds_the_bytes_of_a_token",
-    "its `env_id` was never registered": "unit/api/test_state.py::test_strict_sets_aside_and_counts",
-    "a post that could never fit gets 413": "unit/api/test_state.py::test_full_queue_refuses_whole_posts",
-    "an earlier trainer never acknowledged": "unit/rollouts/atropos/test_source.py::"
+    "the step never goes back": "unit/plugins/atropos/api/test_state.py::test_a_registration_takes_no_step_back",
+    "one token for every 64 bytes": "unit/plugins/atropos/api/test_batching.py::test_weight_bounds_the_bytes_of_a_token",
+    "its `env_id` was never registered": "unit/plugins/atropos/api/test_state.py::test_strict_sets_aside_and_counts",
+    "a post that could never fit gets 413": "unit/plugins/atropos/api/test_state.py::test_full_queue_refuses_whole_posts",
+    "an earlier trainer never acknowledged": "unit/plugins/atropos/source/test_source.py::"
     "test_a_trainer_that_dies_before_its_step_leaves_the_batch_to_the_next",
     "The code's process never has the test": "contracts/test_code_attacks.py::test_no_attack_passes_any_test",
     "everything ends with the test": "contracts/test_sandbox.py::test_a_killed_trainer_takes_everything_with_it",
@@ -59,7 +59,7 @@ SHOWN = {
     "`every_steps: N` transfers every N steps": "unit/bridges/test_broadcast.py::test_only_every_nth_version_travels",
     "bytes of every tensor that was to arrive": "unit/transport/test_digest.py::"
     "test_one_changed_bit_of_any_element_is_seen",
-    "Nothing is ever tokenized again": "unit/rollouts/test_turns.py::"
+    "Nothing is ever tokenized again": "unit/rollouts/test_turn_server.py::"
     "test_turns_that_continue_each_other_are_one_sample_and_what_was_added_is_masked",
     "that every function abstained on": "unit/rollouts/rewards/test_rewarder.py::"
     "test_where_all_abstain_there_is_no_reward",
@@ -151,10 +151,10 @@ SET = {
     "checked against TRL's own values to 1e-6": (f"tests/{LOSS}", "TOLERANCE = {torch.float64: 1e-6"),
     "shows it to 1e-9": ("tests/unit/train/test_policy.py", "1e-9"),
     "TRL 1.16's (to 1e-9": ("tests/unit/train/losses/test_divergence.py", "abs=1e-9"),
-    "1.2 GB for 1,024 tokens": ("tests/unit/config/test_memory.py", "approx(1.2e9"),
-    "24 to 141 GB": ("src/lachesis/config/cards.py", "CARDS = (24, 40, 48, 80, 141)"),
-    "the served one, none, 1200 s": ("src/lachesis/environments/settings.py", "Field(1200.0"),
-    "1200 s": ("src/lachesis/environments/settings.py", "Field(1200.0"),
+    "1.2 GB for 1,024 tokens": ("tests/unit/plan/test_memory.py", "approx(1.2e9"),
+    "24 to 141 GB": ("src/lachesis/plan/cards.py", "CARDS = (24, 40, 48, 80, 141)"),
+    "the served one, none, 1200 s": ("src/lachesis/plugins/atropos/environments/settings.py", "Field(1200.0"),
+    "1200 s": ("src/lachesis/plugins/atropos/environments/settings.py", "Field(1200.0"),
     "where the other way is more than 3 % faster": ("src/lachesis/engines/vllm/drafts.py", "MARGIN = 0.03"),
     "The canary may differ by 2 nats": (PROOF, '"fp8": 2.0'),
     "4 (NF4) or 0.5 nats (int8)": (PROOF, '"int8": 0.5, "fp8": 2.0, "nf4": 4.0'),
@@ -163,14 +163,14 @@ SET = {
         "tests/contracts/formats/test_float8.py",
         ".abs().mean() < 0.15\n",
     ),
-    "It is waited for, for 30 s": ("src/lachesis/rollouts/atropos/source.py", "_REACH_S = 30.0"),
+    "It is waited for, for 30 s": ("src/lachesis/plugins/atropos/source/source.py", "_REACH_S = 30.0"),
     "(healthy: below 30 %)": (RULES, '"clipped_fraction", 0.3'),
-    "with `--fit 40` what to change for 40 GB": ("src/lachesis/config/cards.py", "40"),
-    "(50, or 16 MiB)": ("src/lachesis/api/backlog.py", "_KEPT_BYTES = 16 << 20"),
-    "once a second": ("src/lachesis/api/server.py", "_SYNC_S = 1.0"),
-    "twice a second": ("src/lachesis/metrics/gpus.py", "PERIOD_S = 0.5"),
-    "twenty times a second": ("src/lachesis/common/sandbox/job.py", "_LOOK_S = 0.02, 0.05"),
-    "made again five times": ("src/lachesis/common/sandbox/e2b.py", "_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)"),
+    "with `--fit 40` what to change for 40 GB": ("src/lachesis/plan/cards.py", "40"),
+    "(50, or 16 MiB)": ("src/lachesis/plugins/atropos/api/backlog.py", "_KEPT_BYTES = 16 << 20"),
+    "once a second": ("src/lachesis/plugins/atropos/api/server.py", "_SYNC_S = 1.0"),
+    "twice a second": ("src/lachesis/metrics/gpu_meter.py", "PERIOD_S = 0.5"),
+    "twenty times a second": ("src/lachesis/plugins/sandbox/job.py", "_LOOK_S = 0.02, 0.05"),
+    "made again five times": ("src/lachesis/plugins/sandbox/e2b.py", "_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)"),
     "after each tenth of its steps": ("src/lachesis/config/schema/__init__.py", "(self.run.steps or 0) // 10"),
     "of less than fifty lines": ("tests/unit/train/test_loop.py", "def test_it_is_as_short_as_the_readme_says"),
     "falls by a factor of 1.25": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),

@@ -21,10 +21,10 @@ from lachesis.common import errors
 from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
-from lachesis.environments.settings import parse_options
-from lachesis.run import env_eval
-from lachesis.run import services as launch
-from lachesis.run.environments import find
+from lachesis.plugins.atropos import evaluate as env_eval
+from lachesis.plugins.atropos import services as launch
+from lachesis.plugins.atropos.environments.settings import parse_options
+from lachesis.plugins.atropos.run import find
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

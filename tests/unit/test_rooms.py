@@ -106,7 +106,7 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_command_line_prints_or_exits(path):
     # What is forked from a process that has imported much must not end as that one does.
-    if path.parent.name != "cli" and path.relative_to(PACKAGE) != Path("common/forked.py"):
+    if path.parent.name != "cli" and path.relative_to(PACKAGE) != Path("process/fork_main.py"):
         assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 

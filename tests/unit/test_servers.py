@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from lachesis.api.server import ServerOptions, build_app
 from lachesis.common.types import SamplingParams
 from lachesis.engines.embedded.server.app import build_app as build_engine_app
 from lachesis.engines.serving.session import new_session
 from lachesis.engines.vllm.launch import plan_launch
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.turns import TurnServer
-from lachesis.run.tinker import build_app as build_tinker_app
+from lachesis.plugins.atropos.api.server import ServerOptions, build_app
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.tinker.options import TinkerOptions
+from lachesis.plugins.tinker.server import build_app as build_tinker_app
+from lachesis.rollouts.turn_server import TurnServer
 from lachesis.run.watch import Watch
-from lachesis.tinker.options import TinkerOptions
 from tests.paths import PACKAGE
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -61,7 +61,11 @@ def tinker_server(directory: Path) -> Any:
 # A server, the file that makes it, and one route of each of its pages: dashboards and metrics are the API's and the
 # live page's own.
 SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
-    "rollout API": (rollout_api, "api/server.py", ("/status", "/dashboard", "/dashboard/data", "/metrics", "/healthz")),
+    "rollout API": (
+        rollout_api,
+        "plugins/atropos/api/server.py",
+        ("/status", "/dashboard", "/dashboard/data", "/metrics", "/healthz"),
+    ),
     "embedded engine": (
         embedded_server,
         "engines/embedded/server/app.py",
@@ -70,11 +74,11 @@ SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "live page": (watch_page, "run/watch.py", ("/", "/data", "/metrics", "/metrics.csv", "/stop")),
     "server of turns": (
         lambda directory: asyncio.run(turn_server(directory)),
-        "rollouts/turns.py",
+        "rollouts/turn_server.py",
         ("/v1/models", "/inference/v1/generate"),
     ),
-    "tinker server": (tinker_server, "run/tinker.py", ("/api/v1/healthz", "/api/v1/create_session")),
-    "proxy of agents": (agent_proxy, "rollouts/agent/proxy.py", ("/v1/models", "/v1/chat/completions")),
+    "tinker server": (tinker_server, "plugins/tinker/server.py", ("/api/v1/healthz", "/api/v1/create_session")),
+    "proxy of agents": (agent_proxy, "plugins/environments/agents/proxy.py", ("/v1/models", "/v1/chat/completions")),
 }
 ROUTES = [(name, route) for name, (_, _, routes) in SERVERS.items() for route in routes]
 FOREIGN = {

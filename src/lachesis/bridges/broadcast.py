@@ -42,10 +42,10 @@ from lachesis.bridges.senders import (
 )
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
-from lachesis.common.threads import call_watched
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
-from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
+from lachesis.engines.serving.backend import LoraSpec, ReceiverSpec, TransferKind
+from lachesis.process.threads import call_watched
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor, Staging

@@ -18,12 +18,12 @@ from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import Proof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
-from lachesis.common.process import ManagedProcess, launch_together, wait_together
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
 from lachesis.engines.fleet import State
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.serving.served import MEMORY_PARTS
+from lachesis.engines.serving.backend import MEMORY_PARTS
+from lachesis.process.managed import ManagedProcess, launch_together, wait_together
 
 logger = logging.getLogger("lachesis")
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from lachesis.common.adapted import is_adapted
 from lachesis.common.errors import ModelError
-from lachesis.engines.serving.served import LoraSpec
+from lachesis.engines.embedded.adapters import is_adapted
+from lachesis.engines.serving.backend import LoraSpec
 from lachesis.transport.digest import digests, digests_of_each, served_lora_b
 from lachesis.transport.float8 import SCALE, by_rows
 from lachesis.transport.layout import ReceivedTensor

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from lachesis.common.errors import ModelError
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.backend import DigestSlice
 
 Shape = tuple[int, ...]
 

@@ -24,8 +24,8 @@ from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.http.dispatch import nobody_serves
+from lachesis.engines.serving.backend import DigestRequest, DigestSlice
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import DigestRequest, DigestSlice
 from lachesis.transport.float8 import FP8, SCALE
 from lachesis.transport.shared_tensors import dtype_name
 

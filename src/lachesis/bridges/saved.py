@@ -29,11 +29,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.bridges.base import EngineLeftOut, PolicyT
 from lachesis.bridges.external import Command, ExternalBridge, Servers
-from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, ModelError, StaleWeights
 from lachesis.common.files import atomic_directory, clean_leftovers
 from lachesis.config.schema import BridgeCapabilities
+from lachesis.engines.embedded.adapters import is_adapted
 from lachesis.engines.http.control import ServerControl
 
 logger = logging.getLogger(__name__)

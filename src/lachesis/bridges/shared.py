@@ -19,7 +19,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError, ModelError
 from lachesis.config.schema import SharedBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.backend import DigestSlice
 from lachesis.transport.bridge_file import (
     BRIDGE_FILE,
     BridgeFile,

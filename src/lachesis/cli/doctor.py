@@ -22,12 +22,12 @@ from lachesis import __version__
 from lachesis.cli.base import busy
 from lachesis.common.errors import LachesisError
 from lachesis.common.imports import installed_version
-from lachesis.common.sandbox.choice import VARIABLE, open_sandbox
-from lachesis.common.sandbox.escapes import Attempt, try_escapes
-from lachesis.common.sandbox.records import SandboxError
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
+from lachesis.plugins.sandbox.escapes import Attempt, try_escapes
+from lachesis.plugins.sandbox.records import SandboxError
 from lachesis.run.checkup.checks import Check
 from lachesis.run.checkup.tiny_model import write_tiny_model
 from lachesis.run.checkup.trials import trials

@@ -17,7 +17,7 @@ from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.explain import Explanation, explain
 from lachesis.config.load import load_config
-from lachesis.config.translated import translated
+from lachesis.plugins.dialects.foreign_files import translated
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
 rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)

@@ -17,7 +17,7 @@ from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_ba
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
-from lachesis.tinker.options import TinkerOptions
+from lachesis.plugins.tinker.options import TinkerOptions
 
 
 @app.command("run-api")
@@ -40,7 +40,7 @@ def run_api(
     ] = None,
 ) -> None:
     """Serve the rollout API that Atropos environments push to and trainers pull from."""
-    from lachesis.api.server import ServerOptions, serve
+    from lachesis.plugins.atropos.api.server import ServerOptions, serve
 
     options = ServerOptions(
         host=host,
@@ -103,7 +103,7 @@ def tinker_server(**values: Any) -> None:
 
     Clients find it by TINKER_BASE_URL. Where TINKER_API_KEY is set it takes requests with that key only.
     """
-    from lachesis.run import tinker as serving
+    from lachesis.plugins.tinker import server as serving
 
     hide_progress_bars()
 

@@ -25,17 +25,17 @@ from lachesis.cli.base import (
     world_of_leader,
 )
 from lachesis.common.errors import ConfigError
-from lachesis.config.cards import card_lines
-from lachesis.config.cost import scale_lines
 from lachesis.config.custom import custom_parts
-from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import LoadedConfig, load_argv, load_config
-from lachesis.config.model_shape import find_shape
-from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.smoke import trial
+from lachesis.plan.cards import card_lines
+from lachesis.plan.cost import scale_lines
+from lachesis.plan.fit import fit, fit_lines
+from lachesis.plan.plan import plan, plan_lines
+from lachesis.plan.shapes import find_shape
 
 
 @app.command()

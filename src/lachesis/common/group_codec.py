@@ -11,7 +11,7 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
     from lachesis.common.routed_experts import RoutedExperts
-    from lachesis.common.taught import TaughtTokens
+    from lachesis.common.teacher_logprobs import TaughtTokens
 
 TokenTexts = Callable[[Sequence[int]], Sequence[str]]
 """The text of each of some token ids."""
@@ -109,7 +109,7 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
 
 
 def _decode_taught(fields: Mapping[str, Any]) -> TaughtTokens:
-    from lachesis.common.taught import TaughtTokens  # numpy, which most readers of groups can do without
+    from lachesis.common.teacher_logprobs import TaughtTokens  # numpy, which most readers of groups can do without
 
     return TaughtTokens.decoded(fields)
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from lachesis.common.errors import ConfigError, nearest
-from lachesis.common.given import given, is_given
+from lachesis.common.objects import given, is_given
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
@@ -54,7 +54,7 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
             A module ``grpo_code`` that is nowhere to be found is this package's own, and so is a function that it
-            does not have. A name that stands for an object (:mod:`lachesis.common.given`) is that object.
+            does not have. A name that stands for an object (:mod:`lachesis.common.objects`) is that object.
         base_dir: usually the directory of the configuration, the current one if unset; its modules win over
             installed ones of the same name while the import runs.
         group: of entry points: a name without a dot is one of them, which an installed package has.

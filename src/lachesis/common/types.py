@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from lachesis.common.routed_experts import RoutedExperts
-    from lachesis.common.taught import TaughtTokens
+    from lachesis.common.teacher_logprobs import TaughtTokens
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = Mapping[str, Any]

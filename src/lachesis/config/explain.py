@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lachesis.common.errors import ConfigError, nearest
-from lachesis.config.dialects import DIALECTS
-from lachesis.config.dialects.table import UNSET, Dialect, Entry
 from lachesis.config.keys import (
     Key,
     SectionInfo,
@@ -19,6 +17,8 @@ from lachesis.config.keys import (
     nearest_path,
     value_in_words,
 )
+from lachesis.plugins.dialects import DIALECTS
+from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,18 @@ from pydantic import ValidationError
 from lachesis.common.json_values import is_object
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
-from lachesis.config.dialects import DialectName, recognize, translate
-from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
-from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.defaults import default_findings
-from lachesis.config.dialects.environment import environment_findings
-from lachesis.config.dialects.table import Dialect
-from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.dialects import DialectName, recognize, translate
+from lachesis.plugins.dialects.atropos import ManagedEngine, translate_argv
+from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.defaults import default_findings
+from lachesis.plugins.dialects.environment import environment_findings
+from lachesis.plugins.dialects.table import Dialect
+from lachesis.plugins.dialects.trl import TRL
 
 logger = logging.getLogger("lachesis")
 
@@ -147,7 +147,7 @@ def load_argv(
     """The Atropos trainer's flags as a configuration; paths in them are relative to the current directory.
 
     Args:
-        engine: what the run starts, as :func:`lachesis.config.dialects.atropos.translate_argv`.
+        engine: what the run starts, as :func:`lachesis.plugins.dialects.atropos.translate_argv`.
 
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.

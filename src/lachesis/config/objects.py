@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.given import Given, Giving
+from lachesis.common.objects import Given, Giving
 from lachesis.common.run_files import run_paths
 from lachesis.config.custom import BY_SHORT, Kind
 from lachesis.config.document import Document, Place, describe, dotted, read_document

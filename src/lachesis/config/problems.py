@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list, is_object
-from lachesis.config.dialects import DIALECTS
 from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
 from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.dialects import DIALECTS
 
 # A dotted key of ours, perhaps with an item of its list; not a part of a longer path or of a file's name.
 _PATH = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(\[\d+\])?(?![\w/-]|\.\w)")

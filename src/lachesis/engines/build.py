@@ -14,10 +14,8 @@ import torch
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, EngineError
-from lachesis.common.forkserver import ForkServer
 from lachesis.common.hub import config_here
 from lachesis.common.json_values import is_object, read_json
-from lachesis.common.process import ManagedProcess
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
     BaseEngineConfig,
@@ -33,6 +31,8 @@ from lachesis.config.schema import (
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.options import ServeOptions, command_line
+from lachesis.process.forkserver import ForkServer
+from lachesis.process.managed import ManagedProcess
 
 logger = logging.getLogger("lachesis")
 

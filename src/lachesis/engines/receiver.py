@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, ReceiverStatus, Refused
+from lachesis.engines.serving.backend import ReceiverSpec, ReceiverState, ReceiverStatus, Refused
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ReceivedTensor, Staging, num_bytes
 

@@ -11,14 +11,14 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, RewardError
 from lachesis.common.group_codec import decode_group
-from lachesis.common.meters import Seconds, TimeAverage
 from lachesis.common.types import Group
+from lachesis.metrics.meters import Seconds, TimeAverage
 from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.rollouts.base import Draw, GroupwiseSource
-from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES, all_failed
+from lachesis.rollouts.partial_rollouts import KeptRollouts
 
 _JOIN_S = 10.0
 

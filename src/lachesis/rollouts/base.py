@@ -10,7 +10,7 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Prompt
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
 
 
 class RolloutSource(ABC):

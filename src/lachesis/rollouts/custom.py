@@ -14,9 +14,9 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.imports import describe_exception
 from lachesis.common.json_values import own
-from lachesis.common.threads import CallThread
 from lachesis.common.types import LOWEST_LOGPROB, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
+from lachesis.process.threads import CallThread
 from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generate_groups, request_seed
 from lachesis.rollouts.local import LocalSource

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, LachesisError, RewardError
-from lachesis.common.meters import BusyTime
-from lachesis.common.threads import LoopThread
 from lachesis.common.types import (
     LARGEST_NUMBER,
     LOWEST_LOGPROB,
@@ -27,13 +25,15 @@ from lachesis.common.types import (
     Sample,
     SamplingParams,
 )
+from lachesis.metrics.meters import BusyTime
+from lachesis.process.threads import LoopThread
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
+from lachesis.rollouts.call_batcher import Completer
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
-from lachesis.rollouts.gathered import Completer
 from lachesis.rollouts.generation import nested_deadline, request_seed
-from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
+from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout, KeptRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
-from lachesis.common.meters import BusyTime
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
+from lachesis.metrics.meters import BusyTime
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_excluded, note_failure
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
-from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import Rewarder, Scored

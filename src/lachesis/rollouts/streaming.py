@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
-from lachesis.common.threads import DaemonThread
 from lachesis.common.types import Completion, Prompt
+from lachesis.process.threads import DaemonThread
 from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generation_requests, read_groups
 from lachesis.rollouts.local import LocalSource, RolloutPart

@@ -7,8 +7,8 @@ import logging
 import torch
 
 from lachesis.common.device import resolve_device
-from lachesis.config.cards import GB, decide_activations
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import GB, decide_activations
 
 logger = logging.getLogger("lachesis")
 

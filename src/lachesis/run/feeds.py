@@ -11,9 +11,9 @@ from lachesis.common.errors import EngineError
 from lachesis.common.types import Prompt
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 from lachesis.pipeline.feed import Feed
-from lachesis.rollouts.atropos.source import EngineWatch
+from lachesis.plugins.atropos.source.source import EngineWatch
 from lachesis.rollouts.evaluate import Evaluates
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.engine import EngineSide, RunPlace
 from lachesis.run.parts import build_atropos_feed, build_feed, feed_from

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, LachesisError
-from lachesis.common.given import Given
+from lachesis.common.objects import Given
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group
 from lachesis.config.load import LoadedConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.workers import ChildProcess, ProcessLimits
+from lachesis.process.workers import ChildProcess, ProcessLimits
 
 DEFAULT_PORT = 8010
 # Of handing a new process its arguments.

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lachesis.common.record_store import RecordStore
 from lachesis.common.run_files import run_paths
-from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
@@ -24,12 +22,14 @@ from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.rollouts.atropos.convert import Conversion
-from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
+from lachesis.plugins.atropos.source.convert import Conversion
+from lachesis.plugins.atropos.source.source import build_atropos_source, keep_given_advantages
+from lachesis.process.threads import Watch
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
@@ -51,10 +51,10 @@ from lachesis.train.model.loading import (
     load_teacher,
 )
 from lachesis.train.optim.optimizer import Start
-from lachesis.train.optim.sharded import build_sharded_optimizer
+from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from lachesis.train.routed import require_routed
+from lachesis.train.route_tensors import require_routed
 from lachesis.train.sft import StartedFeed, demonstrations
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import ConfigError
-from lachesis.common.given import Given
+from lachesis.common.objects import Given
 from lachesis.common.types import Group
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.rules import check

@@ -15,13 +15,13 @@ import torch
 
 from lachesis.bridges.broadcast import PackBuckets
 from lachesis.common.errors import LachesisError
-from lachesis.common.mesh import derive_mesh
 from lachesis.common.world import World
-from lachesis.config.colocated import is_colocated
+from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.serving.served import TransferKind
-from lachesis.run.gpus import rank_meter
+from lachesis.config.schema.mesh import derive_mesh
+from lachesis.engines.serving.backend import TransferKind
+from lachesis.run.gpu_meters import rank_meter
 from lachesis.run.parts import build_policy
 from lachesis.run.start import set_up
 from lachesis.train.distributed.control import (

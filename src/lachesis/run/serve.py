@@ -16,15 +16,15 @@ import httpx
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.common.http import server_url
-from lachesis.common.process import answers, check_port_free
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
-from lachesis.config.dialects.axolotl_names import EARLIER_SERVER_KEYS
 from lachesis.config.document import apply_overrides, read_document
 from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
+from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
+from lachesis.process.managed import answers, check_port_free
 
 OnReady = Callable[[str], None]
 

@@ -11,12 +11,12 @@ import torch
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError
 from lachesis.common.world import world_size
-from lachesis.config.cards import GB, card_use, process_bytes
-from lachesis.config.colocated import is_colocated, rank_cards
-from lachesis.config.memory import sleeps
-from lachesis.config.model_shape import find_shape
-from lachesis.config.plan import plan
+from lachesis.config.colocation import is_colocated, rank_cards
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
+from lachesis.plan.cards import GB, card_use, process_bytes
+from lachesis.plan.memory import sleeps
+from lachesis.plan.plan import plan
+from lachesis.plan.shapes import find_shape
 
 logger = logging.getLogger("lachesis")
 

@@ -24,12 +24,12 @@ from lachesis.metrics.hub import MetricsHub, Sink
 from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
-from lachesis.metrics.sinks.mlflow import MlflowSink
-from lachesis.metrics.sinks.otel import OpenTelemetrySink
 from lachesis.metrics.sinks.tape import TapeSink, token_texts, write_groups
-from lachesis.metrics.sinks.tensorboard import TensorBoardSink
-from lachesis.metrics.sinks.trackio import TrackioSink
-from lachesis.metrics.sinks.wandb import WandbSink, is_wanted
+from lachesis.plugins.sinks.mlflow import MlflowSink
+from lachesis.plugins.sinks.otel import OpenTelemetrySink
+from lachesis.plugins.sinks.tensorboard import TensorBoardSink
+from lachesis.plugins.sinks.trackio import TrackioSink
+from lachesis.plugins.sinks.wandb import WandbSink, is_wanted
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
 

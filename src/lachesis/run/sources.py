@@ -12,32 +12,32 @@ from typing import Any
 
 from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError
-from lachesis.common.sandbox.choice import use_sandbox
 from lachesis.common.types import Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
-from lachesis.rollouts.agent.container import container_of
-from lachesis.rollouts.agent.player import AgentRollouts
-from lachesis.rollouts.agent.process import AgentCommand
-from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Recorder
+from lachesis.plugins.environments.agents.container import container_of
+from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.process import AgentCommand
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import Recorder
+from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.plugins.environments.verifiers.build import verifiers_players
+from lachesis.plugins.sandbox.choice import use_sandbox
 from lachesis.rollouts.base import GroupwiseSource
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
-from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
-from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
-from lachesis.rollouts.verifiers.build import verifiers_players
 from lachesis.run.teacher import check_environments
 from lachesis.train.model.loading import (
     context_length,

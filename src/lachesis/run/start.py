@@ -20,14 +20,14 @@ from rich.console import Console
 
 from lachesis.common.chatter import without_chatter
 from lachesis.common.deadline import Deadline
-from lachesis.common.forkserver import ForkServer
-from lachesis.common.garbage import frozen_imports, thaw
 from lachesis.common.imports import load_function
-from lachesis.common.process import ManagedProcess, launch_together, wait_together
 from lachesis.common.world import World, launchers_variables
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
+from lachesis.process.forkserver import ForkServer
+from lachesis.process.garbage import frozen_imports, thaw
+from lachesis.process.managed import ManagedProcess, launch_together, wait_together
 from lachesis.run.directory import claim_run, engine_log, only_trainer, run_directory
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LaunchedEngine:
         return self.processes
 
     def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return once all are able to serve. Raises as :func:`~lachesis.common.process.wait_together`."""
+        """Return once all are able to serve. Raises as :func:`~lachesis.process.managed.wait_together`."""
         wait_together(self.processes, deadline=deadline)
         if self.forkserver is not None:
             self.forkserver.close()

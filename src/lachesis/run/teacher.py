@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.common.taught import TaughtTokens, taught_tokens
+from lachesis.common.teacher_logprobs import TaughtTokens, taught_tokens
 from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.engines.http.teacher import KEY_VARIABLE, TeacherServer

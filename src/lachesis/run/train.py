@@ -18,7 +18,6 @@ from rich.console import Console
 
 from lachesis.common.errors import CheckpointError, ConfigError, EngineError, EngineLost, StopRequested
 from lachesis.common.files import write_atomic
-from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole, SafeFormatter
 from lachesis.common.types import EvalResult, Finding
@@ -32,15 +31,16 @@ from lachesis.metrics.hub import DISK_FULL, HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
+from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.run.activations import with_activations
 from lachesis.run.companions import Companions
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
 from lachesis.run.feeds import build_rollouts
-from lachesis.run.gpus import run_meter
+from lachesis.run.gpu_meters import run_meter
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.model_step import note_step
 from lachesis.run.parts import (

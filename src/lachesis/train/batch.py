@@ -29,8 +29,8 @@ from torch import Tensor
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
-from lachesis.train.routed import Stretch, routed_tensor
-from lachesis.train.taught import Said, taught_tensors
+from lachesis.train.route_tensors import Stretch, routed_tensor
+from lachesis.train.teacher_tensors import Said, taught_tensors
 
 T = TypeVar("T")
 Objective = Literal["policy", "sft"]

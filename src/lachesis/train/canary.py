@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import first_line
 from lachesis.train.batch import MicroBatch, plain_micro_batch
 from lachesis.train.model.forward import ForwardPlan, target_logprobs
-from lachesis.train.model.quantized import looks_at_inputs
+from lachesis.train.model.quantization import looks_at_inputs
 
 _log = logging.getLogger(__name__)
 

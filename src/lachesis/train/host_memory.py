@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lachesis.common.errors import first_line
-from lachesis.common.threads import call_aside
+from lachesis.process.threads import call_aside
 
 logger = logging.getLogger(__name__)
 

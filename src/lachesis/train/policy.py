@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lachesis.bridges.extract import as_saved, base_parameters, full_digests, full_weights
 from lachesis.bridges.saved import save_companions, write_checkpoint
-from lachesis.common.mixtures import stacked_experts
 from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
+from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack, plain_micro_batch
 from lachesis.train.canary import CanaryReader
@@ -44,7 +44,7 @@ from lachesis.train.model.loading import LoadedModel
 from lachesis.train.model.router_replay import RouterReplay
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
-from lachesis.train.routed import UNKNOWN
+from lachesis.train.route_tensors import UNKNOWN
 from lachesis.train.sending import SendsWeights
 from lachesis.transport.digest import add_up, share_digests
 

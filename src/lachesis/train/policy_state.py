@@ -24,7 +24,7 @@ from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.reference import Reference, load_reference, require_same_reference
 from lachesis.train.optim.optimizer import PolicyOptimizer
-from lachesis.train.optim.sharded import ShardedOptimizer
+from lachesis.train.optim.sharding import ShardedOptimizer
 
 if TYPE_CHECKING:
     from peft import PeftModel

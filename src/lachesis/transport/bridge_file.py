@@ -19,7 +19,7 @@ from typing import Any
 from lachesis.common.errors import EngineError
 from lachesis.common.files import write_atomic
 from lachesis.common.json_values import is_object
-from lachesis.common.process import process_exists
+from lachesis.process.managed import process_exists
 from lachesis.transport.layout import ChannelBackend, ReceivedTensor
 from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
 

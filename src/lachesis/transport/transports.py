@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, first_line
-from lachesis.common.threads import call_aside, call_watched
+from lachesis.process.threads import call_aside, call_watched
 from lachesis.transport.layout import WINDOW, Bucket
 from lachesis.transport.rendezvous import Links, Message
 from lachesis.transport.shared_tensors import (

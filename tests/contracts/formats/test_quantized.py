@@ -13,15 +13,15 @@ from peft import PeftModel
 
 from lachesis.bridges.extract import adapter_digests, lora_spec, lora_tensors
 from lachesis.common.errors import DependencyError, ModelError
-from lachesis.config.memory import held_weights_bytes
-from lachesis.config.model_shape import read_shape
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig, ModelConfig, OptimizerConfig
+from lachesis.plan.memory import held_weights_bytes
+from lachesis.plan.shapes import read_shape
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import LoadedModel, load_model
-from lachesis.train.model.quantized import held_bytes, quantized_layers, settle
+from lachesis.train.model.quantization import held_bytes, quantized_layers, settle
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 from tests.losses import loss_options

@@ -26,8 +26,7 @@ from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.receiver import Receiver
-from lachesis.engines.serving.operations import Digests
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     DigestRequest,
     MemoryPart,
@@ -36,6 +35,7 @@ from lachesis.engines.serving.served import (
     ReceiverStatus,
     Refused,
 )
+from lachesis.engines.serving.operations import Digests
 from lachesis.train.model.loading import add_lora
 from lachesis.transport.digest import digests
 from tests.tiny import tiny_model

@@ -20,7 +20,7 @@ from lachesis.bridges.extract import as_they_are, lora_tensors
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.fleet import State
-from lachesis.engines.serving.served import Refused, TransferKind
+from lachesis.engines.serving.backend import Refused, TransferKind
 from lachesis.transport.bridge_file import CHANNEL_FILE
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked, pack_beside

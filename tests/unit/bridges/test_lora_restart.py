@@ -12,7 +12,7 @@ from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.saved import AdapterWriter, SavedBridge, adapter_config, load_adapter
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraRestartBridgeConfig
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,

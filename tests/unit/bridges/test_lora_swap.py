@@ -31,7 +31,7 @@ from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.fleet import State
 from lachesis.engines.serving.adapter_files import read_adapter
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 from tests.tiny import tiny_model
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,

@@ -10,7 +10,7 @@ import torch
 
 from lachesis.bridges.names import VLLM_ARCHITECTURES, check_same_model, describe, map_parameters
 from lachesis.common.errors import ModelError
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.backend import DigestSlice
 
 # 32 wide, 4 heads of 16 (not 32 / 4), 2 heads of keys and values, 48 wide inside, 100 tokens padded to 128.
 LAYER = "model.layers.0"

@@ -20,8 +20,8 @@ from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import largest_difference
+from lachesis.engines.serving.backend import DigestRequest, ModelInfo
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import DigestRequest, ModelInfo
 
 TOKENS = tuple(range(65))
 WEIGHTS, ADAPTER, NONE = DigestRequest(slices=None), DigestRequest(slices={}, adapter=True), None

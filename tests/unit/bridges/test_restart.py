@@ -26,7 +26,7 @@ from lachesis.bridges.saved import (
 )
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import ReloadBridgeConfig, RestartBridgeConfig
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,

@@ -16,7 +16,7 @@ from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig
 from lachesis.engines.http.control import ServerInfo
-from lachesis.engines.serving.served import ModelInfo
+from lachesis.engines.serving.backend import ModelInfo
 from lachesis.train.model.loading import add_lora, attached_transformer
 from lachesis.transport import bridge_file as bridge_file_module
 from lachesis.transport.bridge_file import BRIDGE_FILE, write_bridge_file

@@ -12,7 +12,7 @@ from lachesis.cli import base
 from lachesis.cli.codes import exit_codes, meaning
 from lachesis.common import errors
 from lachesis.metrics.health.monitor import RULES
-from lachesis.run.cluster.layout import FINAL
+from lachesis.plugins.cluster.layout import FINAL
 from tests.paths import DOCS
 
 

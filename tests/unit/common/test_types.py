@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from lachesis.common.routed_experts import RoutedExperts
-from lachesis.common.taught import TaughtTokens
+from lachesis.common.teacher_logprobs import TaughtTokens
 from lachesis.common.types import Sample, VersionSpan
 
 TAUGHT = TaughtTokens(

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects import recognize
 from lachesis.config.load import LoadedConfig, load_config
 from lachesis.config.rules import check
+from lachesis.plugins.dialects import recognize
 
 DOCUMENTS = Path(__file__).with_name("documents")
 FRAGMENTS = sorted(path.stem for path in (DOCUMENTS / "fragments").glob("*.yaml"))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing
 from lachesis.config.explain import Alias, explain
+from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing
 
 TRAINER = Dialect(
     "trainer",

@@ -5,8 +5,8 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.config.init import init
 from lachesis.config.load import load_config
-from lachesis.config.plan import plan
 from lachesis.config.rules import check
+from lachesis.plan.plan import plan
 
 
 def test_what_is_written_is_a_configuration_with_nothing_to_complain_about(tmp_path):

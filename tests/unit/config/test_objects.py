@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.given import given
+from lachesis.common.objects import given
 from lachesis.config.load import dump_config, load_config
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.schema import LachesisConfig

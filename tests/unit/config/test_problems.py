@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.table import Dialect, Translation
-from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import apply_overrides, parse_document
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
+from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.table import Dialect, Translation
+from lachesis.plugins.dialects.trl import TRL
 
 OURS = """\
 run: {steps: 4}

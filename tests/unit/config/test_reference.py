@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from lachesis.config.dialects import DIALECTS
 from lachesis.config.keys import all_keys
+from lachesis.plugins.dialects import DIALECTS
 from tests.paths import DOCS
 
 GENERATOR = DOCS / "generate_reference.py"

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from lachesis.common.errors import ConfigError, ModelError
-from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines import build
 from lachesis.engines.build import server_urls
+from lachesis.process.managed import ManagedProcess
 
 
 def configuration(**engine: Any) -> LachesisConfig:

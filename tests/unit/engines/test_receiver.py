@@ -10,7 +10,7 @@ import torch
 from lachesis.common.errors import EngineError
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.receiver import _Room as Room
-from lachesis.engines.serving.served import ReceiverSpec, Refused
+from lachesis.engines.serving.backend import ReceiverSpec, Refused
 from lachesis.transport.layout import ReceivedTensor
 from tests.waiting import LONG_S
 

@@ -16,14 +16,14 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, RewardError
 from lachesis.common.group_codec import encode_group
-from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group
 from lachesis.pipeline.collect import Collector, Reroll
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import Done, Draw
-from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.record_store import RecordStore
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
 

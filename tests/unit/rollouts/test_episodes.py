@@ -15,10 +15,10 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.config.schema import AlgorithmConfig
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed, _note
-from lachesis.rollouts.gathered import GatheredCalls
-from lachesis.rollouts.kept import KeptGroup, KeptRollout
+from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from tests.fakes import FakeEngine
 from tests.waiting import LONG_S

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lachesis.config.cards import card_lines, decide_activations
-from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import card_lines, decide_activations
+from lachesis.plan.plan import plan
 from lachesis.run.activations import with_activations
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.cards import card_use
-from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import card_use
+from lachesis.plan.plan import plan
 from lachesis.run.share import (
     require_room,
     share_beside_trainer,

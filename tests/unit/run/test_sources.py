@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.sandbox.choice import VARIABLE
+from lachesis.plugins.sandbox.choice import VARIABLE
 from lachesis.run.sources import build_reward_functions, build_stream, load_data
 
 ENVIRONMENTS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import EngineError
-from lachesis.common.process import process_exists
+from lachesis.process.managed import process_exists
 from lachesis.transport import bridge_file as module
 from lachesis.transport.bridge_file import (
     BRIDGE_FILE,

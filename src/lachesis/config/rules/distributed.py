@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.mesh import derive_mesh
-from lachesis.config.colocated import is_colocated, rank_cards
+from lachesis.config.colocation import is_colocated, rank_cards
 from lachesis.config.schema import (
     ChannelBridgeConfig,
     LachesisConfig,
@@ -14,6 +13,7 @@ from lachesis.config.schema import (
     LoraSwapBridgeConfig,
     SharedBridgeConfig,
 )
+from lachesis.config.schema.mesh import derive_mesh
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lachesis.common.adapted import is_adapted
+from lachesis.engines.embedded.adapters import is_adapted
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
-from lachesis.common.mixtures import stacked_experts
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import (
     CanaryReading,
@@ -28,6 +27,7 @@ from lachesis.common.types import (
 )
 from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
+from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.engines.embedded.gate import TokenGate
 from lachesis.engines.embedded.route_recorder import RoutedPasses, RouteRecorder
 from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lachesis.common.mixtures import decoder_layer_count, stacked_experts
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.engines.embedded.decoder import Decoder
+from lachesis.engines.embedded.experts import decoder_layer_count, stacked_experts
 from lachesis.engines.embedded.rows import BatchRows, Share
 
 

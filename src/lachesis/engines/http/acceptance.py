@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from lachesis.engines.serving.backend import Drafted, DraftVerdict
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import Drafted, DraftVerdict
 from lachesis.metrics.values import Mean, MetricValue
 
 

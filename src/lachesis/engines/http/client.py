@@ -21,17 +21,17 @@ from lachesis.common.errors import (
     LachesisError,
     StaleWeights,
 )
-from lachesis.common.threads import LoopThread
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.fleet import Fleet, State
 from lachesis.engines.http.acceptance import DraftRates
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
+from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart
 from lachesis.engines.serving.operations import Digests
-from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
 from lachesis.metrics.names import GENERATION_OF, PREFIX_HITS, PREFIX_HITS_OF
 from lachesis.metrics.values import Mean, MetricValue
+from lachesis.process.threads import LoopThread
 
 T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)

@@ -27,9 +27,7 @@ from lachesis.common.http import server_url
 from lachesis.common.types import CanaryReading
 from lachesis.engines.base import PauseMode
 from lachesis.engines.serving import operations as ops
-from lachesis.engines.serving.bodies import Request, fault_of
-from lachesis.engines.serving.operations import Operation, ServerInfo
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     DigestRequest,
     DigestSlice,
@@ -39,6 +37,8 @@ from lachesis.engines.serving.served import (
     Refused,
     TensorInfo,
 )
+from lachesis.engines.serving.bodies import Request, fault_of
+from lachesis.engines.serving.operations import Operation, ServerInfo
 from lachesis.engines.serving.session import session_token
 from lachesis.engines.serving.tokens import TokensBody
 
@@ -68,7 +68,7 @@ class ServerControl:
     """Talks to one server. Thread-safe. Methods are named as those of ``ServedEngine``, which says what they do.
 
     Each method raises :class:`EngineError` with the server's own message and remedy
-    (:class:`~lachesis.engines.serving.served.Refused`, which knows the HTTP status, where the server calls it
+    (:class:`~lachesis.engines.serving.backend.Refused`, which knows the HTTP status, where the server calls it
     the caller's fault), an EngineError with the server's last known state where it does not answer, and
     :class:`DeadlineExceeded` once the deadline passes. Nothing is sent twice, except what only reads.
 

@@ -18,15 +18,15 @@ import numpy as np
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights
-from lachesis.common.meters import BusyTime
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.base import Finished
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
 from lachesis.engines.http.prefixes import PrefixHits
+from lachesis.engines.serving.backend import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
-from lachesis.engines.serving.served import Refused
+from lachesis.metrics.meters import BusyTime
 from lachesis.metrics.values import Mean
 
 logger = logging.getLogger("lachesis")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from lachesis.common.json_values import is_object
-from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.engines.serving.backend import LoraSpec, Refused
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

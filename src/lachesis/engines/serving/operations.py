@@ -23,9 +23,7 @@ from pydantic import (
 
 from lachesis.common.json_values import is_object
 from lachesis.engines.base import PauseMode
-from lachesis.engines.serving.bodies import SINGLE, Flag, Request, Text, TokenIds, Whole
-from lachesis.engines.serving.generation import POLICY
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
@@ -38,6 +36,8 @@ from lachesis.engines.serving.served import (
     TensorInfo,
     TransferKind,
 )
+from lachesis.engines.serving.bodies import SINGLE, Flag, Request, Text, TokenIds, Whole
+from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.tokens import TokensAnswer, TokensBody
 from lachesis.transport.layout import ChannelBackend
 

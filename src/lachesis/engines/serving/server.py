@@ -21,6 +21,7 @@ import lachesis
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.adapter_files import read_adapter
+from lachesis.engines.serving.backend import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.bodies import Refused, error_document, parse, parse_object
 from lachesis.engines.serving.generation import (
     ARRAYS,
@@ -33,7 +34,6 @@ from lachesis.engines.serving.generation import (
     result_arrays,
     result_document,
 )
-from lachesis.engines.serving.served import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.session import TOKEN_VARIABLE, Session, session_path
 from lachesis.engines.serving.tokens import TokensBody, generate_body, tokens_answer
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from lachesis.common.errors import EngineError
 from lachesis.common.files import write_atomic
 from lachesis.common.json_values import is_object
-from lachesis.common.process import process_exists
+from lachesis.process.managed import process_exists
 
 TOKEN_VARIABLE = "LACHESIS_SESSION_TOKEN"
 DIRECTORY_VARIABLE = "LACHESIS_SESSION_DIR"

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 
 _INDEX = "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[int, ...]]

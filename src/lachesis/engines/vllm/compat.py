@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from lachesis.engines.serving.served import Drafted, Refused
+from lachesis.engines.serving.backend import Drafted, Refused
 
 # What the server itself decides, or what has no meaning in an answer of ours.
 _NOT_FOR_CALLERS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lachesis.engines.serving.served import DigestSlice
+from lachesis.engines.serving.backend import DigestSlice
 from lachesis.transport.digest import Share
 from lachesis.transport.float8 import FP8
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lachesis.engines.serving.backend import DraftVerdict
 from lachesis.engines.serving.bodies import Refused
-from lachesis.engines.serving.served import DraftVerdict
 from lachesis.engines.vllm.logprobs import once_there
 
 # Steps of one kind that are measured, and how long the better kind is kept until both are measured anew.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lachesis.engines.base import PauseMode
-from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart, Refused
+from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart, Refused
 
 
 class Gate:

@@ -22,7 +22,7 @@ from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
 from lachesis.common.hub import mentions
 from lachesis.common.imports import without
 from lachesis.common.nvidia import DRIVER
-from lachesis.engines.vllm.forked import leave_to_server
+from lachesis.engines.vllm.fork_cleanup import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
 
 OLDEST = (0, 26)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lachesis.common.errors import EngineError
 from lachesis.engines.serving.adapter_files import adapted_module, adapted_modules
-from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.engines.serving.backend import LoraSpec, Refused
 
 # vLLM counts its own adapters up from 1.
 ADAPTER_ID = 1_000_003

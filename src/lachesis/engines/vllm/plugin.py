@@ -26,7 +26,7 @@ from lachesis.engines.vllm.chat_tokens import chat_tokens_route
 from lachesis.transport.bridge_file import asked_at_start
 
 if TYPE_CHECKING:
-    from lachesis.engines.vllm.served import ServedVllm
+    from lachesis.engines.vllm.backend import ServedVllm
 
 # Routes whose bodies have a field for the salt of the prefix cache.
 _SALTED = (
@@ -59,7 +59,7 @@ class LachesisPlugin:
         Raises:
             LachesisError: the engine cannot be served as it was started. vLLM then ends.
         """
-        from lachesis.engines.vllm.served import ServedVllm
+        from lachesis.engines.vllm.backend import ServedVllm
 
         roots = adapter_roots(os.environ.get(ROOTS_VARIABLE))
         session = new_session(host=args.host or "0.0.0.0", port=args.port, adapter_roots=roots)

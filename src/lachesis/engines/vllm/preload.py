@@ -1,4 +1,4 @@
-"""What `lachesis serve` of vLLM imports, once for several servers (:class:`lachesis.common.forkserver.ForkServer`)."""
+"""What `lachesis serve` of vLLM imports, once for several servers (:class:`lachesis.process.forkserver.ForkServer`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULES = (
     "lachesis.cli.serving",
     "lachesis.run.serve",
     "lachesis.engines.vllm.plugin",
-    "lachesis.engines.vllm.served",
+    "lachesis.engines.vllm.backend",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
 )

@@ -18,7 +18,7 @@ from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, Gen
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.groups import Ended, Group, Member, missing_parts
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
-from lachesis.engines.vllm.routed import read_routes
+from lachesis.engines.vllm.routed_experts import read_routes
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Finding, Level
+from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
+from lachesis.plugins.sandbox.rewards.grpo_code.transforms import read_tests
 from lachesis.rollouts.datasets.formats import PAIRS, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.problems import Dataset, read_rows
 from lachesis.rollouts.datasets.rendering import Rendered, render, tokenize
@@ -25,8 +27,6 @@ from lachesis.rollouts.datasets.rows import (
     select,
 )
 from lachesis.rollouts.datasets.transforms import TransformSpec, load_transform
-from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
-from lachesis.rollouts.rewards.grpo_code.transforms import read_tests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

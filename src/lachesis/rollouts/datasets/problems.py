@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
-from lachesis.common.garbage import uncollected
-from lachesis.common.given import given, is_given
-from lachesis.common.procedural import PREFIX
+from lachesis.common.objects import given, is_given
 from lachesis.common.types import Prompt
+from lachesis.process.garbage import uncollected
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
-from lachesis.rollouts.datasets.prepared import PreparedProblem, key_of, load_prepared, save_prepared, tokenizer_digest
+from lachesis.rollouts.datasets.problem_cache import (
+    PreparedProblem,
+    key_of,
+    load_prepared,
+    save_prepared,
+    tokenizer_digest,
+)
 from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
 from lachesis.rollouts.datasets.rows import (
     Row,
@@ -35,6 +40,7 @@ from lachesis.rollouts.datasets.rows import (
 )
 from lachesis.rollouts.datasets.stream import FOLLOW_UP
 from lachesis.rollouts.datasets.transforms import TransformSpec, source_digest, transform_rows
+from lachesis.rollouts.procedural import PREFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

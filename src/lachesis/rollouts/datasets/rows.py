@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lachesis.common import procedural
 from lachesis.common.errors import DataError
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
+from lachesis.rollouts import procedural
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
 # Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.

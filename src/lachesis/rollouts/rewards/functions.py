@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lachesis.common.imports import describe_exception
-from lachesis.common.threads import CallOutcome
 from lachesis.common.types import LARGEST_NUMBER
+from lachesis.process.threads import CallOutcome
 
 HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
 VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lachesis.common import procedural
+from lachesis.rollouts import procedural
 
 
 def score(completions: Sequence[Any], entry: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:

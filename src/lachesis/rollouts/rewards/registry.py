@@ -16,11 +16,11 @@ from typing import Any
 
 from lachesis.common.errors import DependencyError
 from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed
-from lachesis.rollouts.rewards.code_tests import read_cases
-from lachesis.rollouts.rewards.execution import share_passed
+from lachesis.plugins.sandbox.rewards.code_tests import read_cases
+from lachesis.plugins.sandbox.rewards.execution import share_passed
+from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
+from lachesis.plugins.sandbox.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 from lachesis.rollouts.rewards.functions import Excluded, Reward
-from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
-from lachesis.rollouts.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
 # Characters of an answer: those of datasets have some dozens.

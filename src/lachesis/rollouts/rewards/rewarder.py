@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
-from lachesis.common.given import is_given
-from lachesis.common.threads import CallThread
+from lachesis.common.objects import is_given
 from lachesis.common.types import Group, Prompt
+from lachesis.process.threads import CallThread
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread

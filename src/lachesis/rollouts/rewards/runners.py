@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from lachesis.common.errors import RewardError
-from lachesis.common.threads import Caller, CallOutcome, CallThread
-from lachesis.common.workers import WorkerError, WorkerPool
+from lachesis.process.threads import Caller, CallOutcome, CallThread
+from lachesis.process.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
     Answer,
     RewardCall,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
-from lachesis.common.threads import LoopThread
+from lachesis.process.threads import LoopThread
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
-from lachesis.common.remembered import Remembered
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed, text_decoder
-from lachesis.rollouts.kept import KeptGroup, KeptRollout
 from lachesis.rollouts.local import item_of
+from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
+from lachesis.rollouts.tools.memo import Remembered
 from lachesis.rollouts.tools.parsers import ParsedTurn, ToolParser
 from lachesis.rollouts.tools.template import Continuation, Told, answer_message, short_token_ids
 from lachesis.rollouts.tools.toolbox import Observation, Toolbox

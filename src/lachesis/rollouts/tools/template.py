@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.remembered import Remembered
 from lachesis.common.types import Message
+from lachesis.rollouts.tools.memo import Remembered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

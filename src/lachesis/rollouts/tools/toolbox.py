@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.json_values import own
-from lachesis.common.threads import CallOutcome, DaemonThread, Line
+from lachesis.process.threads import CallOutcome, DaemonThread, Line
 from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
 

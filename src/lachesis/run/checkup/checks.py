@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lachesis.common.errors import LachesisError
-from lachesis.common.process import names_an_error
+from lachesis.process.managed import names_an_error
 
 # How far clocks may be apart: more than networks and schedulers delay an answer.
 CLOCKS_S = 5.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.plan import plan
 from lachesis.run.checkup.checks import Check
 
 # Enough that the speed is the disk's and not that of its first moment; a slow one is given up before.

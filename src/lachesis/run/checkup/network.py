@@ -17,11 +17,11 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.hosts import is_this_machine
 from lachesis.common.http import server_url
-from lachesis.common.process import check_port_free
 from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
 from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
-from lachesis.rollouts.atropos.client import RolloutApiClient, api_url
+from lachesis.plugins.atropos.source.client import RolloutApiClient, api_url
+from lachesis.process.managed import check_port_free
 from lachesis.run.checkup.checks import CLOCKS_S, Check, attempted, failure
 from lachesis.transport.rendezvous import address_towards, listen
 

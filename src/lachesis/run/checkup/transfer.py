@@ -14,7 +14,7 @@ from typing import Any
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import DependencyError, LachesisError, StaleWeights
 from lachesis.common.http import free_port
-from lachesis.config.colocated import engine_workers
+from lachesis.config.colocation import engine_workers
 from lachesis.config.schema import (
     CustomEngineConfig,
     EmbeddedEngineConfig,

@@ -15,7 +15,7 @@ from lachesis.bridges.broadcast import travelling
 from lachesis.bridges.senders import exhaust
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
-from lachesis.engines.serving.served import TransferKind
+from lachesis.engines.serving.backend import TransferKind
 from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import Mean, Metrics, MetricValue
 from lachesis.train.batch import Batch

@@ -31,9 +31,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lachesis.common.mesh import Mesh, require_experts
-from lachesis.common.mixtures import stacked_experts
 from lachesis.config.schema import DistributedConfig
+from lachesis.config.schema.mesh import Mesh, require_experts
+from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.train.distributed.cut import EXPERT, TENSOR, cut_by
 from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.sharded_checkpoint import sharded_as

@@ -19,7 +19,7 @@ from lachesis.bridges.broadcast import travelling
 from lachesis.bridges.senders import exhaust
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, TrainingError, first_line
-from lachesis.engines.serving.served import TransferKind
+from lachesis.engines.serving.backend import TransferKind
 from lachesis.metrics.names import GPU_MEMORY_IN_USE, GPU_UTILIZATION, TRAINING_OF
 from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split

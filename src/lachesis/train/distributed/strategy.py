@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
-from lachesis.train.model.compiled import compiler_arguments
+from lachesis.config.schema.mesh import Mesh, derive_mesh
+from lachesis.train.model.compilation import compiler_arguments
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.rank_group import RankGroup
 from lachesis.train.model.tensor import TensorGroup

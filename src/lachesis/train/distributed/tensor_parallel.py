@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ConfigError, ModelError
-from lachesis.common.mesh import Mesh, require_heads
+from lachesis.config.schema.mesh import Mesh, require_heads
 from lachesis.train.distributed.cut import computing_with_parts, part_of, style_of
 from lachesis.train.model.tensor import TensorGroup, scale_gradient
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lachesis.common.adapted import is_adapted
 from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import AlgorithmConfig
+from lachesis.engines.embedded.adapters import is_adapted
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
 from lachesis.train.model.loading import LoadedModel

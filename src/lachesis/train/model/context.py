@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lachesis.common.mesh import Mesh, require_heads
+from lachesis.config.schema.mesh import Mesh, require_heads
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.rank_group import RankGroup
 

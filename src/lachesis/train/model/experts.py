@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from lachesis.common.errors import ModelError
-from lachesis.common.mixtures import stacked_experts
+from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue
 
 
@@ -130,7 +130,7 @@ class ExpertRouting:
 
 
 def experts_of(module: nn.Module) -> int:
-    """How many a module of :func:`~lachesis.common.mixtures.stacked_experts` holds."""
+    """How many a module of :func:`~lachesis.engines.embedded.experts.stacked_experts` holds."""
     number = getattr(module, "num_experts", None)
     return number if isinstance(number, int) else next(p.shape[0] for p in module.parameters() if p.ndim == 3)
 

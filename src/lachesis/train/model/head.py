@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lachesis.train.model.compiled import compiler_arguments
+from lachesis.train.model.compilation import compiler_arguments
 
 # Logits of one chunk in float32 take at most this many elements (512 MiB on GPU, 64 MiB on CPU).
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}

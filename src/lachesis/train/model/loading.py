@@ -31,7 +31,7 @@ from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
-from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
+from lachesis.train.model.quantization import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.model.saved_rows import SavedRows, find_rows, untouched
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError, TrainingError
-from lachesis.common.mixtures import layer_number, stacked_experts
+from lachesis.engines.embedded.experts import layer_number, stacked_experts
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.model.experts import routers
 

@@ -97,7 +97,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         (
             {
                 "source": {"kind": "agent", "command": ["a"]},
-                "rewards": {"functions": ["lachesis.rollouts.agent.rewards.exit_code"]},
+                "rewards": {"functions": ["lachesis.plugins.environments.agents.rewards.exit_code"]},
             },
             "source.nonzero_exit exclude leaves out all but 0",
         ),

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lachesis.common.mixtures import stacked_experts
 from lachesis.engines.embedded.engine import EmbeddedEngine, Step
+from lachesis.engines.embedded.experts import stacked_experts
 from tests.tiny import tiny_model
 from tests.unit.engines.embedded.test_engine import make, mixture, soon
 from tests.waiting import LONG_S

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lachesis.engines.http.acceptance import DraftRates
-from lachesis.engines.serving.served import Drafted, DraftVerdict
+from lachesis.engines.serving.backend import Drafted, DraftVerdict
 
 
 def info(session: str, drafted: Drafted | None, generated: int = 0) -> Any:

@@ -29,7 +29,7 @@ from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.http.dispatch import request_body
 from lachesis.engines.serving import operations as ops
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S, until
 

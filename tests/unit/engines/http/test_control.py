@@ -18,8 +18,8 @@ from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, E
 from lachesis.common.http import server_url
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.serving import operations as ops
+from lachesis.engines.serving.backend import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.bodies import parse
-from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
 from lachesis.transport.layout import ReceivedTensor
 from tests.unit.engines.fake_server import FakeServer, refusal

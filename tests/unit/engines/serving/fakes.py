@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
     Drafted,
@@ -20,6 +19,7 @@ from lachesis.engines.serving.served import (
     ServedEngine,
     TensorInfo,
 )
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.session import Session
 
 INFO = ModelInfo(

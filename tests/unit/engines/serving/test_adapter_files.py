@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lachesis.engines.serving.adapter_files import adapted_module, read_adapter
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 
 MODULE = "model.layers.0.mlp.down_proj"
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "base_model_name_or_path": "base"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.engines.serving.backend import DigestRequest, LoraSpec, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.operations import OPERATIONS, LoadAdapter
-from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.server import Server
 from lachesis.transport.layout import ReceivedTensor
 

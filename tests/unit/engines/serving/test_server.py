@@ -13,9 +13,9 @@ import pytest
 from starlette.applications import Starlette
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable
+from lachesis.engines.serving.backend import AdapterStatus
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
-from lachesis.engines.serving.served import AdapterStatus
 from lachesis.engines.serving.server import check_model, check_prompt, engine_routes
 from tests.unit.engines.serving.fakes import INFO, SESSION, FakeServed
 from tests.unit.engines.serving.test_generation import generate

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.backend import Refused
 from lachesis.engines.vllm.checkpoint_files import (
     check_architecture,
     check_fits,

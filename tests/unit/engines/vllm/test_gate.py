@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.engines.serving.served import MEMORY_PARTS, Refused
+from lachesis.engines.serving.backend import MEMORY_PARTS, Refused
 from lachesis.engines.vllm.gate import Gate
 
 

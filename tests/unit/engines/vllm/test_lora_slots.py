@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lachesis.common.errors import EngineError
-from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.engines.serving.backend import LoraSpec, Refused
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID, LoraSlots, release_output_heads
 
 IN, OUT, RANK = 6, 4, 3

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lachesis.common.errors import EngineError
-from lachesis.engines.serving.served import AdapterStatus, ModelInfo
+from lachesis.engines.serving.backend import AdapterStatus, ModelInfo
 from lachesis.engines.vllm.plugin import ModelAliases, rewritten
 
 INFO = ModelInfo(

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from torch import nn
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
-from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.serving.backend import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.vllm.cuts import named_parameters
 from lachesis.engines.vllm.worker import (
     WorkerWeights,

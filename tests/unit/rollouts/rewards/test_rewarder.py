@@ -401,7 +401,7 @@ class Patient(Future):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lachesis.common.threads.Future", Patient)
+    monkeypatch.setattr("lachesis.process.threads.Future", Patient)
 
 
 def hangs_on_x(completions, **_):

@@ -14,8 +14,8 @@ from lachesis.common.errors import ConfigError, DataError, RewardError
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.kept import KeptGroup, KeptRollout
 from lachesis.rollouts.local import PlayedSource
+from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.mcp_server import ToolServerLost

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from lachesis.api.server import ServerOptions, build_app
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http import control
+from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.operations import ServerInfo
-from lachesis.engines.serving.served import ModelInfo
+from lachesis.plugins.atropos.api.server import ServerOptions, build_app
 from lachesis.run.checkup import network
 from lachesis.run.checkup.checks import Check
 from lachesis.run.checkup.network import try_ports, try_servers

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lachesis.common.errors import TrainingError
-from lachesis.common.taught import taught_tokens
+from lachesis.common.teacher_logprobs import taught_tokens
 from lachesis.common.types import Group, Sample
 from lachesis.config.schema import TeacherConfig
 from lachesis.metrics.values import reduce_metrics

@@ -21,11 +21,11 @@ from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
+from lachesis.engines.embedded.server.backend import ServedEmbedded
 from lachesis.engines.embedded.server.openai import OpenAIRoutes
-from lachesis.engines.embedded.server.served import ServedEmbedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.options import ServeOptions
-from lachesis.engines.serving.served import ModelInfo
+from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
 from lachesis.transport.bridge_file import asked_at_start

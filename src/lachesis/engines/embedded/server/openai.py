@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.engines.embedded.server.served import ServedEmbedded
+from lachesis.engines.embedded.server.backend import ServedEmbedded
 from lachesis.engines.serving.bodies import Count, Flag, Refused, Request, Text, TokenIds, parse
 from lachesis.engines.serving.generation import (
     POLICY,

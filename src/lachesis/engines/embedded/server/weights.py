@@ -28,7 +28,7 @@ from lachesis.engines.serving.adapter_files import (
     adapted_modules,
     read_adapter,
 )
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
     ReceiverSpec,

@@ -16,7 +16,7 @@ from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.server.app import serve_embedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.options import ServeOptions
-from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.serving.backend import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.transport.digest import served_lora_b
 from lachesis.transport.layout import ReceivedTensor
 from tests.tiny import EOS_ID, PAD_ID, tiny_model

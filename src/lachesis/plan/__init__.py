@@ -1,0 +1,1 @@
+"""What a run will take: memory, cards, time; and what fits."""

@@ -1,0 +1,233 @@
+"""What a run over several GPUs and nodes takes: memory of a rank, and seconds to load, to transfer and to save.
+
+Arithmetic over the constants below, each with where it is from; nothing here has been run at these sizes. It is that of
+the product as it is: ranks gather weights for those of them that send to the engines, each a share at the same time;
+of a checkpoint each rank writes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig
+from lachesis.plan.cards import (
+    CONTEXT_BYTES,
+    ENGINE_GRAPHS_BYTES,
+    ENGINE_WORKSPACE_BYTES,
+    GB,
+    process_bytes,
+)
+from lachesis.plan.memory import export_bytes, held_weights_bytes, weight_bytes
+from lachesis.plan.plan import plan
+from lachesis.plan.shapes import FoundShape, unknown_shape
+
+# From one GPU to another of its host over NCCL, all of 8B in 0.058 s: benchmarks/RESULTS.md, "A weight channel between
+# two GPUs". Loading what has arrived into the engine's layers is not in it.
+SEND_WITHIN_NODE = 275e9
+# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used, 0.61. Calculated.
+SEND_BETWEEN_NODES = 30e9
+# What an engine's GPU takes in within its node, however many send: there, from three senders, on H200s.
+TAKE_WITHIN_NODE = 330e9
+# What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
+GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
+# A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
+WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
+# A GPU's memory to pinned memory of its host, where that is there: benchmarks/RESULTS.md, "What a checkpoint of 8B
+# copies".
+COPY_BYTES_S = 43e9
+# Engines are split over at most the GPUs of a node.
+_TENSOR_PARALLEL = (1, 2, 4, 8)
+# An engine is to have this share of its memory for its cache.
+_CACHE_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSplit:
+    """GPUs that train and GPUs that generate, the latter as engines of ``tensor_parallel`` each."""
+
+    nodes: int
+    per_node: int
+    train: int
+    tensor_parallel: int
+
+    @property
+    def generate(self) -> int:
+        return self.nodes * self.per_node - self.train
+
+    @property
+    def engines(self) -> int:
+        return self.generate // self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Bytes and seconds of a layout.
+
+    ``host`` is what all ranks of a node have in its memory while they load, ``copy`` what a rank has there of an
+    asynchronous checkpoint, and ``copy_s`` for how long training is held up by that.
+    """
+
+    layout: GpuSplit
+    rank: int
+    engine: int
+    card: int
+    host: int
+    checkpoint: int
+    copy: int
+    load_s: float
+    transfer_s: float
+    checkpoint_s: float
+    copy_s: float
+
+    @property
+    def engine_fits(self) -> bool:
+        return self.engine <= OWN_GPU_UTILIZATION * self.card * (1 - _CACHE_SHARE)
+
+    @property
+    def fits(self) -> bool:
+        return self.rank <= self.card and self.engine_fits
+
+
+def scale(
+    config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape, train: int | None = None
+) -> Scale:
+    """What each of ``gpus`` over ``nodes`` takes.
+
+    Args:
+        train: GPUs that train; if unset half of them, or as many more as it takes to fit.
+
+    Raises:
+        ConfigError: the GPUs are no whole number for each node, or none is left to generate.
+    """
+    if gpus % nodes or gpus < 2:
+        raise ConfigError(
+            f"{gpus} GPUs cannot be {nodes} equal nodes with a GPU to train and one to generate",
+            remedy="give a multiple of the nodes, at least 2",
+        )
+    if train is not None and not 1 <= train < gpus:
+        raise ConfigError(f"{train} of {gpus} GPUs train, which leaves none to generate", remedy="lower --devices")
+    card = round(card_gb * GB)
+    options = [train] if train is not None else list(_shares(gpus))
+    results = [
+        _scale(
+            config,
+            GpuSplit(nodes, gpus // nodes, number, _split(config, found, card, most=min(gpus - number, gpus // nodes))),
+            card,
+            found,
+        )
+        for number in options
+    ]
+    return next((result for result in results if result.fits), results[-1])
+
+
+def _shares(gpus: int) -> Iterator[int]:
+    """Half of them, then three quarters."""
+    yield max(1, gpus // 2)
+    if gpus >= 8:
+        yield gpus * 3 // 4
+
+
+def _split(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
+    """The fewest GPUs that hold an engine's weights with room for a cache; as many as there are, if none do."""
+    if config.engine.kind == "vllm" and config.engine.tensor_parallel_size > 1:
+        return config.engine.tensor_parallel_size
+    weights = found.shape.parameters * weight_bytes(config, found.shape, device="cuda")
+    room = (
+        OWN_GPU_UTILIZATION * card * (1 - _CACHE_SHARE) - ENGINE_WORKSPACE_BYTES - ENGINE_GRAPHS_BYTES - CONTEXT_BYTES
+    )
+    possible = [ways for ways in _TENSOR_PARALLEL if ways <= most]
+    return next((ways for ways in possible if weights / ways <= room), possible[-1])
+
+
+def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShape) -> Scale:
+    shape = found.shape
+    width = weight_bytes(config, shape, device="cuda")
+    planned = plan(config, device="cuda", devices=layout.train, found=found)
+    assert planned.checkpoint is not None
+    weights = held_weights_bytes(config, shape, width=width)
+    sent = export_bytes(config, shape, device="cuda")
+    ranks_of_a_node = min(layout.per_node, layout.train)
+    in_parts = config.distributed.strategy == "shard" and config.checkpoint.format == "auto"
+    copy = -(-planned.checkpoint // layout.train) if in_parts else planned.checkpoint
+    return Scale(
+        layout=layout,
+        rank=process_bytes(planned, "trainer"),
+        engine=shape.parameters * width // layout.tensor_parallel
+        + ENGINE_WORKSPACE_BYTES
+        + ENGINE_GRAPHS_BYTES
+        + CONTEXT_BYTES,
+        card=card,
+        host=-(-ranks_of_a_node * weights // layout.train),
+        checkpoint=planned.checkpoint,
+        copy=copy,
+        load_s=weights / READ_BYTES_S,
+        transfer_s=_transfer_s(config, sent, layout),
+        checkpoint_s=_save_s(config, planned.checkpoint, layout, in_parts=in_parts),
+        copy_s=copy / COPY_BYTES_S,
+    )
+
+
+def _save_s(config: LachesisConfig, size: int, layout: GpuSplit, *, in_parts: bool) -> float:
+    """In parts all nodes that train write at once; otherwise rank 0 alone, what it has gathered if it is sharded."""
+    if in_parts:
+        return size / WRITE_BYTES_S / -(-layout.train // layout.per_node)
+    return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
+
+
+def _gather_s(size: float, layout: GpuSplit) -> float:
+    """Until every rank has had all of it once; a single one has it."""
+    if layout.train == 1:
+        return 0.0
+    rate = GATHER_WITHIN_NODE if layout.train <= layout.per_node else GATHER_BETWEEN_NODES
+    return size * (layout.train - 1) / layout.train / rate
+
+
+def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
+    """To all engines at once, which receive the same; each sender gathers a share while it sends the one before."""
+    senders = count_senders(config, layout.train)
+    if senders == 1:
+        return _gather_s(size, layout) + _send_s(size, layout)
+    cut = config.distributed.strategy == "shard"
+    gathered = _gather_s(size / senders, layout) if cut else 0.0
+    return max(_send_s(size / senders, layout), size / TAKE_WITHIN_NODE, gathered)
+
+
+def count_senders(config: LachesisConfig, ranks: int) -> int:
+    """How many of the ranks send to the engines: of all weights their shares, of an adapter one all of it."""
+    bridge = config.bridge
+    return min(ranks, bridge.senders) if isinstance(bridge, BroadcastBridgeConfig) else 1
+
+
+def _send_s(size: float, layout: GpuSplit) -> float:
+    """From one rank to all engines."""
+    return size / (SEND_WITHIN_NODE if layout.nodes == 1 else SEND_BETWEEN_NODES)
+
+
+def scale_lines(
+    config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape | None, train: int | None
+) -> Iterator[str]:
+    """The answer as text, for a screen; arguments as those of :func:`scale`.
+
+    Raises:
+        ConfigError: as :func:`scale`, or the model's shape is not known.
+    """
+    if found is None:
+        reason, remedy = unknown_shape(config)
+        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
+    answer = scale(config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train)
+    layout = answer.layout
+    engines = "engine" if layout.engines == 1 else "engines"
+    yield f"on {nodes} x {layout.per_node} GPUs of {card_gb:g} GB, calculated (docs/scale.md)"
+    shared = f"{layout.engines} {engines} of {layout.tensor_parallel}"
+    yield f"  {'train, generate':<20}{layout.train} + {layout.generate}, {shared}"
+    yield f"  {'a rank':<20}{answer.rank / GB:.1f} GB: {'fits' if answer.rank <= answer.card else 'too large'}"
+    room = OWN_GPU_UTILIZATION * answer.card - answer.engine
+    left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
+    yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
+    yield f"  {'loading':<20}{answer.load_s:.0f} s, {answer.host / GB:.0f} GB of a node's memory"
+    yield f"  {'a transfer':<20}{answer.transfer_s:.2f} s"
+    yield f"  {'a checkpoint':<20}{answer.checkpoint_s:.0f} s, {answer.checkpoint / GB:.0f} GB"
+    held = f"{answer.copy_s:.1f} s held up, {answer.copy / GB:.0f} GB of host memory for a rank"
+    yield f"  {'  asynchronous':<20}{held}"

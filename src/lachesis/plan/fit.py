@@ -1,0 +1,281 @@
+"""What of a configuration has to change for trainer and engine to fit on one card, the cheapest changes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from pydantic import ValidationError
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.rules import check
+from lachesis.config.rules.distributed import require_distributable
+from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig
+from lachesis.plan.cards import (
+    GB,
+    CardUse,
+    beside_trainer,
+    card_use,
+    servers_on_card,
+    share_left,
+)
+from lachesis.plan.memory import must_keep_aside
+from lachesis.plan.plan import plan
+from lachesis.plan.shapes import FoundShape, find_shape, unknown_shape
+
+# A card on which everything fits.
+_ROOMY_GB = 10**6
+# Tokens of a small micro-batch, and sequences that are decoded at a time where there is no room for more.
+_SMALL_PASS, _IN_TURN = 2048, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A step that takes less memory. ``sections`` say what; one with ``kind`` takes the place of what was there."""
+
+    sections: Mapping[str, Mapping[str, Any]]
+    costs: str
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Sections and keys that it sets."""
+        return {(section, key) for section, values in self.sections.items() for key in values}
+
+    def words(self) -> list[str]:
+        """As ``--set`` takes them."""
+        return [
+            f"{section}={{{', '.join(f'{key}: {_yaml(value)}' for key, value in keys.items())}}}"
+            if "kind" in keys and section != "optimizer"
+            else f"{section}.{key}={_yaml(value)}"
+            for section, keys in self.sections.items()
+            for key, value in (list(keys.items())[:1] if "kind" in keys else keys.items())
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits: the configuration, what it takes of the card, and the changes with what each saves in bytes."""
+
+    config: LachesisConfig
+    use: CardUse
+    changes: Sequence[tuple[Change, int]]
+
+    def words(self) -> list[str]:
+        """All changes as ``--set`` takes them; what a later one sets anew is left out."""
+        return [word for _, _, words in self.in_words() for word in words]
+
+    def in_words(self) -> list[tuple[Change, int, list[str]]]:
+        """Each change with what it saves and its words, but those that a later one sets anew."""
+        last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}
+        return [
+            (change, saved, [word for word in change.words() if last[word.partition("=")[0]] == word])
+            for change, saved in self.changes
+        ]
+
+
+def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: FoundShape | None = None) -> Fit | None:
+    """As few as possible of :func:`_steps`, in their order, that make it fit; None where all together do not.
+
+    Args:
+        card_gb: memory of a card, in units of 10^9 bytes.
+        devices: that train together, each with its part of trainer and engine.
+        found: the model's shape; looked for, if unset.
+
+    Raises:
+        ConfigError: the model's shape is not known.
+    """
+    shape = found or find_shape(config.model.path, revision=config.model.revision)
+    if shape is None:
+        reason, remedy = unknown_shape(config)
+        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
+    use = _Uses(card_gb, devices, shape)
+    taken: list[Change] = []
+    current = config
+    for step in [None, *_steps(config)]:
+        if step is not None:
+            changed = _changed(current, step, devices=devices)
+            if changed is None or use.least(changed) >= use.least(current):
+                continue
+            taken, current = [*_without_superseded(taken, step), step], changed
+        if use.settled(current) is not None:
+            return _described(config, _mildest(config, _needed_only(config, taken, use), use), use)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """What configurations take of the card that is asked about."""
+
+    card_gb: float
+    devices: int
+    found: FoundShape
+
+    def of(self, config: LachesisConfig) -> CardUse:
+        planned = plan(config, device="cuda", devices=self.devices, found=self.found)
+        return card_use(config, planned, card_gb=self.card_gb)
+
+    def least(self, config: LachesisConfig) -> int:
+        """Trainer and the smallest engine that does."""
+        use = self.of(config)
+        aside = use.aside if must_keep_aside(config) else 0
+        return use.trainer + (use.engine_least + aside if beside_trainer(config) else 0)
+
+    def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
+        """What fits: as it is, or with another share for the engine beside the trainer."""
+        use = self.of(config)
+        if use.fits:
+            return config, None
+        if config.engine.kind != "vllm" or config.engine.gpu_memory_utilization is None or not beside_trainer(config):
+            return None
+        share = share_left(use.card - use.trainer, card=use.card, servers=servers_on_card(config, devices=self.devices))
+        change = Change(
+            {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
+            "what the trainer leaves; the engine's cache is smaller or larger with it",
+        )
+        changed = _changed(config, change, devices=self.devices) if share > 0 else None
+        return (changed, change) if changed is not None and self.of(changed).fits else None
+
+
+def steps_with_savings(
+    config: LachesisConfig, *, found: FoundShape, devices: int = 1
+) -> Iterator[tuple[Change, int, int]]:
+    """All changes, one after the other: each with the bytes that it saves, and what is needed then."""
+    use, current = _Uses(_ROOMY_GB, devices, found), config
+    for step in _steps(config):
+        changed = _changed(current, step, devices=devices)
+        if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:
+            current = changed
+            yield step, saved, use.least(current)
+
+
+def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
+    current, described = config, list[tuple[Change, int]]()
+    for change in changes:
+        changed = _changed(current, change, devices=use.devices)
+        assert changed is not None, "it was possible a moment ago"
+        described.append((change, use.least(current) - use.least(changed)))
+        current = changed
+    settled = use.settled(current)
+    assert settled is not None, "it fitted a moment ago"
+    current, share = settled
+    return Fit(current, use.of(current), [*described, *([] if share is None else [(share, 0)])])
+
+
+def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
+    """Without those, the dearest first, that it fits without."""
+    kept = list(changes)
+    for change in reversed(changes):
+        fewer = [one for one in kept if one is not change]
+        changed = _all_changed(config, fewer, devices=use.devices)
+        if changed is not None and use.settled(changed) is not None:
+            kept = fewer
+    return kept
+
+
+def _mildest(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
+    """In the place of each the first step that sets the same keys and with which it fits too."""
+    kept = list(changes)
+    for place, change in enumerate(changes):
+        for step in takewhile(lambda step, change=change: step != change, _steps(config)):
+            milder = [*kept[:place], step, *kept[place + 1 :]]
+            changed = _all_changed(config, milder, devices=use.devices) if step.keys == change.keys else None
+            if changed is not None and use.settled(changed) is not None:
+                kept = milder
+                break
+    return kept
+
+
+def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
+    """A step that sets what an earlier one set takes its place."""
+    return [one for one in taken if not one.keys <= step.keys]
+
+
+def _steps(config: LachesisConfig) -> Iterator[Change]:
+    """From what changes nothing but seconds to what changes what is trained."""
+    longest = config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
+    smaller = max(_SMALL_PASS, longest)
+    if smaller < config.batch.max_tokens_per_microbatch:
+        yield Change({"batch": {"max_tokens_per_microbatch": smaller}}, "more passes, the same result")
+    one_copy = "one copy of the weights for trainer and engine, the same result"
+    if config.engine.kind == "vllm" and config.engine.devices is None:
+        if config.adapter.kind == "none":
+            yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
+        else:
+            yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
+    if must_keep_aside(config):
+        yield Change(
+            {"bridge": {"staging": "host"}}, "updates wait in the host's memory: seconds each, the same result"
+        )
+    if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
+        yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
+    for which, costs in (
+        ("selective", "layers run twice but for their attention, the same result"),
+        ("recompute", "layers run twice: about a third more time, the same result"),
+        ("offload", "what layers keep waits in the host's memory, the same result"),
+    ):
+        yield Change({"model": {"activations": which}}, costs)
+    if config.adapter.kind == "none":
+        if config.optimizer.function is None:
+            yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
+            yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
+        yield Change(
+            {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},
+            "an adapter is trained in place of all weights",
+        )
+    if config.source.kind == "local":
+        own = {"kind": "embedded", "max_batch_size": _IN_TURN}
+        quantized = {"model": {"quantization": "nf4"}, "engine": own, "bridge": {"kind": "in_process"}}
+        yield Change(quantized, "the base in 4 bits, and generation in the trainer's process, several times slower")
+
+
+def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
+    if config.engine.kind == "vllm" and config.engine.devices is None:
+        return {"bridge": {"kind": "lora_only", "share_base": True}}
+    return {} if config.engine.place == "trainer" else {"bridge": {"kind": "lora_only"}}
+
+
+def _changed(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
+    """With the change; None where it does not go together with the rest, or with several devices."""
+    data = config.model_dump(mode="json")
+    for section, keys in change.sections.items():
+        replaced = "kind" in keys and section != "optimizer"
+        data[section] = dict(keys) if replaced else data[section] | dict(keys)
+    try:
+        changed = LachesisConfig.model_validate(data)
+        check(changed)
+        if devices > 1:
+            require_distributable(changed, ranks=devices)
+    except (ValidationError, ConfigError):
+        return None
+    return changed
+
+
+def _all_changed(config: LachesisConfig, changes: Sequence[Change], *, devices: int) -> LachesisConfig | None:
+    current: LachesisConfig | None = config
+    for change in changes:
+        current = None if current is None else _changed(current, change, devices=devices)
+    return current
+
+
+def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
+    """The answer as text, for a screen."""
+    if found is None:
+        return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
+    engine = found.use.engine + found.use.aside
+    share = f", of which {engine / GB:.1f} GB are the engine's" if engine else ""
+    share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""
+    size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
+    if not found.changes:
+        return [f"it fits as it is: {size}"]
+    lines = [f"it fits with these: {size}"]
+    for change, saved, words in found.in_words():
+        saves = f"saves {saved / GB:.1f} GB: " if saved > 0 else ""
+        reasons = [f"    # {saves}{change.costs}", *[""] * (len(words) - 1)]
+        lines += [f"  --set '{word}'{reason}" for word, reason in zip(words, reasons, strict=True)]
+    return lines
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,509 @@
+"""Memory and disk that a configuration will take, in bytes, from the model's shape alone.
+
+Parts are of tensors; what a process has besides them (CUDA's context, the allocator's rounding) is the business of
+:mod:`lachesis.plan.cards`. Nothing is loaded. ``benchmarks/memory.py`` holds the sums against measured steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lachesis.config.colocation import is_colocated
+from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
+from lachesis.config.schema.mesh import Mesh, derive_mesh
+from lachesis.plan.shapes import FEED_FORWARD, ModelShape
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+Place = Literal["trainer", "engine"]
+# What is held lasts over a phase; ``passes`` are forward and backward, ``update`` the optimizer and the transfer.
+Phase = Literal["passes", "update", "generation"]
+ALWAYS: tuple[Phase, ...] = ("passes", "update", "generation")
+TRAINING: tuple[Phase, ...] = ("passes", "update")
+# The part of ranks that shard.
+GATHERED = "gathered weights"
+# Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
+_NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
+# As in lachesis.train.model.head: elements of one chunk of logits.
+CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+# As there: elements of the derivatives that are kept for the head's weight.
+KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
+# Tensors of a chunk at a time: on a GPU logits in float32 and their gradient, fused by the compiler; on a CPU logits,
+# logprobs, probabilities and three steps of the gradient, all in float32.
+_CPU_CHUNK_TENSORS = 6
+# As in lachesis.train.optim.weight_update: elements of the parameters that are updated together.
+BUCKET_ELEMENTS = 1 << 26
+# As in lachesis.transport.layout: a bucket of a channel, and how many are under way while the next is made.
+TRANSFER_BYTES, TRANSFER_WINDOW = 256 * 2**20, 4
+# cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
+_CUBLAS_BYTES = 32 * 2**20
+
+_ALONE = Mesh()
+# Linear layers that a tensor group cuts by their inputs; others are cut by their outputs.
+_BY_INPUTS = ("o_proj", "down_proj")
+_SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", "teacher")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One use of memory, and the phases in which it is held."""
+
+    name: str
+    place: Place
+    phases: tuple[Phase, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens: of a longest sequence, in one forward pass, and in flight while generating.
+
+    ``keys`` are those that queries see over the tokens of a pass: more than one for each where completions share a
+    prompt, whose keys are there for each of them.
+    """
+
+    longest: int
+    microbatch: int
+    in_flight: int
+    keys: float = 1.0
+
+
+def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
+    """All of them, those of some layers, or the adapter's."""
+    if config.adapter.kind == "none":
+        chosen = config.model.train_layers
+        return shape.parameters if chosen is None else len(set(chosen)) * shape.layer_parameters
+    whole = shape.lora_parameters(rank=config.adapter.r, targets=config.adapter.targets)
+    return whole if config.adapter.layers is None else whole * len(set(config.adapter.layers)) // shape.layers
+
+
+def memory_parts(
+    config: LachesisConfig,
+    shape: ModelShape,
+    *,
+    lengths: Lengths,
+    device: str,
+    devices: int = 1,
+    teacher: ModelShape | None = None,
+    guesser: ModelShape | None = None,
+) -> list[MemoryPart]:
+    """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
+
+    Args:
+        teacher: the shape of the model that ``algorithm.teacher`` names.
+        guesser: that of the model that ``engine.speculative`` names.
+    """
+    width = weight_bytes(config, shape, device=device)
+    mesh = derive_mesh(config.distributed, ranks=devices)
+    parts = [
+        *_held_parts(config, shape, width=width, device=device, mesh=mesh),
+        *_ring_parts(config, shape, width=width, devices=devices),
+        *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
+        *_update_parts(config, shape, width=width, device=device),
+        *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
+        *_engine_parts(config, shape, guesser, lengths=lengths, width=width),
+    ]
+    return _sharded([part for part in parts if part.bytes], config, shape, mesh=mesh, width=width)
+
+
+def _held_parts(
+    config: LachesisConfig, shape: ModelShape, *, width: int, device: str, mesh: Mesh
+) -> Iterator[MemoryPart]:
+    """What the trainer has from start to end."""
+    trained = trainable_parameters(config, shape)
+    if not shares_weights(config):
+        yield MemoryPart("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
+    if config.adapter.kind == "lora":
+        yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)
+    yield MemoryPart("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
+    yield MemoryPart("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
+    # Replicas of one another add up in float32 what travels between them once a step.
+    replicated = not mesh.whole and mesh.replicate > 1
+    yield MemoryPart("gradients", "trainer", TRAINING, trained * (max(width, 4) if replicated else width))
+
+
+def _pass_parts(
+    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, mesh: Mesh
+) -> Iterator[MemoryPart]:
+    """What forward and backward need for a micro-batch, as far as devices do not share it."""
+    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
+    tokens = -(-lengths.microbatch // mesh.context)
+    stream = _stream_bytes(config, width=width)
+    kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width, tensor=mesh.tensor)
+    kept += _outside_activations(config, shape, width=width)
+    yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
+    head = _head_bytes(config, shape, tokens=-(-tokens // mesh.tensor), width=width, device=device)
+    backward = _backward_bytes(config, shape, tokens=tokens, width=width, mesh=mesh)
+    if head >= backward:  # the head's backward pass is over when that of the layers begins
+        yield MemoryPart("logits chunk", "trainer", ("passes",), head)
+    else:
+        yield MemoryPart("backward pass", "trainer", ("passes",), backward)
+    if config.model.quantization != "none":
+        largest = max((rows * columns for rows, columns in shape.quantizable), default=0)
+        yield MemoryPart("dequantized matrix", "trainer", ("passes",), largest * width)
+    if device == "cuda":
+        yield MemoryPart("workspace", "trainer", ALWAYS, _CUBLAS_BYTES)
+
+
+def layer_activations(
+    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, mesh: Mesh = _ALONE
+) -> float:
+    """Bytes of a token that the backward pass of one decoder layer keeps.
+
+    Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the
+    stream before its two norms, what these give, and gate, up and their product; norms and rotations are made again.
+    Uncompiled, a norm keeps its input (in float32, a copy where weights are 16-bit), what it multiplies by its weight
+    where that is trained, and its result, and the feed-forward part the activated gate too. With queries and keys
+    normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
+    mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
+    as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
+    twice, before and after it is exchanged. Where they share matrices (``tensor``), each has its heads and its hidden
+    units of all tokens, and all of the rest. Where they share experts, as many tokens come as leave.
+    """
+    context, heads, kv_heads = mesh.context, shape.heads // mesh.tensor, shape.kv_heads // mesh.tensor
+    intermediate = shape.intermediate / mesh.tensor
+    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
+    compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
+    own_kv = max(kv_heads, context) * shape.head_dim
+    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * heads
+    copied = 4 // width if width < 4 else 0 if compiled else 1
+    if compiled:
+        norms, per_expert = 4 * shape.hidden, 3 * intermediate
+        narrow = q + kv if shape.qk_norm else 0
+    else:
+        trained = 1 if config.adapter.kind == "none" else 0
+        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * intermediate
+        narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
+    routed = 2 * shape.hidden / mesh.tensor if shape.experts > 1 else 0
+    elements = norms + narrow + (per_expert + routed) * shape.active_experts
+    if config.adapter.kind == "lora":
+        elements += config.adapter.r * len(shape.targeted(config.adapter.targets))
+    widened = 2 * shape.hidden * max(0, 4 - width) if config.model.residual_dtype == "float32" and compiled else 0
+    router = 4 * shape.experts if shape.experts > 1 else 0
+    return width * elements + attention + widened + router
+
+
+def _kept_activations(
+    config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int, tensor: int
+) -> float:
+    """Bytes of a token that all decoder layers keep, and those that the one computed again has in the backward pass.
+
+    Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
+    are there: the one in use, and the one that travels.
+    """
+    which = config.model.kept_activations
+    if which in ("auto", "keep"):  # a run has decided what auto is before it counts
+        return shape.layers * layer
+    own = shape.hidden * stream
+    if which == "selective":
+        own += shape.heads // tensor * (shape.head_dim * width + 4)
+    layers = min(2, shape.layers) if which == "offload" else shape.layers
+    return layers * own + layer
+
+
+def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str, mesh: Mesh) -> int:
+    """Of the host's memory, pinned, that a rank's inputs of all decoder layers wait in while it computes."""
+    if config.model.kept_activations != "offload" or device != "cuda":
+        return 0
+    width = weight_bytes(config, shape, device=device)
+    tokens = -(-lengths.microbatch // mesh.context)
+    return tokens * shape.layers * shape.hidden * _stream_bytes(config, width=width)
+
+
+def _stream_bytes(config: LachesisConfig, *, width: int) -> int:
+    """Of a number that goes from layer to layer."""
+    return max(width, 4) if config.model.residual_dtype == "float32" else width
+
+
+def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """Bytes of a token around the layers: the last norm, which is not compiled, and what the head reads."""
+    trained = config.adapter.kind == "none" and config.model.train_layers is None
+    return shape.hidden * (max(width, 4) + width * (2 + trained))
+
+
+def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:
+    """Most of the head's two passes: a chunk of logits, gradients of the hidden states, and of its weight.
+
+    The latter is made in float32, and rounded at the end: where layers keep their activations, of derivatives that are
+    kept up to a limit; else each chunk is added to it.
+    """
+    elements = min(CHUNK_ELEMENTS[device], tokens * shape.vocab)
+    chunk = elements * (4 if device == "cuda" else 4 * _CPU_CHUNK_TENSORS)
+    hidden = 2 * tokens * shape.hidden * width
+    if config.adapter.kind == "lora" or config.model.train_layers is not None:
+        return chunk + elements * width + hidden
+    weight = shape.vocab * shape.hidden
+    if config.model.kept_activations in SPARING:
+        return hidden + 4 * weight + max(chunk, weight * width) + elements * width
+    kept = min(KEPT_ELEMENTS[device], tokens * shape.vocab) * width
+    return hidden + kept + max(chunk, weight * (4 + width))
+
+
+def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, mesh: Mesh) -> int:
+    """Most of a layer's backward pass: gradients of its widest part, and those of its weights before they are added."""
+    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // mesh.tensor) * width * tokens
+    trained = layer_part(shape, mesh=mesh) if config.adapter.kind == "none" else 0
+    return flowing + trained * width
+
+
+def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
+    """What the optimizer and the transfer need for a moment."""
+    trained = trainable_parameters(config, shape)
+    whole = config.adapter.kind == "none" and config.model.train_layers is None
+    largest = shape.vocab * shape.hidden if whole else 0
+    largest = max(largest, min(trained, shape.hidden * shape.intermediate)) if trained else 0
+    # A bucket is updated while the next one is made ready.
+    buckets = min(trained, max(largest, BUCKET_ELEMENTS) + BUCKET_ELEMENTS)
+    moment = 0
+    update = config.optimizer.weight_update
+    if config.optimizer.kind == "adamw_cpu" and device == "cuda":
+        moment = 2 * 4 * largest
+    elif width == 2 and update in ("auto", "fp32_master"):
+        moment = 4 * buckets
+    elif width == 2 and update == "stochastic_rounding":
+        moment = 8 * buckets + 4 * largest
+    if config.optimizer.kind == "adafactor":
+        moment += 2 * 4 * largest
+    sent = (TRANSFER_WINDOW + 1) * TRANSFER_BYTES if config.bridge.kind in ("broadcast", "lora_nccl") else 0
+    if config.adapter.kind == "lora":
+        sent = min(sent, 2 * trained * width)
+    yield MemoryPart("update", "trainer", ("update",), max(moment, sent))
+
+
+def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
+    """What each worker of an engine on a GPU keeps of an update beside its share, from the first one on.
+
+    With ``bridge.staging: auto`` it looks for room when the first update comes, and where there is none updates go by
+    the host's memory. Of an adapter alone it is next to nothing, and of servers that run already it is not known.
+    """
+    staged = config.bridge.kind == "broadcast" and config.bridge.staging in ("auto", "device")
+    if not staged or sleeps(config) or config.engine.kind == "http":
+        return 0
+    return shape.parameters * weight_bytes(config, shape, device="cuda")
+
+
+def must_keep_aside(config: LachesisConfig) -> bool:
+    """Whether updates are kept on the engine's GPU whether or not it has the room."""
+    return config.bridge.kind == "broadcast" and config.bridge.staging == "device"
+
+
+def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devices: int) -> Iterator[MemoryPart]:
+    """Where a worker of the engine has mapped what the rank on its GPU packs, that stays; ``update`` counts it too."""
+    bridge = config.bridge
+    in_place = isinstance(bridge, ChannelBridgeConfig) and bridge.transport in ("auto", "ipc")
+    if in_place and is_colocated(config, ranks=devices):
+        alone = config.adapter.kind == "lora" and bridge.capabilities.adapter_only
+        sent = (trainable_parameters(config, shape) if alone else shape.parameters) * width
+        largest = 0 if alone else shape.vocab * shape.hidden * width
+        ring = min(sent, max(TRANSFER_WINDOW * TRANSFER_BYTES, largest))
+        yield MemoryPart("packed buckets", "trainer", ("passes", "generation"), ring)
+
+
+def _sharded(
+    parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, mesh: Mesh, width: int
+) -> list[MemoryPart]:
+    """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
+    distributed = config.distributed
+    if mesh.ranks == 1 or mesh.whole:
+        return parts
+    found: list[MemoryPart] = []
+    for part in parts:
+        if part.place != "trainer" or part.name not in _SHARDED:
+            found.append(part)
+        elif not distributed.cpu_offload:
+            shared = _matrices_share(config, shape, part.name)
+            left = part.bytes * (shared / mesh.tensor + 1 - shared)
+            found.append(MemoryPart(part.name, part.place, part.phases, math.ceil(left / mesh.cut)))
+    gathered = _gathered_bytes(config, shape, width=width, mesh=mesh)
+    found.append(MemoryPart(GATHERED, "trainer", ("passes",), gathered))
+    if config.engine.place == "trainer":
+        found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))
+    return found
+
+
+def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> float:
+    """How much of what a part has an element for each parameter of is of matrices that a tensor group shares.
+
+    Of an adapter these are the second matrix of what is cut by its outputs, and the first of what is cut by its inputs.
+    """
+    if part in ("weights", "reference", "teacher") or config.adapter.kind == "none":
+        whole = part in ("weights", "teacher") or config.model.train_layers is None
+        parameters = shape.parameters if whole else shape.layers * shape.layer_parameters
+        return shape.layers * _matrices(shape) / parameters
+    cut = both = 0
+    for name in shape.targeted_names(config.adapter.targets):
+        inputs, outputs = shape.linears[name]
+        cut += inputs if name in _BY_INPUTS else outputs
+        both += inputs + outputs
+    return cut / max(1, both)
+
+
+def _matrices(shape: ModelShape) -> int:
+    """Elements of what groups of devices share of a layer: its matrices, those of experts included."""
+    return sum(
+        inputs * outputs * (shape.experts if name in FEED_FORWARD else 1)
+        for name, (inputs, outputs) in shape.linears.items()
+    )
+
+
+def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
+    """Parameters of a layer that each of the devices computes with."""
+    experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts * (shape.experts > 1)
+    matrices = _matrices(shape) - experts
+    return shape.layer_parameters - matrices - experts + matrices // mesh.tensor + experts // mesh.expert
+
+
+def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, mesh: Mesh) -> int:
+    """Whole weights, and whole gradients on their way to the ranks that keep them.
+
+    A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
+    is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
+    """
+    layer, outside = layer_part(shape, mesh=mesh), shape.outside_parameters
+    held = (outside + (2 if config.distributed.reshard_after_forward else shape.layers) * layer) * width
+    return held if config.adapter.kind == "lora" else held + layer * (width + 4)
+
+
+def shares_weights(config: LachesisConfig) -> bool:
+    """Whether the weights that are trained, or the base under the adapter, are the engine's own, in its process."""
+    bridge = config.bridge
+    if bridge.kind == "lora_only" or bridge.kind == "lora_nccl":
+        return bridge.share_base
+    return bridge.kind == "shared_vllm"
+
+
+def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """The model's weights in the trainer, ``width`` bytes each but for the linear layers that are quantized.
+
+    Those take a byte a weight and a float32 scale for each row (int8), or half a byte, a byte for the scale of each
+    64 weights and a float32 for each 256 of those (NF4 with double quantization, QLoRA, arXiv 2305.14314).
+    """
+    kind = config.model.quantization
+    if kind == "none":
+        return shape.parameters * width
+    quantized = 0
+    for inputs, outputs in shape.quantizable:
+        count = inputs * outputs
+        scales = -(-count // _NF4_BLOCK)
+        if kind == "int8":
+            quantized += count + 4 * outputs
+        else:
+            quantized += -(-count // 2) + scales + 4 * -(-scales // _NF4_SCALES) + _NF4_TABLES
+    left = shape.parameters - shape.layers * sum(inputs * outputs for inputs, outputs in shape.quantizable)
+    return shape.layers * quantized + left * width
+
+
+def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """Bytes of one weight in the trainer; ``auto`` is the checkpoint's dtype on GPU and float32 on CPU."""
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if device == "cuda" else "float32"
+    return DTYPE_BYTES.get(dtype, 2)
+
+
+def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """One resumable checkpoint: what is trained, and the optimizer's states."""
+    width = weight_bytes(config, shape, device=device)
+    trained = trainable_parameters(config, shape)
+    return trained * width + _optimizer_bytes(config, shape, trained, width, None)
+
+
+def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """What final/ holds, and each export of a bridge that goes over the disk: the model, or the adapter."""
+    saved = shape.parameters if config.adapter.kind == "none" else trainable_parameters(config, shape)
+    return saved * weight_bytes(config, shape, device=device)
+
+
+def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, width: int, device: str | None) -> int:
+    """Moments, and float32 masters of 16-bit weights, on ``device`` (None: wherever they are)."""
+    optimizer, update = config.optimizer, config.optimizer.weight_update
+    masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
+    moment = width if update == "plain" else 4
+    if optimizer.function is not None:  # how many states it has is not known: those of AdamW
+        return 2 * moment * trained + masters
+    match optimizer.kind:
+        case "adamw":
+            return 2 * moment * trained + masters
+        case "adamw_8bit":
+            return 2 * trained + masters
+        case "adamw_cpu":
+            return 0 if device == "cuda" else 2 * moment * trained + masters
+        case "adafactor":
+            # A row and a column of moments for each matrix, instead of the matrix.
+            mean_side = max(1, round((trained / max(1, 7 * shape.layers)) ** 0.5))
+            return 4 * 2 * trained // mean_side + masters
+
+
+def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """A copy for the KL term; the base model under an adapter is there already."""
+    algorithm = config.algorithm
+    if algorithm.beta == 0 or algorithm.kl_reference == "sampler":
+        return 0
+    if config.adapter.kind == "lora":
+        return trainable_parameters(config, shape) * width if algorithm.kl_reference == "ema" else 0
+    return shape.parameters * width
+
+
+def _teacher_parts(
+    config: LachesisConfig, shape: ModelShape, teacher: ModelShape | None, *, lengths: Lengths, device: str
+) -> Iterator[MemoryPart]:
+    """A frozen model beside the policy, and what it says of each token: twice for a moment, while it is put together.
+
+    Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
+    """
+    options = config.algorithm.teacher
+    if options is None:
+        return
+    if teacher is not None:
+        yield MemoryPart(
+            "teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device)
+        )
+    if options.kind == "rollouts":
+        return  # how many logprobs they bring is the environments' affair, and few beside the rest
+    if options.estimate == "exact":
+        known, each = shape.vocab, 2 * 4
+        if options.top_k is not None and options.top_k < known:
+            known, each = options.top_k, 2 * (4 + 8)
+        yield MemoryPart("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
+
+
+def _engine_parts(
+    config: LachesisConfig, shape: ModelShape, guesser: ModelShape | None, *, lengths: Lengths, width: int
+) -> list[MemoryPart]:
+    """Of one GPU of the engine: its weights, unless they are the trainer's, and its cache for all that is in flight.
+
+    A model that guesses tokens has a cache of its own for them.
+    """
+    ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
+    phases = ("generation",) if sleeps(config) else ALWAYS
+    held = _engine_weights(config, shape, width=width) // ways
+    # Heads of keys and values are split as far as there are any.
+    kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
+    cache = sum(
+        one.kv_elements_per_token * kept * lengths.in_flight // min(ways, one.kv_heads)
+        for one in (shape, guesser)
+        if one is not None
+    )
+    parts = [MemoryPart("KV cache", "engine", ("generation",), cache)]
+    if guesser is not None:
+        parts.append(MemoryPart("guessing model", "engine", phases, guesser.parameters * width // ways))
+    return parts if config.engine.place == "trainer" else [MemoryPart("weights", "engine", phases, held), *parts]
+
+
+def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """In 8 bits a byte of each linear layer's weights and a float32 scale for each output; else as in the trainer."""
+    if config.engine.kind != "vllm" or config.engine.quantization == "none":
+        return shape.parameters * width
+    linear = scales = 0
+    for name, (inputs, outputs) in shape.linears.items():
+        number = shape.experts if name in ("gate_proj", "up_proj", "down_proj") else 1
+        linear += inputs * outputs * number
+        scales += 4 * outputs * number
+    return shape.parameters * width - shape.layers * (linear * (width - 1) - scales)
+
+
+def sleeps(config: LachesisConfig) -> bool:
+    """Whether the engine gives its memory back while the trainer computes."""
+    return config.engine.kind == "vllm" and config.engine.enable_sleep_mode

@@ -1,0 +1,431 @@
+"""What a configuration will do, as arithmetic: batches, steps, memory and disk. Loads nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.colocation import is_colocated
+from lachesis.config.rules.distributed import require_colocatable, shared_card
+from lachesis.config.schema import LachesisConfig, SpeculativeConfig
+from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
+from lachesis.config.steps import (
+    nearest_divisors,
+    nearest_multiples,
+    prompts_per_generation,
+    steps_per_batch,
+    with_steps,
+)
+from lachesis.plan.memory import (
+    ALWAYS,
+    TRAINING,
+    Lengths,
+    MemoryPart,
+    Phase,
+    Place,
+    checkpoint_bytes,
+    export_bytes,
+    memory_parts,
+    offloaded_bytes,
+    shares_weights,
+    sleeps,
+    trainable_parameters,
+)
+from lachesis.plan.shapes import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
+
+_ASSUMED_PROMPT = 512
+_PHASES: dict[tuple[Phase, ...], str] = {
+    ALWAYS: "",
+    TRAINING: "  while training",
+    ("passes",): "  in forward and backward",
+    ("update",): "  in the update",
+    ("generation",): "  while generating",
+    ("passes", "generation"): "  from one transfer to the next",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """One optimizer step, and the run.
+
+    ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
+    there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet. Before them
+    come ``start_steps`` on ``answers`` each, which generate nothing.
+    """
+
+    prompts: int
+    completions: int
+    tokens: int
+    micro_batches: int
+    steps: int | None
+    problems: int | None
+    transfers: int | None
+    evaluations: int | None
+    start_steps: int = 0
+    answers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole arithmetic. ``shape`` and what follows from it are None and empty without a config.json.
+
+    Memory is that of one of ``devices``, of the first where there is an engine in the trainer's process.
+    """
+
+    batches: Batches
+    lengths: Lengths
+    device: str
+    shape: ModelShape | None
+    trained: int | None
+    memory: tuple[MemoryPart, ...]
+    checkpoint: int | None
+    export: int | None
+    exports_kept: int
+    checkpoints_kept: int
+    notes: tuple[str, ...]
+    mesh: Mesh = field(default_factory=Mesh)
+
+    @property
+    def devices(self) -> int:
+        """That train together."""
+        return self.mesh.ranks
+
+    def peak(self, *places: Place) -> int:
+        """Bytes of tensors at the worst moment of the trainer, the engine, or both together."""
+        return max(sum(self.at(phase, *places)) for phase in ALWAYS)
+
+    @property
+    def on_disk(self) -> int | None:
+        """Bytes of all that lies in the run directory at a time; None without a config.json."""
+        if self.checkpoint is None or self.export is None:
+            return None
+        return self.checkpoint * self.checkpoints_kept + self.export * (1 + self.exports_kept)
+
+    def at(self, phase: Phase, *places: Place) -> list[int]:
+        """Bytes of each part that is held in a phase."""
+        return [part.bytes for part in self.memory if part.place in places and phase in part.phases]
+
+
+def plan(
+    config: LachesisConfig, *, device: str | None = None, devices: int = 1, found: FoundShape | None = None
+) -> Plan:
+    """The arithmetic of a configuration.
+
+    Args:
+        config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
+        device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
+        devices: that train together.
+        found: the model's shape; looked for on this machine, and in the table of known models, if unset.
+
+    Raises:
+        ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
+            it goes together with.
+    """
+    mesh = derive_mesh(config.distributed, ranks=devices)
+    chosen = device or _device(config)
+    found = found or find_shape(config.model.path, revision=config.model.revision)
+    shape = None if found is None else found.shape
+    if shape is not None:
+        require_heads(mesh, heads=shape.heads, kv_heads=shape.kv_heads)
+        require_experts(mesh, experts=shape.experts)
+    lengths = _lengths(config, shape)
+    batches = _batches(config, lengths)
+    taught = config.algorithm.teacher
+    held = None if taught is None or taught.kind != "model" else taught.model
+    teacher = None if taught is None or held is None else read_shape(held, revision=taught.revision)
+    speculative = config.engine.speculative if config.engine.kind == "vllm" else None
+    guesser = None if speculative is None or speculative.model is None else read_shape(speculative.model)
+    parts = (
+        []
+        if shape is None
+        else memory_parts(
+            config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher, guesser=guesser
+        )
+    )
+    return Plan(
+        batches=batches,
+        lengths=lengths,
+        device=chosen,
+        shape=shape,
+        trained=None if shape is None else trainable_parameters(config, shape),
+        memory=tuple(parts),
+        checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
+        export=None if shape is None else export_bytes(config, shape, device=chosen),
+        exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
+        checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
+        notes=(
+            *_card_notes(config, device=chosen, devices=devices),
+            *_notes(config, batches, lengths=lengths, found=found),
+            *_host_notes(config, shape, lengths=lengths, device=chosen, mesh=mesh),
+            *_teacher_notes(config, teacher),
+            *_guesser_notes(speculative, guesser),
+        ),
+        mesh=mesh,
+    )
+
+
+def _device(config: LachesisConfig) -> str:
+    if config.model.device != "auto":
+        return config.model.device
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
+    completion = config.sampling.max_completion_length
+    context = shape.context if shape is not None else None
+    room = max(1, context - completion) if context is not None else _ASSUMED_PROMPT
+    prompt = min(room, config.data.max_prompt_length or _ASSUMED_PROMPT)
+    longest = prompt + completion
+    if config.source.kind == "atropos":
+        longest = config.source.max_sequence_length
+    rows = config.batch.micro_batch_size
+    budget = config.batch.max_tokens_per_microbatch
+    most = _completions(config) * longest
+    microbatch = max(longest, min(most, budget if rows is None else min(budget, rows * longest)))
+    in_flight = _completions(config) * config.batch.steps_per_generation
+    if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
+        in_flight = min(in_flight, config.engine.max_batch_size)
+    keys = _keys_per_token(config, prompt=prompt, completion=longest - prompt, tokens=microbatch)
+    if config.engine.kind == "vllm":  # shared out among the copies of the model
+        in_flight = -(-in_flight // config.engine.data_parallel_size)
+    return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest, keys=keys)
+
+
+def _keys_per_token(config: LachesisConfig, *, prompt: int, completion: int, tokens: int) -> float:
+    """Keys over tokens of a full micro-batch: each completion of a group in it sees the one prompt's keys."""
+    together = min(config.sampling.num_generations, (tokens - prompt) // max(1, completion))
+    if together < 2 or config.model.packing == "padded":
+        return 1.0
+    return (prompt + together * (prompt + completion)) / (prompt + together * completion)
+
+
+def _completions(config: LachesisConfig) -> int:
+    """Of one optimizer step."""
+    if config.source.kind == "atropos" and config.source.batch_size is not None:
+        return config.source.batch_size
+    return config.batch.prompts_per_step * config.sampling.num_generations
+
+
+def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
+    completions = _completions(config)
+    tokens = completions * lengths.longest
+    per_pass = max(1, config.batch.max_tokens_per_microbatch // lengths.longest)
+    if config.batch.micro_batch_size is not None:
+        per_pass = min(per_pass, config.batch.micro_batch_size)
+    problems = _count_problems(config)
+    if problems is not None:
+        config = with_steps(config, problems=problems)
+    steps, start = config.run.steps, config.sft_steps
+    total = None if steps is None else start + steps
+    every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
+    return Batches(
+        prompts=config.batch.prompts_per_step,
+        completions=completions,
+        tokens=tokens,
+        micro_batches=-(-completions // per_pass),
+        steps=steps,
+        problems=problems,
+        transfers=None if total is None else total // every,
+        evaluations=None
+        if total is None
+        else 2 + ((total - 1) // evaluate if evaluate else 0)
+        if config.data.evaluates
+        else 0,
+        start_steps=start,
+        answers=config.sft.batch_size if start else 0,
+    )
+
+
+def _saves(config: LachesisConfig) -> bool:
+    """Whether there are checkpoints on the way."""
+    return config.checkpoint_interval > 0 or config.checkpoint.every_epochs is not None
+
+
+def _count_problems(config: LachesisConfig) -> int | None:
+    """Lines of a single local JSONL file, less those held out; None for everything else."""
+    data = config.data
+    if data.path is None or data.more or not data.path.endswith(".jsonl") or not Path(data.path).is_file():
+        return None
+    with open(data.path, "rb") as file:
+        lines = sum(1 for line in file if line.strip())
+    if data.eval_path is not None or data.eval_split is not None:
+        return lines
+    held_out = data.eval_size if data.eval_size >= 1 else round(data.eval_size * lines)
+    return max(0, lines - int(held_out))
+
+
+def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None) -> Iterator[str]:
+    """What does not divide, with the nearest numbers that do; and what is not known."""
+    shape = None if found is None else found.shape
+    uses = steps_per_batch(config)
+    if batches.steps is not None and batches.steps % uses:
+        fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=uses)))
+        yield f"{batches.steps} steps are no multiple of the {uses} steps of a generation; {fitting} are"
+    prompts = prompts_per_generation(config)
+    if batches.problems and batches.problems % prompts:
+        fitting = " or ".join(map(str, nearest_divisors(batches.problems, prompts)))
+        yield (
+            f"{batches.problems} problems are no multiple of the {prompts} prompts that are generated at once, so a "
+            f"batch spans two epochs; {fitting} divide them"
+        )
+    if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
+        group = config.sampling.num_generations
+        fitting = " or ".join(map(str, nearest_multiples(batches.completions, of=group)))
+        yield (
+            f"source.batch_size {batches.completions} is no multiple of sampling.num_generations {group}: groups of "
+            f"that size would not fit; {fitting} is (the environment says how large groups are)"
+        )
+    rows = config.batch.micro_batch_size
+    if rows is not None and batches.completions % rows:
+        fitting = " or ".join(map(str, nearest_divisors(batches.completions, rows)))
+        yield (
+            f"the last micro-batch is smaller: batch.micro_batch_size {rows} does not divide {batches.completions}; "
+            f"{fitting} do"
+        )
+    if config.source.kind in ("local", "agent"):
+        yield from _prompt_notes(config, lengths=lengths, shape=shape)
+    if config.optimizer.function is not None and shape is not None:
+        yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
+    if batches.steps is None:
+        yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
+    if found is None:
+        reason, remedy = unknown_shape(config)
+        yield f"{reason}, so memory and disk are not known; {remedy}"
+    elif found.source == "table":
+        yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
+
+
+def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
+    """Where the engine is to be on a card that a rank has."""
+    if device != "cuda":
+        return
+    shared = shared_card(config, ranks=devices, environment=os.environ)
+    if shared is not None:
+        yield shared
+    if is_colocated(config, ranks=devices):
+        yield _beside_words(config, devices=devices)
+    elif devices > 1 and config.engine.kind == "vllm" and config.engine.devices is None and not shares_weights(config):
+        yield (
+            f"vLLM is beside the first of the {devices} devices alone, and the others wait while it generates; "
+            f"engine.data_parallel_size: {devices} puts a copy of the model beside each"
+        )
+
+
+def _beside_words(config: LachesisConfig, *, devices: int) -> str:
+    """What an engine on the GPUs of all ranks does to them, or why it cannot be there."""
+    try:
+        require_colocatable(config, ranks=devices, here=devices)
+    except ConfigError as error:
+        return f"{error.message}; {error.remedy}"
+    beside = f"vLLM is on the GPUs of the {devices} devices, a worker beside each (engine.devices is unset)"
+    if sleeps(config):
+        return (
+            f"{beside}: it sleeps while they train; their weights and optimizer states stay there while it generates, "
+            "unless distributed.cpu_offload is true"
+        )
+    return f"{beside}, and holds its share while they train; with engine.enable_sleep_mode it gives it back meanwhile"
+
+
+def _host_notes(
+    config: LachesisConfig, shape: ModelShape | None, *, lengths: Lengths, device: str, mesh: Mesh
+) -> Iterator[str]:
+    """What the host has to have memory for, beside the card."""
+    waiting = 0 if shape is None else offloaded_bytes(config, shape, lengths=lengths, device=device, mesh=mesh)
+    if waiting:
+        ranks = f" for each of the {mesh.ranks} devices, those of one host together" if mesh.ranks > 1 else ""
+        yield f"model.activations: offload takes {size_text(waiting)} of the host's memory{ranks}, which is pinned"
+
+
+def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:
+    """Where the teacher's memory is not known."""
+    options = config.algorithm.teacher
+    if options is not None and options.kind == "model" and teacher is None:
+        yield f"the teacher {options.model} has no config.json here: its weights are not counted"
+
+
+def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | None) -> Iterator[str]:
+    """Where the memory of weights that guess tokens is not known."""
+    if speculative is None or not speculative.has_weights or guesser is not None:
+        return
+    if speculative.model is None:
+        yield f"weights that engine.speculative.method {speculative.method} guesses with are not counted"
+    else:
+        yield f"{speculative.model}, which guesses tokens, has no config.json here: its weights are not counted"
+
+
+def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
+    """How long prompts may be."""
+    completion = config.sampling.max_completion_length
+    if shape is not None and shape.context is not None and completion >= shape.context:
+        yield (
+            f"sampling.max_completion_length {completion} leaves no room for a prompt in the model's context of "
+            f"{shape.context} tokens, so the run would be refused; lower it"
+        )
+    elif config.data.max_prompt_length is None:
+        prompt = lengths.longest - completion
+        yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
+
+
+def plan_lines(planned: Plan) -> list[str]:
+    """The plan as text, for a screen."""
+    batches = planned.batches
+    steps = "steps unknown" if batches.steps is None else f"{batches.steps:,} optimizer steps"
+    size, prompts = planned.lengths, "prompt" if batches.prompts == 1 else "prompts"
+    lines = [
+        "batches",
+        f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
+        f"{batches.tokens:,} tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
+        + (f", {-(-batches.micro_batches // planned.mesh.parts):,} passes of each device" * (planned.devices > 1)),
+        f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
+    ]
+    if batches.start_steps:
+        before = "" if batches.steps is None else f"; {batches.start_steps + batches.steps:,} steps in all"
+        lines.append(
+            f"  start         {batches.start_steps:,} steps of sft before, on {batches.answers:,} answers each, "
+            f"{batches.start_steps * batches.answers:,} answers{before}"
+        )
+    if batches.steps is not None:
+        lines.append(
+            f"                {batches.steps * batches.completions:,} completions trained on, {batches.transfers:,} "
+            f"weight transfers, {batches.evaluations:,} evaluations"
+        )
+    if planned.shape is not None and planned.trained is not None:
+        lines += ["model", f"  parameters    {planned.shape.parameters:,}, of which {planned.trained:,} are trained"]
+        places: tuple[Place, ...] = ("trainer", "engine")
+        for place in places:
+            lines += list(_memory_lines(planned, place))
+        lines += list(_disk_lines(planned))
+    return lines + [f"note: {text}" for text in planned.notes]
+
+
+def _memory_lines(planned: Plan, place: Place) -> Iterator[str]:
+    parts = [part for part in planned.memory if part.place == place]
+    several = place == "trainer" and planned.devices > 1
+    layout = f", {planned.mesh.words}" if planned.mesh.words else ""
+    each = f", each of {planned.devices} devices{layout}" if several else ""
+    yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"
+    for part in parts:
+        yield f"  {part.name:<18}{size_text(part.bytes):>10}{_PHASES[part.phases]}"
+
+
+def _disk_lines(planned: Plan) -> Iterator[str]:
+    if planned.checkpoint is None or planned.export is None:
+        return
+    yield "disk"
+    yield f"  {'checkpoint':<18}{size_text(planned.checkpoint):>10}  x {planned.checkpoints_kept} kept"
+    yield f"  {'final':<18}{size_text(planned.export):>10}"
+    if planned.exports_kept:
+        yield f"  {'transfers':<18}{size_text(planned.export):>10}  x {planned.exports_kept} kept"
+
+
+def size_text(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    for unit in units:
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,1 @@
+"""Atropos: the rollout API, environments, the source of their rollouts, and the trainer's flags."""

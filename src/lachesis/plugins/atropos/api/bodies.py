@@ -1,0 +1,125 @@
+"""Bodies of requests and replies: size limits, gzip, JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import zlib
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lachesis.plugins.atropos.api.wire import Refusal
+
+# The limit of all requests but those with groups: names, sizes, ids of batches.
+RECORD_BYTES = 1 << 20
+_GZIP = 31
+_LEVEL = 1
+_WORTH_COMPRESSING = 1000
+# Above this, (de)compression is left to a thread: zlib lets go of the interpreter.
+_LONG = 256 << 10
+_MEMBERS = 16
+
+
+class Body(NamedTuple):
+    """A body as it is meant, and as it came where that was gzipped."""
+
+    content: bytes
+    packed: bytes = b""
+
+
+async def read_body(request: Request, *, limit: int) -> Body:
+    """The body of a request, inflated where it is gzipped; neither form may be longer than ``limit`` bytes.
+
+    Raises:
+        Refusal: 413, it is; 400, it is no gzip or ends too early; 499, the client went away.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    length, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(499, "the client went away", plain=True)
+        part = message.get("body", b"")
+        length += len(part)
+        if length > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        more = message.get("more_body", False)
+    body = b"".join(parts)
+    if "gzip" not in request.headers.get("content-encoding", "").lower() or not body:
+        return Body(body)
+    if length > _LONG:
+        return Body(await asyncio.to_thread(inflate, body, limit=limit), packed=body)
+    return Body(inflate(body, limit=limit), packed=body)
+
+
+def inflate(body: bytes, *, limit: int) -> bytes:
+    """The content of gzip data of one or more members, read no further than ``limit`` bytes.
+
+    Raises:
+        Refusal: 413, it is longer; 400, it is no gzip or ends too early.
+    """
+    parts: list[bytes] = []
+    length, rest = 0, body
+    for _ in range(_MEMBERS):
+        reader = zlib.decompressobj(_GZIP)
+        try:
+            part = reader.decompress(rest, limit - length + 1)
+        except zlib.error as error:
+            raise Refusal(400, "Invalid gzip payload", plain=True) from error
+        length += len(part)
+        if length > limit:
+            raise _too_large(limit)
+        if not reader.eof:
+            message = f"Invalid gzip payload: it ends early, after {len(body)} bytes that inflate to {length}"
+            raise Refusal(400, message, plain=True)
+        parts.append(part)
+        rest = reader.unused_data.lstrip(b"\0")
+        if not rest:
+            return b"".join(parts)
+    raise Refusal(400, f"Invalid gzip payload: it has more than {_MEMBERS} members", plain=True)
+
+
+async def reply(request: Request, body: bytes, *, headers: dict[str, str] | None = None) -> Response:
+    """``body``, which is JSON, as a reply: gzipped where the client takes it and is on another machine."""
+    headers = dict(headers or {})
+    if len(body) >= _WORTH_COMPRESSING and not _is_local(request.client.host if request.client else ""):
+        headers["Vary"] = "Accept-Encoding"
+        if _accepts_gzip(request.headers.get("accept-encoding", "")):
+            headers["Content-Encoding"] = "gzip"
+            body = await asyncio.to_thread(zlib.compress, body, _LEVEL, _GZIP)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def reply_with(value: Any, *, status: int = 200) -> Response:
+    """A small value as JSON."""
+    return Response(to_json(value), status_code=status, media_type="application/json")
+
+
+def _too_large(limit: int) -> Refusal:
+    key = " (--max-body-mb)" if limit != RECORD_BYTES else ""
+    return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB{key}")
+
+
+def _accepts_gzip(accepted: str) -> bool:
+    for part in accepted.lower().split(","):
+        name, _, quality = part.partition(";")
+        if name.strip() == "gzip":
+            return quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _is_local(host: str) -> bool:
+    """On the loopback interface or a Unix socket compressing costs more than it saves."""
+    try:
+        return not host or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,74 @@
+"""Reading posts of groups: long ones in a process of its own, so that nobody else waits for them.
+
+Parsing JSON holds the interpreter: a body of 60 MB would keep every other client waiting for ten seconds, in a thread
+as much as in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from lachesis.plugins.atropos.api.entries import StoredGroup
+from lachesis.plugins.atropos.api.wire import Refusal, WrongGroup, parse_each, parse_group, parse_groups
+from lachesis.process.workers import WorkerError, WorkerPool
+
+# Bytes that are parsed within a tenth of a second, where they came in.
+_SHORT = 512 << 10
+_TIMEOUT_S = 120.0
+
+
+class GroupReader:
+    """Parses the bodies of posts; ``check`` is that of :func:`lachesis.plugins.atropos.api.wire.parse_group`."""
+
+    def __init__(self, *, check: bool) -> None:
+        self._check = check
+        self._pool: WorkerPool | None = None
+        self._turn = asyncio.Lock()
+
+    async def read(self, content: bytes, *, single: bool) -> Sequence[StoredGroup | WrongGroup]:
+        """The groups of a body, in order; of a list the wrong ones too, where others are right.
+
+        Raises:
+            Refusal: 422, nothing in it can be used; 503, it could not be parsed now.
+        """
+        if len(content) <= _SHORT:
+            return read_groups(content, single, self._check)
+        async with self._turn:  # one at a time, so that waiting takes no thread
+            return await asyncio.to_thread(self._read_aside, content, single)
+
+    def close(self) -> None:
+        """End the process, if there is one, and what it is at work on."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _read_aside(self, content: bytes, single: bool) -> Sequence[StoredGroup | WrongGroup]:
+        if self._pool is None:
+            self._pool = WorkerPool(1, _nothing, name="processes that parse long posts")
+        result: Any = self._pool.run(read_groups, [(content, single, self._check)], timeout_s=_TIMEOUT_S)[0]
+        if isinstance(result, WorkerError):
+            reason = f"a post of {len(content) / (1 << 20):.1f} MiB could not be parsed: its process {result}"
+            raise Refusal(503, reason, headers={"Retry-After": "1"})
+        return result
+
+
+def read_groups(content: bytes, single: bool, check: bool) -> Sequence[StoredGroup | WrongGroup]:
+    """The groups of a post of one group or of a list.
+
+    Raises:
+        Refusal: 422, nothing in it can be used.
+    """
+    if single:
+        return [parse_group(content, check=check)]
+    try:
+        return parse_groups(content, check=check)
+    except Refusal:
+        groups = parse_each(content, check=check)
+        if not any(isinstance(group, StoredGroup) for group in groups):
+            raise
+        return groups
+
+
+def _nothing() -> None:
+    """The process needs no more than its imports."""

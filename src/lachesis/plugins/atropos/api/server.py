@@ -1,0 +1,183 @@
+"""The rollout API as a process: options, application, and serving until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.http import listen
+from lachesis.plugins.atropos.api.dashboard import Dashboard, load_pieces
+from lachesis.plugins.atropos.api.journal import Journal, StoreFailed
+from lachesis.plugins.atropos.api.metrics import INTERVAL_S, History
+from lachesis.plugins.atropos.api.reading import GroupReader
+from lachesis.plugins.atropos.api.routes import Endpoints
+from lachesis.plugins.atropos.api.state import QueueLimits, RolloutState
+from lachesis.plugins.atropos.api.wire import Refusal
+
+logger = logging.getLogger(__name__)
+
+_SYNC_S = 1.0
+_KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions(QueueLimits):
+    """Options of ``lachesis run-api``: the limits of the queue, and the rest.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        state_dir: keep what is queued here, so that it survives the process.
+        max_body_mb: refuse bodies of more MiB than this, before or after inflating.
+        tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
+        allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8002
+    state_dir: Path | None = None
+    max_body_mb: float = 64.0
+    tokenizer: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+
+
+def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; the signal is raised anew once the state directory is released.
+
+    Args:
+        on_ready: called with the address, as in ``http://127.0.0.1:8002``, once the port is bound.
+
+    Raises:
+        ConfigError: an option cannot be used, the port is taken, or the state directory is in use.
+    """
+    listener = listen(options.host, options.port)
+    try:
+        config = uvicorn.Config(
+            build_app(options), log_config=None, access_log=False, http="httptools", ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False,
+        )  # fmt: skip
+        if on_ready is not None:
+            host, port = listener.getsockname()[:2]
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def build_app(options: ServerOptions) -> Starlette:
+    """The application, with its state and, where asked for, what the state directory holds.
+
+    Raises:
+        ConfigError: an option or the state directory cannot be used.
+    """
+    _check(options)
+    state, history = RolloutState(options), History()
+    pieces = load_pieces(options.tokenizer) if options.tokenizer else None
+    journal = Journal(options.state_dir) if options.state_dir else None
+    if journal is not None:
+        state.restore(journal.snapshot(), time.monotonic())
+    endpoints = Endpoints(
+        state=state,
+        reader=GroupReader(check=options.strict),
+        journal=journal,
+        dashboard=Dashboard(state, history, pieces),
+        max_body=int(options.max_body_mb * (1 << 20)),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        chores = [asyncio.create_task(_sample(state, history))]
+        if journal is not None:
+            chores.append(asyncio.create_task(_sync(journal)))
+        try:
+            yield
+        finally:
+            for chore in chores:
+                chore.cancel()
+            await asyncio.gather(*chores, return_exceptions=True)
+            endpoints.reader.close()
+            if journal is not None:
+                journal.close()
+
+    return Starlette(
+        routes=endpoints.routes(),
+        lifespan=lifespan,
+        middleware=[
+            Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts)),
+            Middleware(SameSiteOnly),
+        ],
+        exception_handlers=dict.fromkeys((Refusal, StoreFailed, HTTPException), endpoints.refuse),
+    )
+
+
+class SameSiteOnly:
+    """Keeps other web pages out: one that a user happens to have open must not reset or feed a training run.
+
+    Refuses, with 403, requests that a browser marks as another site's. Programs send no such marks.
+
+    Browsers set ``Sec-Fetch-Site`` and ``Origin``, and pages cannot forge them. Following a link to the dashboard
+    is fine.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_foreign(Headers(scope=scope), scope["path"]):
+            refusal = JSONResponse({"detail": "requests from other web sites are refused"}, status_code=403)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_foreign(headers: Headers, path: str) -> bool:
+    site = headers.get("sec-fetch-site", "none")
+    if path == "/dashboard" and headers.get("sec-fetch-mode") == "navigate":
+        return False
+    origin = headers.get("origin")
+    same_origin = origin is None or urlsplit(origin).netloc == headers.get("host")
+    return site in ("cross-site", "same-site") or not same_origin
+
+
+async def _sample(state: RolloutState, history: History) -> None:
+    while True:
+        history.sample(state, time.monotonic())
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def _sync(journal: Journal) -> None:
+    """One flush to the disk for all that a second brought."""
+    while True:
+        await asyncio.sleep(_SYNC_S)
+        try:
+            await asyncio.shield(asyncio.to_thread(journal.sync))
+        except StoreFailed as error:
+            logger.error("the state directory may not survive a power cut: %s", error)
+
+
+def _check(options: ServerOptions) -> None:
+    positive = {
+        "--max-queued-tokens": options.max_queued_tokens,
+        "--max-body-mb": options.max_body_mb,
+        "--ack-timeout": options.ack_timeout_s,
+        "--env-timeout": options.env_timeout_s,
+    }
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}", remedy="give a number above 0, or leave it out")

@@ -1,0 +1,314 @@
+"""The protocol: from the bytes of a request to checked records, numbers parsed once, or to a refusal.
+
+The types coerce as the original's do ("3" is 3, 2.0 is 2, true is 1). Other than there, no number may be NaN or
+infinite, a list reports its first fault instead of all of them, and faulty input is echoed in short only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+
+from lachesis.common.errors import DataError
+from lachesis.common.json_values import is_list, is_object
+from lachesis.plugins.atropos.api.entries import StoredGroup
+from lachesis.plugins.atropos.api.scored_group import FirstFault, Id, ScoredGroup, WireRecord, why_unusable
+
+Record = TypeVar("Record", bound="WireRecord")
+Parsed = TypeVar("Parsed")
+_ECHO = 100
+
+# Lachesis's own headers; others' clients send none of them and notice nothing.
+TRAINER_HEADER = "X-Lachesis-Trainer"
+HOLDS_HEADER = "X-Lachesis-Holds"
+KEY_HEADER = "Idempotency-Key"
+
+# Where a JSON parser says that it stopped.
+_PLACE = re.compile(r"at line (\d+) column (\d+)")
+# Possessive, with the closing quote optional: a string cut off in the middle costs one pass, whatever is in it.
+_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},:]', re.DOTALL)
+# Reading a document sign by sign is slow; an error further in is placed by line and column alone.
+_REACH = 2 << 20
+_DEPTH = 16
+
+
+class Refusal(DataError):
+    """A request that is not served; the state is as it was before.
+
+    Args:
+        detail: what goes under the key ``detail``, or plain text where ``plain`` is set.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str | Sequence[Mapping[str, Any]],
+        *,
+        plain: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail if isinstance(detail, str) else str(detail[0].get("msg", "")))
+        self.status = status
+        self.detail = detail
+        self.plain = plain
+        self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep everything on the way between processes."""
+        return functools.partial(Refusal, plain=self.plain, headers=self.headers), (self.status, self.detail)
+
+
+@dataclass(frozen=True, slots=True)
+class WrongGroup:
+    """A group of a list that cannot be used. ``reason`` names the field, index and fault."""
+
+    reason: str
+
+
+class Registration(WireRecord):
+    """A trainer's POST /register. ``acknowledge`` is Lachesis's own: batches are to be acknowledged."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int = Field(ge=1)
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    acknowledge: bool = False
+
+
+class EnvRegistration(WireRecord):
+    """An environment's POST /register-env."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int = Field(ge=1)
+    min_batch_allocation: float | None = None
+
+
+class EnvIdentifier(WireRecord):
+    """The body of GET /status-env and POST /disconnect-env."""
+
+    env_id: Id
+
+
+class Goodbye(EnvIdentifier):
+    """The body of POST /disconnect-env. ``reason`` is Lachesis's own: what ended the environment."""
+
+    reason: str = ""
+
+
+class TrainerIdentifier(WireRecord):
+    """Lachesis's own POST /disconnect: the trainer ends."""
+
+    uuid: int
+
+
+class Acknowledgement(WireRecord):
+    """Lachesis's own POST /batch/ack: batches that the trainer has and will not ask for again."""
+
+    uuid: int
+    batch_ids: FirstFault[Id]
+
+
+def _or_wrong(value: Any, validate: ValidatorFunctionWrapHandler) -> ScoredGroup | WrongGroup:
+    try:
+        return validate(value)
+    except ValidationError as error:
+        return _wrong(_fault(error.errors(include_url=False)[0], b""))
+
+
+_MANY = TypeAdapter(FirstFault[ScoredGroup])
+_EACH = TypeAdapter(list[Annotated[ScoredGroup, WrapValidator(_or_wrong)]])
+_FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
+
+
+def parse_group(body: bytes, *, check: bool) -> StoredGroup:
+    """The group of POST /scored_data; with ``check``, its ``problem`` says why no trainer could use it.
+
+    Raises:
+        Refusal: 422, naming the field and index of the fault.
+    """
+    return _compact(_validated(ScoredGroup.model_validate_json, body), check=check, loc=())
+
+
+def parse_groups(body: bytes, *, check: bool) -> list[StoredGroup]:
+    """The groups of POST /scored_data_list: all of them, or none.
+
+    Raises:
+        Refusal: 422, naming the group, field and index of the fault.
+    """
+    return [
+        _compact(data, check=check, loc=(index,)) for index, data in enumerate(_validated(_MANY.validate_json, body))
+    ]
+
+
+def parse_each(body: bytes, *, check: bool) -> list[StoredGroup | WrongGroup]:
+    """The groups of POST /scored_data_list, each by itself. Slower than :func:`parse_groups`.
+
+    Raises:
+        Refusal: 422, the body is no list.
+    """
+    parsed: list[StoredGroup | WrongGroup] = []
+    for index, data in enumerate(_validated(_EACH.validate_json, body)):
+        if isinstance(data, WrongGroup):
+            parsed.append(data)
+            continue
+        try:
+            parsed.append(_compact(data, check=check, loc=(index,)))
+        except Refusal as refusal:
+            assert not isinstance(refusal.detail, str)
+            fault = dict(refusal.detail[0])
+            parsed.append(_wrong(fault | {"loc": ["body", *fault["loc"][2:]]}))
+    return parsed
+
+
+def _wrong(fault: Mapping[str, Any]) -> WrongGroup:
+    return WrongGroup(f"{fault['msg']}{_at(fault['loc'][1:])}")
+
+
+def parse_record(kind: type[Record], body: bytes) -> Record:
+    """Any other record.
+
+    Raises:
+        Refusal: 422, naming the field.
+    """
+    return _validated(kind.model_validate_json, body)
+
+
+def _validated(validate: Callable[[bytes], Parsed], body: bytes) -> Parsed:
+    if not body:
+        raise Refusal(422, [{"type": "missing", "loc": ["body"], "msg": "Field required", "input": None}])
+    try:
+        return validate(body)
+    except ValidationError as error:
+        raise Refusal(422, [_fault(fault, body) for fault in error.errors(include_url=False)]) from error
+
+
+def _compact(data: ScoredGroup, *, check: bool, loc: tuple[int, ...]) -> StoredGroup:
+    json = data.__pydantic_serializer__.to_json(data)
+    # Free-form values may hide what the typed fields cannot hold. Looking for the words is cheap; they may also
+    # be part of a text, so only then the values are walked.
+    free = [name for name in _FREE_FIELDS if getattr(data, name) is not None]
+    if free and (b"NaN" in json or b"Infinity" in json):
+        _refuse_non_finite(data, free, loc)
+    return StoredGroup(
+        json=json,
+        sequences=len(data.tokens),
+        tokens=sum(map(len, data.tokens)),
+        env_id=data.env_id,
+        score=_mean(data.scores),
+        problem=why_unusable(data) if check else "",
+    )
+
+
+def _mean(scores: Sequence[float]) -> float | None:
+    mean = sum(scores) / len(scores) if scores else math.inf
+    return mean if math.isfinite(mean) else None
+
+
+def _refuse_non_finite(data: ScoredGroup, names: Sequence[str], loc: tuple[int, ...]) -> None:
+    for name in names:
+        for path, number in _numbers(getattr(data, name), (name,)):
+            if not math.isfinite(number):
+                fault = {
+                    "type": "finite_number",
+                    "loc": ["body", *loc, *path],
+                    "msg": "Input should be a finite number",
+                    "input": str(number),
+                }
+                raise Refusal(422, [fault])
+
+
+def _numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif is_object(value):
+        for key, part in value.items():
+            yield from _numbers(part, (*path, key))
+    elif is_list(value):
+        for index, part in enumerate(value):
+            yield from _numbers(part, (*path, index))
+
+
+def _fault(fault: Any, body: bytes) -> dict[str, Any]:
+    """A fault in the shape of the original's replies."""
+    if fault["type"] == "json_invalid":
+        reason = fault["ctx"]["error"]
+        path = path_at(body, reason)
+        return {
+            "type": "json_invalid",
+            "loc": ["body", *path],
+            "msg": f"JSON decode error{_at(path)}: {reason}",
+            "input": {},
+            "ctx": {"error": reason},
+        }
+    return {
+        "type": fault["type"],
+        "loc": ["body", *fault["loc"]],
+        "msg": fault["msg"],
+        "input": _echo(fault["input"]),
+    }
+
+
+def _at(path: Sequence[str | int]) -> str:
+    if not path:
+        return ""
+    head, *rest = path
+    return f" at {head}" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+
+
+def _echo(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if len(value) <= _ECHO else f"{value[:_ECHO]}..."
+    return f"<{type(value).__name__}>"
+
+
+def path_at(body: bytes, reason: str) -> list[str | int]:
+    """The keys and indices, 16 at most, that lead to the place named in ``reason`` ("... at line 1 column 24").
+
+    Empty at the top level, where the reason names no place, and beyond the first 2 MiB.
+    """
+    place = _PLACE.search(reason)
+    if place is None:
+        return []
+    end = _offset(body, line=int(place[1]), column=int(place[2]))
+    return [] if end > _REACH else _path(body[:end])[:_DEPTH]
+
+
+def _offset(body: bytes, *, line: int, column: int) -> int:
+    start = 0
+    for _ in range(line - 1):
+        start = body.index(b"\n", start) + 1
+    return start + max(0, column - 1)
+
+
+def _path(prefix: bytes) -> list[str | int]:
+    path: list[str | int | None] = []
+    last = b""
+    for match in _SIGN.finditer(prefix):
+        sign = match[0]
+        if sign in b"[{":
+            path.append(0 if sign == b"[" else None)
+        elif sign in b"]}":
+            if path:
+                path.pop()
+        elif sign == b"," and path:
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
+        elif sign == b":" and path and not isinstance(path[-1], int):
+            path[-1] = last[1:-1].decode("utf-8", errors="replace")
+        last = sign
+    return [part for part in path if part is not None]

@@ -1,0 +1,1 @@
+"""Commands of Atropos: ``grpo``, ``run`` and ``env``."""

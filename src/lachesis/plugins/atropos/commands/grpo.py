@@ -1,0 +1,216 @@
+"""Commands with the Atropos trainer's flags: ``grpo`` trains, ``run`` starts everything that a run needs as well."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lachesis.cli.base import (
+    ALL_WORDS,
+    EXIT_SIGNALLED,
+    HELP_FLAGS,
+    Overrides,
+    Overwrite,
+    Resume,
+    Ui,
+    app,
+    conclude,
+    console,
+    hide_progress_bars,
+    live_page,
+    printed_log,
+    stop_on_signals,
+    world_of_leader,
+)
+from lachesis.common.errors import ConfigError
+from lachesis.common.run_files import run_paths
+from lachesis.common.world import World
+from lachesis.config.load import LoadedConfig, load_argv
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.plugins.dialects.atropos_help import help_text
+
+if TYPE_CHECKING:
+    from lachesis.run.companions import Companions
+
+RUN_HELP = """\
+Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]
+       lachesis run --model-name MODEL --environment NAME [FLAGS]
+
+Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
+directory, and stops them all at the end.
+
+With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
+`lachesis explain services` lists its keys. Where RAY_ADDRESS is set, or with cluster.kind: ray, any configuration runs
+on the nodes of a Ray cluster: `lachesis explain cluster`.
+
+  --api-port PORT            Where the rollout API is started, in place of the port of source.url, which is 8002.
+
+With flags
+  --environment NAME         {names}, FILE.py:CLASS or module.CLASS; none is started if unset
+  --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
+  --engine vllm|embedded     What generates; vllm if unset.
+  --atropos-url URL          A rollout API that runs already; if unset one is started.
+  --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
+  ...                        All other flags of `lachesis grpo --help`."""
+
+# What the documents print while training; said by the bridges, the engine's client and the source.
+DOCUMENTED = ("[", "Exported ", "Attached ")
+
+Benchmark = Annotated[bool, typer.Option("--benchmark", help="Print the times of all steps at the end.")]
+
+
+@app.command(context_settings=ALL_WORDS)
+def grpo(
+    context: typer.Context,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    benchmark: Benchmark = False,
+    ui: Ui = False,
+) -> None:
+    """Train with the Atropos trainer's flags; --help lists them."""
+    if HELP_FLAGS & set(context.args):
+        return console.print(help_text())
+    world = world_of_leader()
+    loaded = load_argv(context.args, overrides=overrides or [])
+    from lachesis.plugins.atropos.services import require_server
+
+    require_server(loaded.config)
+    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark, ui=ui)
+
+
+@app.command("run", context_settings=ALL_WORDS)
+def run_everything(
+    context: typer.Context,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    benchmark: Benchmark = False,
+    ui: Ui = False,
+    engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
+    environment: Annotated[str | None, typer.Option(help="The environment that is started.")] = None,
+    environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
+    api_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the rollout API that is started.")
+    ] = None,
+) -> None:
+    """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
+    if HELP_FLAGS & set(context.args) or not (context.args or environment):
+        from lachesis.plugins.atropos.environments.shipped import SHIPPED
+
+        return console.print(RUN_HELP.format(names=", ".join(SHIPPED)))
+    world = world_of_leader()
+    from lachesis.plugins.atropos.services import Services, load_words
+    from lachesis.plugins.cluster.placement import takes_ray
+
+    load = partial(
+        load_words,
+        context.args,
+        overrides=overrides or [],
+        engine=engine,
+        environment=environment,
+        environment_args=environment_args,
+        api_port=api_port,
+    )
+    loaded = load()
+    if takes_ray(loaded.config, os.environ):
+        options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
+        return _run_on_ray(context, lambda processes: load(processes=processes), **options)
+    companions = Services(loaded.config)
+    options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
+    _train(context, loaded, world, **options, companions=companions)
+
+
+def _run_on_ray(
+    context: typer.Context,
+    load: Callable[[int | None], LoadedConfig],
+    *,
+    resume: bool,
+    overwrite: bool,
+    benchmark: bool,
+    ui: bool,
+) -> None:
+    """On a Ray cluster; this process places and watches."""
+    if benchmark or ui:
+        raise ConfigError(
+            f"{'--benchmark' if benchmark else '--ui'} is of a run on this machine, and Ray places this one",
+            remedy="leave it out: `lachesis watch RUN_DIR` shows the page, `lachesis report RUN_DIR` the times",
+        )
+    from lachesis.plugins.cluster.ray_run import run_on_ray
+
+    with stop_on_signals() as stop:
+        run_on_ray(load, resume=resume, overwrite=overwrite, say=console.print, stop_requested=lambda: bool(stop))
+    if stop:
+        console.print(f"stopped by a signal; go on with: {shlex.join(command_of(context))} --resume")
+        raise typer.Exit(EXIT_SIGNALLED + stop[0])
+
+
+def _train(
+    context: typer.Context,
+    loaded: LoadedConfig,
+    world: World | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    benchmark: bool,
+    ui: bool,
+    companions: Companions | None = None,
+) -> None:
+    """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
+    from lachesis.run.start import train
+
+    with stop_on_signals() as stop, live_page(loaded, asked=ui), printed_log("lachesis", beginning=DOCUMENTED):
+        summary = train(
+            loaded,
+            resume=resume,
+            overwrite=overwrite,
+            console=console,
+            stop_requested=lambda: bool(stop),
+            companions=companions,
+            world=world,
+            imported=hide_progress_bars,
+        )
+    if benchmark:
+        console.print(benchmark_lines(summary.run_dir, mode=loaded.config.bridge.kind))
+    conclude(summary, stop, command_of(context))
+
+
+def command_of(context: typer.Context) -> list[str]:
+    """The command line, without the options that only its first start has."""
+    words = ["lachesis", str(context.info_name), *context.args]
+    for option in context.command.params:
+        value = context.params[str(option.name)]
+        if value == option.default or option.name in ("resume", "overwrite"):
+            continue
+        flag = option.opts[0]
+        words += (
+            [flag] if value is True else [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+        )
+    return words
+
+
+def benchmark_lines(run_dir: Path, *, mode: str) -> str:
+    """The lists that ``--benchmark`` prints at the end: times of steps, transfers and waits, and memory."""
+    steps = [line.values for line in read_metrics(run_paths(run_dir)["metrics"]).steps]
+    lines = [f"benchmark: {mode}, {len(steps)} steps"]
+    for title, name, unit in (
+        ("step_times", "step_time", "s"),
+        ("sync_times", "sync_time", "s"),
+        ("data_fetch_times", "data_fetch_time", "s"),
+        ("gpu_memories", "gpu_memory_gb", "GB"),
+    ):
+        values = [step[name] for step in steps if name in step]
+        if not values:
+            lines.append(f"  {title}: none")
+            continue
+        total = f", total {sum(values):.2f} {unit}" if unit == "s" else ""
+        lines.append(f"  {title}: mean {fmean(values):.3f} {unit}, max {max(values):.3f} {unit}{total}")
+        lines.append(f"    [{', '.join(f'{value:.3f}' for value in values)}]")
+    return "\n".join(lines)

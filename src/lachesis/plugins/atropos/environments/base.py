@@ -1,0 +1,232 @@
+"""What an environment is: problems, rollouts on them, and scores."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError
+from lachesis.common.types import EvalResult, Message, SamplingParams
+from lachesis.plugins.atropos.environments.client import InferenceClient
+from lachesis.plugins.atropos.environments.evaluation import Attempts
+from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup, scored_group
+from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
+from lachesis.plugins.atropos.environments.tokenizer import text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What will not be better with the next problem.
+FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+ConfigT = TypeVar("ConfigT", bound=EnvironmentConfig)
+
+
+class Environment(ABC, Generic[Item, ConfigT]):
+    """Makes scored groups. Runs on an event loop, which it must not block.
+
+    A subclass gives problems (:meth:`get_next_item`), a rollout on one (:meth:`collect_trajectory`), and scores
+    (:meth:`score`); it may override more. ``name`` is what it is called, ``config_class`` its section ``env``.
+
+    Args:
+        config: the section ``env``.
+        client: the inference servers.
+        tokenizer: that of the served model.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
+
+    def __init__(self, config: ConfigT, *, client: InferenceClient, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.step = 0
+        """The trainer's step, kept up to date while serving."""
+
+    async def setup(self) -> None:
+        """Load what is needed, before the first item is asked for."""
+        return None
+
+    async def close(self) -> None:
+        """Give back what :meth:`setup` took. Called once, also after errors."""
+        return None
+
+    @abstractmethod
+    async def get_next_item(self) -> Item | None:
+        """The next problem; ``None`` where there are no more, which ends the environment."""
+
+    @abstractmethod
+    async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
+        """One rollout on a problem, sampled with ``params`` (their ``max_tokens`` is for each turn)."""
+
+    @abstractmethod
+    async def score(self, item: Item, trajectories: Sequence[Trajectory]) -> Sequence[float]:
+        """The score of each rollout on a problem."""
+
+    async def collect_trajectories(self, item: Item) -> UsableGroup | None:
+        """A group of rollouts on a problem, scored; ``None`` where this problem gives none."""
+        trajectories = await self.sample_group(item)
+        scores = await self.score(item, trajectories)
+        return self.group_of(trajectories, scores)
+
+    async def sample_group(self, item: Item) -> list[Trajectory]:
+        """``group_size`` rollouts on a problem, each by :meth:`collect_trajectory`."""
+        params = self.sampling()
+        rollouts = (self.collect_trajectory(item, params=params) for _ in range(self.config.group_size))
+        return await together(rollouts)
+
+    def held_out(self) -> Sequence[Item]:
+        """Problems that are never trained on, at most ``eval_num``; none where there is no evaluation."""
+        return ()
+
+    def problems(self) -> Sequence[Item]:
+        """What ``lachesis env eval`` tries: those that are held out."""
+        return self.held_out()
+
+    async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
+        """``count`` rollouts on a problem, scored together; those that raise are counted by their error.
+
+        Raises:
+            ConfigError, DeadlineExceeded, DependencyError, EngineError: no rollout would go better.
+        """
+        rollouts = (self.collect_trajectory(item, params=params) for _ in range(count))
+        found = await asyncio.gather(*rollouts, return_exceptions=True)
+        failures = Counter(failure_cause(one) for one in found if isinstance(one, BaseException))
+        done = [one for one in found if not isinstance(one, BaseException)]
+        scores = await self.score(item, done) if done else []
+        return Attempts(tuple(scores), tuple(one.sampled_length for one in done), failures=failures)
+
+    async def evaluate(self) -> EvalResult:
+        """Greedy rollouts on the held-out problems; a score of 1 or above is a success.
+
+        Raises:
+            ConfigError: there are no held-out problems.
+        """
+        started, step, items = time.monotonic(), self.step, self.held_out()
+        if not items:
+            raise ConfigError(f"the environment {self.name} has no held-out problems", remedy="do not evaluate it")
+        params = self.sampling(greedy=True)
+
+        async def one(item: Item) -> tuple[float, int]:
+            trajectory = await self.collect_trajectory(item, params=params)
+            (score,) = await self.score(item, [trajectory])
+            return score, trajectory.sampled_length
+
+        outcomes = await together(map(one, items))
+        return EvalResult(
+            step=step,
+            accuracy=sum(score >= 1.0 for score, _ in outcomes) / len(items),
+            mean_reward=sum(score for score, _ in outcomes) / len(items),
+            problems=len(items),
+            mean_length=sum(length for _, length in outcomes) / len(items),
+            seconds=time.monotonic() - started,
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """Values of this environment's own since the last call, to be logged beside the usual ones."""
+        return {}
+
+    def sampling(self, *, greedy: bool = False) -> SamplingParams:
+        """How rollouts are sampled; nothing is cut, so that logprobs are those of the model."""
+        return SamplingParams(
+            max_tokens=self.config.max_new_tokens or self.config.max_token_length,
+            temperature=0.0 if greedy else self.config.temperature,
+        )
+
+    def group_of(
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[float],
+        *,
+        group_overrides: Mapping[str, Any] | None = None,
+    ) -> UsableGroup:
+        """A group for the trainer. Raises DataError where no trainer could use it."""
+        return scored_group(
+            trajectories,
+            scores,
+            temperature=self.config.temperature,
+            include_messages=self.config.include_messages,
+            group_overrides=group_overrides,
+        )
+
+    def room(self, length: int, params: SamplingParams) -> int:
+        """Tokens that may be sampled after ``length`` tokens.
+
+        Raises:
+            DataError: there are none: the prompt is as long as a rollout may be.
+        """
+        left = self.config.max_token_length - length
+        if left < 1:
+            raise DataError(
+                f"a prompt of {length} tokens leaves no room in rollouts of {self.config.max_token_length}",
+                remedy="raise --env.max_token_length",
+            )
+        return min(params.max_tokens, left)
+
+
+class SingleTurn(Environment[Item, ConfigT]):
+    """An environment whose rollouts are one completion of a prompt; a group is one request."""
+
+    @abstractmethod
+    def prompt(self, item: Item) -> tuple[Sequence[int], Sequence[Message]]:
+        """The token ids of a problem's prompt, and the same as a conversation."""
+
+    async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
+        """One completion."""
+        (trajectory,) = await self._sample(item, params=params, n=1)
+        return trajectory
+
+    async def sample_group(self, item: Item) -> list[Trajectory]:
+        """``group_size`` completions of one request."""
+        return await self._sample(item, params=self.sampling(), n=self.config.group_size)
+
+    async def _sample(self, item: Item, *, params: SamplingParams, n: int) -> list[Trajectory]:
+        prompt_ids, messages = self.prompt(item)
+        params = replace(params, max_tokens=self.room(len(prompt_ids), params))
+        trajectories = []
+        for sampled in await self.client.generate(prompt_ids, params=params, n=n):
+            trajectory = Trajectory()
+            trajectory.give(prompt_ids)
+            trajectory.sample(sampled)
+            answer = {"role": "assistant", "content": self.text(sampled.token_ids)}
+            trajectory.messages = [*messages, answer]
+            trajectories.append(trajectory)
+        return trajectories
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return text_of(self.tokenizer, token_ids)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first error ends the others too, which would only keep the servers busy."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def failure_cause(error: BaseException) -> str:
+    """Under which name a rollout's error is counted. Raises it where it is no rollout's fault."""
+    if not isinstance(error, Exception) or isinstance(error, FATAL):
+        raise error
+    return type(error).__name__.removesuffix("Error").lower() or "error"
+
+
+def endless(items: Sequence[Item], *, seed: int) -> Iterator[Item]:
+    """All items over and over, in another order each time; equal seeds give equal orders."""
+    order = random.Random(seed)
+    while items:
+        yield from order.sample(items, len(items))

@@ -1,0 +1,152 @@
+"""GSM8K: grade-school problems in words from files or the hub, scored by math-verify on the boxed answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from lachesis.common.errors import DataError
+from lachesis.common.types import Message
+from lachesis.plugins.atropos.environments.base import SingleTurn, endless
+from lachesis.plugins.atropos.environments.records import Trajectory
+from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
+from lachesis.plugins.atropos.environments.shipped.math_scoring import MathScorer
+from lachesis.plugins.atropos.environments.tokenizer import chat_prompt
+
+_SUFFIXES = (".jsonl", ".parquet")
+_REMEDY = "give a directory with train and test as .jsonl or .parquet, such a file, or a name on the hub"
+_INSTRUCTION = "Solve the problem step by step. Write the final number in \\boxed{}."
+
+
+@dataclass(frozen=True, slots=True)
+class MathProblem:
+    """A question in words and its final answer, a number as text."""
+
+    question: str
+    answer: str
+
+
+def load_split(data: str, split: str) -> list[MathProblem]:
+    """The problems of ``split``, "train" or "test".
+
+    Args:
+        data: a directory that has files of the split (also one laid out as on the hub, with ``main/`` in it), a
+            single file, which is every split, or the name of a dataset on the hub or in its cache.
+
+    Raises:
+        DataError: there is none, it cannot be read, or a row of it is no problem of GSM8K.
+    """
+    place = Path(data).expanduser()
+    if place.is_file():
+        rows = _read_file(place)
+    elif place.is_dir():
+        rows = [row for path in _files_of(place, split) for row in _read_file(path)]
+    elif place.is_absolute() or data.startswith(("./", "../", "~")) or place.suffix in _SUFFIXES:
+        raise DataError(f"there is no GSM8K at {data}", remedy=_REMEDY)
+    else:
+        rows = _read_library(data, split)
+    if not rows:
+        raise DataError(f"{data} has no problems in its split {split}", remedy=_REMEDY)
+    return [_problem(f"{data}, {split}, row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _files_of(directory: Path, split: str) -> list[Path]:
+    for folder in (directory, directory / "main", directory / "data"):
+        for suffix in _SUFFIXES:
+            found = sorted({*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")})
+            if found:
+                return found
+    raise DataError(f"{directory} has no file of the split {split}", remedy=_REMEDY)
+
+
+def _read_file(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import ArrowException, parquet
+
+            try:
+                return parquet.read_table(path).to_pylist()
+            except ArrowException as error:
+                raise DataError(f"{path} is no Parquet file: {error}", remedy="write it anew") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
+
+
+def _parsed(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="mend that line") from error
+
+
+def _read_library(name: str, split: str) -> list[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, "main", split=split).to_list()
+    except Exception as error:  # the library raises errors of a dozen packages
+        text = " ".join(str(error).split())
+        raise DataError(
+            f"the dataset {name} (main, {split}) cannot be loaded: {type(error).__name__}: {text}",
+            remedy="go online, fill the cache beforehand, or give a local path with --env.data",
+        ) from error
+
+
+def _problem(place: str, row: Any) -> MathProblem:
+    question, solution = (row.get(name) if isinstance(row, Mapping) else None for name in ("question", "answer"))
+    if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
+        raise DataError(f"{place} is no problem of GSM8K", remedy='rows have "question", and "answer" with "#### 42"')
+    return MathProblem(question, solution.rpartition("####")[2].strip().replace(",", ""))
+
+
+class Gsm8kConfig(EnvironmentConfig):
+    """The section ``env`` of ``gsm8k``."""
+
+    data: str = Field("openai/gsm8k", description="directory, .jsonl or .parquet file, or name on the hub")
+    score_workers: int = Field(1, ge=1, description="processes that compare answers")
+
+
+class Gsm8k(SingleTurn[MathProblem, Gsm8kConfig]):
+    """No examples in the prompt; a score of 1 where the boxed answer equals the right one, else 0."""
+
+    name = "gsm8k"
+    config_class = Gsm8kConfig
+
+    async def setup(self) -> None:
+        train = await asyncio.to_thread(load_split, self.config.data, "train")
+        self._test = await asyncio.to_thread(load_split, self.config.data, "test")
+        self._order = endless(train[: self.config.max_num], seed=self.config.seed)
+        self._scorer = MathScorer(workers=self.config.score_workers)
+        await self._scorer.start()
+
+    async def close(self) -> None:
+        if hasattr(self, "_scorer"):
+            await self._scorer.close()
+
+    async def get_next_item(self) -> MathProblem:
+        return next(self._order)
+
+    def held_out(self) -> Sequence[MathProblem]:
+        return self._test[: self.config.eval_num]
+
+    def prompt(self, item: MathProblem) -> tuple[Sequence[int], Sequence[Message]]:
+        messages = [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": item.question}]
+        plain = f"{_INSTRUCTION}\n\nProblem: {item.question}\nSolution:"
+        return chat_prompt(self.tokenizer, messages, plain=plain), messages
+
+    async def score(self, item: MathProblem, trajectories: Sequence[Trajectory]) -> Sequence[float]:
+        answers = [str(trajectory.messages[-1]["content"]) for trajectory in trajectories]
+        return await self._scorer.score(item.answer, answers)
+
+    def metrics(self) -> dict[str, float]:
+        """Answers that could not be compared in time."""
+        timeouts, self._scorer.timeouts = self._scorer.timeouts, 0
+        return {"score/timeouts": float(timeouts)}

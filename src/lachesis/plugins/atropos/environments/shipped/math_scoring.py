@@ -1,0 +1,119 @@
+"""Comparing mathematical answers by math-verify, whose time limits need the main thread of a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from lachesis.common.errors import DataError, DeadlineExceeded, DependencyError, EngineError
+from lachesis.process.workers import WorkerError, WorkerPool
+
+_LIMIT_S = 10.0
+_PARSE_S, _VERIFY_S = 3, 3
+_BOXED = "\\boxed{"
+
+
+class MathScorer:
+    """Scores answers: 1 where the last boxed expression equals the right answer, else 0.
+
+    An answer that cannot be compared within ``limit_s`` seconds is not shown to be right: it scores 0, and is counted
+    in ``timeouts``.
+
+    Args:
+        workers: how many processes.
+        limit_s: seconds for one answer.
+    """
+
+    def __init__(self, *, workers: int = 1, limit_s: float = _LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._count = workers
+        self._free = asyncio.Semaphore(workers)
+        self._pool: WorkerPool | None = None
+        self.timeouts = 0
+
+    async def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            DependencyError: math-verify is not installed.
+            EngineError: they do not start.
+        """
+        self._pool = await asyncio.to_thread(self._started)
+
+    async def score(self, gold: str, answers: Sequence[str]) -> list[float]:
+        """A score for each answer.
+
+        Raises:
+            DataError: the right answer is no mathematical expression.
+        """
+        async with self._free:
+            scores = await self._ask(gold, answers, limit_s=self._limit_s + 0.1 * len(answers))
+            if scores is None and len(answers) > 1:  # one of them hangs: it alone has no score
+                singly = [await self._ask(gold, [answer], limit_s=self._limit_s) for answer in answers]
+                scores = [one[0] if one else 0.0 for one in singly]
+                self.timeouts += sum(one is None for one in singly)
+            elif scores is None:
+                self.timeouts += 1
+                scores = [0.0]
+            return scores
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+
+    def _started(self) -> WorkerPool:
+        try:
+            pool = WorkerPool(self._count, compare, "1", [r"\boxed{1}"], name="maths workers", quiet=True)
+        except ModuleNotFoundError as error:
+            raise DependencyError(f"answers cannot be compared: {error}", remedy="pip install math-verify") from error
+        except (WorkerError, DeadlineExceeded, ImportError) as error:
+            raise EngineError(f"the process that compares answers did not start: {error}") from error
+        if pool.initialized != [1.0]:
+            pool.close()
+            raise EngineError(
+                f"math-verify does not find that 1 is 1: {pool.initialized}", remedy="install math-verify anew"
+            )
+        return pool
+
+    async def _ask(self, gold: str, answers: Sequence[str], *, limit_s: float) -> list[float] | None:
+        """The scores; ``None`` where the process hung or died."""
+        assert self._pool is not None
+        (scores,) = await asyncio.to_thread(self._pool.run, compare, [(gold, list(answers))], timeout_s=limit_s)
+        if isinstance(scores, WorkerError):
+            return None
+        if scores is None:
+            raise DataError(f"the right answer {gold!r} is no mathematical expression", remedy="correct the data")
+        return scores
+
+
+def compare(gold: str, answers: Sequence[str]) -> list[float] | None:
+    """In a worker process: a score for each answer; ``None`` where the right answer is no mathematical expression."""
+    from math_verify import parse, verify
+
+    def right(answer: str) -> bool:
+        found = parse(last_boxed(answer), extraction_config=_boxed_only(), parsing_timeout=_PARSE_S)
+        return bool(found) and verify(expected, found, timeout_seconds=_VERIFY_S)
+
+    expected = parse(f"${gold}$", parsing_timeout=_PARSE_S)
+    return [float(right(answer)) for answer in answers] if expected else None
+
+
+def last_boxed(text: str) -> str:
+    """The last ``\\boxed{...}`` of a text, braces within it balanced; empty where there is none."""
+    start = text.rfind(_BOXED)
+    depth = 0
+    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[start : at + 1]
+    return ""
+
+
+@cache
+def _boxed_only() -> list[Any]:
+    from math_verify import LatexExtractionConfig
+
+    return [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]

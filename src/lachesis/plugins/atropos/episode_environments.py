@@ -1,0 +1,291 @@
+"""Environments that play episodes, over the rollout API: ``lachesis env verifiers serve``, ``lachesis env steps``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.types import Completion, EvalResult, GenerationRequest, Prompt, Sample, SamplingParams
+from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED
+from lachesis.plugins.atropos.environments.base import Environment, endless, together
+from lachesis.plugins.atropos.environments.client import InferenceClient
+from lachesis.plugins.atropos.environments.evaluation import Attempts, evaluate_environment
+from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup
+from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
+from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.plugins.environments.verifiers.build import verifiers_players
+from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
+
+# The server itself knows its model's vocabulary and refuses what is not in it.
+_ANY_TOKEN = 1 << 31
+
+
+class EpisodesConfig(EnvironmentConfig):
+    """``--env.*`` of environments that play episodes."""
+
+    environment: str = Field("", description="which one: an id, or a FILE.py")
+    args: dict[str, Any] = Field(default_factory=dict, description="its arguments, as JSON")
+    max_tasks: int | None = Field(None, ge=1, description="its first so many tasks; needed where there is no end")
+    eval_tasks: int = Field(0, ge=0, description="tasks that are held out")
+    refill_rounds: int = Field(1, ge=0, description="how often rollouts that failed are played anew")
+    rollout_s: float = Field(600.0, gt=0, description="limit of one rollout, in seconds")
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _read(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+
+class ClientCalls:
+    """Turns by inference servers, which are asked for them one by one."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.deadline = Deadline("single turns", None)
+        self._client = client
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """One completion. Raises EngineError, DeadlineExceeded as the client does."""
+        asked = self._client.generate(request.prompt_ids, params=request.params, n=1, seed=request.seed)
+        return (await asked)[0]
+
+    async def ended(self) -> None:
+        """Those who wait for an answer have it, or were cancelled."""
+
+    def close(self) -> None:
+        """The client is closed by who made it."""
+
+
+class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
+    """A group is ``group_size`` episodes of one task. Those that fail are counted and played anew, not scored.
+
+    A group that is still not whole is given up, and so is one of an episode that is several sequences, which the
+    protocol has no place for.
+    """
+
+    config_class = EpisodesConfig
+
+    @abstractmethod
+    def build(self, policy: PolicyAccess) -> TaskPlayers:
+        """The players of the environment that ``config.environment`` names."""
+
+    async def setup(self) -> None:
+        config = self.config
+        if not config.environment:
+            raise ConfigError(f"the environment {self.name} needs --env.environment", remedy="name an id or a file")
+        self._failures: Counter[str] = Counter()
+        self._logged: dict[str, list[float]] = {}
+        self._draws = random.Random(config.seed)
+        self._players = self.build(
+            PolicyAccess(
+                calls=ClientCalls(self.client),
+                tokenizer=self.tokenizer,
+                model=str(self.tokenizer.name_or_path),
+                params=self.sampling(),
+                max_context=config.max_token_length,
+                vocab_size=_ANY_TOKEN,
+            )
+        )
+        self._training, self._held_out = self._players.split()
+        self._order = endless(self._training[: config.max_num], seed=config.seed)
+        self._players.report(Deadline("episodes", None))
+        await self._players.start()
+        self._started = True
+
+    async def close(self) -> None:
+        if getattr(self, "_started", False):
+            await self._players.stop()
+
+    async def get_next_item(self) -> Prompt:
+        return next(self._order)
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out[: self.config.eval_num]
+
+    def problems(self) -> Sequence[Prompt]:
+        """Those that are held out, or else the first ones."""
+        return (self._held_out or self._training)[: self.config.eval_num]
+
+    async def collect_trajectories(self, item: Prompt) -> UsableGroup | None:
+        """A whole group. Raises DataError where too many of its episodes failed."""
+        played: list[Played] = []
+        for _ in range(self.config.refill_rounds + 1):
+            played += (await self._play(item, count=self.config.group_size - len(played)))[0]
+            if len(played) == self.config.group_size:
+                played = (await self._finished(played))[0]
+                break
+        if len(played) < self.config.group_size:
+            raise DataError(
+                f"task {item.id}: of {self.config.group_size} episodes {len(played)} came to an end",
+                remedy="mend the environment, or give episodes more time (--env.rollout_s)",
+            )
+        for one in played:
+            for name, value in one.metrics.items():
+                self._logged.setdefault(name, []).append(value)
+        return self.group_of([trajectory_of(one) for one in played], [reward_of(one) for one in played])
+
+    async def attempts(self, item: Prompt, *, params: SamplingParams, count: int) -> Attempts:
+        """As of any environment, with the causes that the players give."""
+        done, failures = await self._play(item, count=count, greedy=params.greedy)
+        if not params.greedy:
+            done, unscored = await self._finished(done)
+            failures.update(unscored)
+        names = {name for one in done for name in one.metrics}
+        return Attempts(
+            rewards=tuple(map(reward_of, done)),
+            lengths=tuple(sum(sample.num_learned for sample in one.samples) for one in done),
+            metrics={name: [one.metrics[name] for one in done if name in one.metrics] for name in names},
+            failures=failures,
+        )
+
+    async def evaluate(self) -> EvalResult:
+        """Greedy episodes of the held-out tasks; one that failed is no success, and in no mean."""
+        if not self._held_out:
+            raise ConfigError(f"the environment {self.name} holds no tasks out", remedy="set --env.eval_tasks")
+        found = await evaluate_environment(self, samples=1, greedy=True)
+        return EvalResult(
+            step=self.step,
+            accuracy=found.pass_at[1] * found.rollouts / found.problems,
+            mean_reward=found.mean_reward,
+            problems=found.problems,
+            mean_length=found.mean_length,
+            seconds=found.seconds,
+        )
+
+    async def collect_trajectory(self, item: Prompt, *, params: SamplingParams) -> Trajectory:
+        """One episode. Raises DataError where it fails."""
+        done, failures = await self._play(item, count=1, greedy=params.greedy)
+        if not done:
+            raise DataError(f"task {item.id} failed ({', '.join(failures)})", remedy="look into the log")
+        return trajectory_of(done[0])
+
+    async def score(self, item: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[float]:
+        """Episodes bring their rewards with them."""
+        raise DataError("an episode brings its reward with it", remedy="ask for collect_trajectories")
+
+    def metrics(self) -> Mapping[str, float]:
+        """Failed rollouts, also by cause, and means of what the environment measures."""
+        failures, self._failures = self._failures, Counter()
+        logged, self._logged = self._logged, {}
+        counted = {f"rollout_failures/{cause}": float(count) for cause, count in failures.items()}
+        means = {f"reward_metrics/{name}": sum(values) / len(values) for name, values in logged.items()}
+        return {"rollout_failures": float(failures.total())} | counted | means
+
+    async def _play(self, item: Prompt, *, count: int, greedy: bool = False) -> tuple[list[Played], Counter[str]]:
+        """``count`` episodes at the same time: those that came to an end, and why the others did not."""
+        failures: Counter[str] = Counter()
+
+        async def one(seed: int) -> Played | None:
+            try:
+                async with asyncio.timeout(self.config.rollout_s):
+                    return await self._players.play(item, seed=seed, greedy=greedy)
+            except TimeoutError:
+                failures["timeout"] += 1
+            except RolloutFailed as failure:
+                failures[failure.cause] += 1
+            return None
+
+        found = await together(one(self._draws.getrandbits(62)) for _ in range(count))
+        self._failures.update(failures)
+        return [played for played in found if played is not None], failures
+
+    async def _finished(self, played: Sequence[Played]) -> tuple[list[Played], Counter[str]]:
+        """Episodes of a group with their rewards, and why others could not be scored."""
+        found = await self._players.finish(played)
+        failures = Counter(one.cause for one in found if isinstance(one, RolloutFailed))
+        self._failures.update(failures)
+        return [one for one in found if isinstance(one, Played)], failures
+
+
+class VerifiersEnvironment(EpisodeEnvironment):
+    """Environments of the library verifiers, unchanged."""
+
+    name = "verifiers"
+
+    def build(self, policy: PolicyAccess) -> TaskPlayers:
+        config = self.config
+        return verifiers_players(
+            policy,
+            environment=config.environment,
+            args=config.args,
+            renderer={"name": "auto"},
+            max_tasks=config.max_tasks,
+            eval_tasks=config.eval_tasks,
+        )
+
+
+class StepsConfig(EpisodesConfig):
+    """``--env.*`` of environments that are stepped."""
+
+    environment: str = Field(
+        "", description="FILE.py:NAME or module.NAME of a class or function, or an OpenEnv server's URL"
+    )
+    interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field("auto", description="how it is stepped")
+    tasks: str | None = Field(None, description="file with a row for each task; numbers (--env.max_tasks) if unset")
+    max_turns: int = Field(8, ge=1, description="most turns of the model in a rollout")
+    turn_tokens: int | None = Field(None, ge=1, description="most tokens of a turn")
+    tool_parser: str = Field("hermes", description="how the model writes a call, with methods that are tools")
+
+
+class StepsEnvironment(EpisodeEnvironment):
+    """Environments that are stepped turn by turn, which say themselves what an episode is worth."""
+
+    name = "steps"
+    config_class = StepsConfig
+
+    def build(self, policy: PolicyAccess) -> TaskPlayers:
+        config = self.config
+        assert isinstance(config, StepsConfig), "the class that this one names"
+        settings = StepSettings(
+            environment=config.environment,
+            interface=config.interface,
+            args=config.args,
+            tasks=config.tasks,
+            max_tasks=config.max_tasks,
+            eval_tasks=config.eval_tasks,
+            max_turns=config.max_turns,
+            turn_tokens=config.turn_tokens,
+            tool_parser=config.tool_parser,
+        )
+        return step_players(policy, settings)
+
+
+EPISODES: Mapping[str, type[EpisodeEnvironment]] = {"verifiers": VerifiersEnvironment, "steps": StepsEnvironment}
+
+
+def reward_of(played: Played) -> float:
+    """The reward of an episode: that of its last sample."""
+    reward = played.samples[-1].reward
+    assert reward is not None, "players give every episode its reward, or raise"
+    return reward
+
+
+def trajectory_of(played: Played) -> Trajectory:
+    """The one sequence of an episode, as the protocol has it. Raises DataError where it is several."""
+    if len(played.samples) != 1:
+        raise DataError(
+            f"an episode is {len(played.samples)} sequences, for its turns do not continue each other",
+            remedy="train on it with source.kind in the trainer's configuration, which takes such episodes",
+        )
+    return _trajectory(played.samples[0])
+
+
+def _trajectory(sample: Sample) -> Trajectory:
+    places = list(zip(sample.completion_ids, sample.logprobs, sample.loss_mask(), strict=True))
+    before = len(sample.prompt_ids)
+    return Trajectory(
+        tokens=[*sample.prompt_ids, *sample.completion_ids],
+        masks=[UNTRAINED] * before + [token if trains else UNTRAINED for token, _, trains in places],
+        logprobs=[NO_LOGPROB] * before + [logprob if trains else NO_LOGPROB for _, logprob, trains in places],
+        messages=[{"role": "assistant", "content": sample.text}],
+        finish_reason=sample.finish_reason,
+        versions=sample.versions,
+    )

@@ -1,0 +1,212 @@
+"""The commands ``lachesis cluster slurm`` and their like: files that start a run on several nodes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings, shown
+from lachesis.common.errors import ConfigError
+from lachesis.common.files import write_atomic
+from lachesis.config.load import load_config, log_findings
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.cluster.layout import Layout, Machines, derive_layout, engine_ports
+
+if TYPE_CHECKING:
+    from lachesis.plugins.cluster.preflight import PreflightVerdict
+
+cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+MASTER_PORT = 29500
+Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, on a disk that all nodes share.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines, those of the engines among them.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each; 0 with model.device: cpu.")]
+Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Of a run on the CPU; 1 if unset.")]
+PreflightS = Annotated[
+    int,
+    typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
+]
+Out = Annotated[Path | None, typer.Option(help="The file to write; printed if unset.")]
+Ray = Annotated[bool, typer.Option("--ray", help="Have Ray place the run: lost engines come up on other nodes.")]
+MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
+
+
+@cluster_app.command()
+def slurm(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus: Gpus = 0,
+    ranks: Ranks = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
+    account: Annotated[str | None, typer.Option(help="Whom the job is charged to.")] = None,
+    master_port: MasterPort = MASTER_PORT,
+    notice: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="So long before the limit the run saves a checkpoint.")
+    ] = 300,
+    restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
+    preflight_s: PreflightS = 30,
+    ray: Ray = False,
+    out: Out = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
+    ] = None,
+) -> None:
+    """Print a file for sbatch: ranks and engines on their nodes; queued again, it goes on from the last checkpoint."""
+    from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
+
+    _check_unused(ray, {"--master-port": master_port != MASTER_PORT})
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
+    job = SlurmJob(
+        config_path=config.absolute(),
+        overrides=tuple(overrides or []),
+        directory=Path.cwd(),
+        python=sys.executable,
+        time=time,
+        partition=partition,
+        account=account,
+        master_port=master_port,
+        notice_s=notice,
+        restarts=restarts,
+        preflight_s=preflight_s,
+        more=tuple(sbatch or []),
+        ray=ray,
+    )
+    _write(render_slurm(loaded, layout, job), layout, out)
+
+
+@cluster_app.command()
+def kubernetes(
+    config: Config,
+    image: Annotated[str, typer.Option(help="With lachesis, and for engines vLLM, in its `python`.")],
+    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that all pods can write to.")],
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus: Gpus = 0,
+    ranks: Ranks = None,
+    mount: Annotated[str, typer.Option(help="Where the volume is in each pod; run.dir has to be below.")] = "/shared",
+    namespace: Annotated[str | None, typer.Option(help="Of all objects; kubectl's own if unset.")] = None,
+    secret: Annotated[
+        str | None, typer.Option(help="A Secret that is there, with both tokens; if unset a new one is printed.")
+    ] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    master_port: MasterPort = MASTER_PORT,
+    notice: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long a pod may take to save a checkpoint and end.")
+    ] = 300,
+    restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
+    preflight_s: PreflightS = 600,
+    ray: Ray = False,
+    out: Out = None,
+) -> None:
+    """Print manifests: a Job of ranks, a StatefulSet of engines, Services, configuration and tokens; or a RayJob."""
+    from lachesis.plugins.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
+
+    _check_unused(ray, {"--master-port": master_port != MASTER_PORT, "--secret": secret is not None})
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
+    job = KubernetesJob(
+        image=image,
+        claim=claim,
+        mount=PurePosixPath(mount),
+        namespace=namespace,
+        secret=secret,
+        tokens=None if secret or ray else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
+        options=(*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])),
+        master_port=master_port,
+        grace_s=notice,
+        restarts=restarts,
+        preflight_s=preflight_s,
+        ray=ray,
+    )
+    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret or ray else 0o600)
+
+
+@cluster_app.command()
+def preflight(
+    config: Config,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many of the processes train; all if unset.")] = None,
+    servers: Annotated[int, typer.Option(min=0, help="Inference servers on each node after those.")] = 0,
+    node_names: Annotated[str | None, typer.Option(help="Names of all nodes in order, with commas.")] = None,
+    within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="All of it takes no longer.")] = 30,
+) -> None:
+    """Say what does not fit on the nodes of a run: started on each as its ranks are; rank 0 says it.
+
+    Versions, GPUs, ports, an all-reduce, disk, clocks. Exit code 1 where there is a problem.
+    """
+    from lachesis.plugins.cluster.preflight import find_place, preflight
+    from lachesis.train.distributed.job import TOKEN_VARIABLE
+
+    loaded = load_config(config, overrides=overrides or []).config
+    ports = engine_ports(loaded, servers=servers)
+    names = node_names.split(",") if node_names else ()
+    place = find_place(os.environ, ranks=ranks, engine_ports=ports, nodes=names)
+    verdict = preflight(loaded, place, within_s=within, token=os.environ.get(TOKEN_VARIABLE, ""))
+    failed = False
+    if verdict is not None:
+        for line in preflight_lines(verdict):
+            console.print(line)
+        failed = any(finding.level == "problem" for finding in verdict.findings)
+        with suppress(typer.Exit):
+            print_findings(verdict.findings)
+    if place.world.size > 1:  # an all-reduce that hangs would keep the process
+        console.file.flush()
+        os._exit(int(failed))
+    raise typer.Exit(int(failed))
+
+
+def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
+    """A line for each node that came, and one for the all-reduce."""
+    for node in dict.fromkeys(one.node for one in verdict.facts):
+        of_node = [one for one in verdict.facts if one.node == node]
+        versions = ", ".join(f"{name} {version}" for name, version in of_node[0].versions.items() if version)
+        ranks = sum(not one.engine for one in of_node)
+        role = ", ".join([f"{ranks} rank(s)"] * bool(ranks) + ["engines"] * (len(of_node) > ranks))
+        free = of_node[0].free_bytes / 1e9
+        yield f"{node}  {role}, {of_node[0].gpus} GPU(s), {free:.1f} GB free in run.dir; {versions}"
+    if verdict.collective_s is not None:
+        yield f"all-reduce of 16 MiB over the ranks: {verdict.collective_s * 1000:.1f} ms"
+    if not verdict.findings:
+        yield "the nodes fit together"
+
+
+def _write(text: str, layout: Layout, out: Path | None, *, mode: int = 0o666) -> None:
+    if out is None:
+        console.file.write(text)
+        return
+    write_atomic(out, text, mode=mode)
+    console.print(f"wrote {shown(out)}: {layout.summary}")
+
+
+def _check_unused(ray: bool, given: Mapping[str, bool]) -> None:
+    """Raise ConfigError for a flag that does nothing with --ray, which draws ports and secrets itself."""
+    if ray and (flags := [flag for flag, there in given.items() if there]):
+        raise ConfigError(f"{' and '.join(flags)} does nothing with --ray", remedy="leave it out")
+
+
+def _derived(
+    path: Path, overrides: list[str] | None, machines: Machines, *, ray: bool = False
+) -> tuple[LachesisConfig, Layout]:
+    """The configuration, checked, and what its nodes do; warnings go to standard error."""
+    config = load_config(path, overrides=overrides or []).config
+    if config.cluster.kind != "auto" and ray != (config.cluster.kind == "ray"):
+        raise ConfigError(
+            f"cluster.kind is {config.cluster.kind}, and --ray is {'given' if ray else 'not given'}",
+            remedy="leave cluster.kind out, or let the two say the same",
+        )
+    layout = derive_layout(config, machines)
+    # Files of Axolotl and TRL multiply batches by the ranks.
+    loaded = load_config(path, overrides=overrides or [], processes=layout.ranks if layout.ranks > 1 else None)
+    log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
+    return loaded.config, layout

@@ -1,0 +1,147 @@
+"""A job of slurm: text of a file for sbatch."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.config.schema import LachesisConfig, VllmEngineConfig
+from lachesis.plugins.cluster.layout import FINAL, Layout, ray_keys
+
+# Of Ray's head.
+_RAY_PORT = 6379
+_TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
+# Ended by a signal as shells and srun report it; a fault of a library may be one of a machine.
+_PASSING = (str(EngineError.exit_code), str(DeadlineExceeded.exit_code), "70", "1[2-9][0-9]", "2[0-9][0-9]")
+_TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+_NAME = re.compile(r"[^\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """What is asked of slurm, beside what the configuration says.
+
+    Args:
+        config_path: absolute; ``overrides`` are of the form ``a.b=c``.
+        directory: where the job works, absolute.
+        python: the interpreter that has lachesis, absolute.
+        time: as sbatch takes it; the partition's own limit if None.
+        notice_s: so long before the time limit the run is asked to stop.
+        restarts: how often the job is queued again after a failure.
+        preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out.
+        more: further options of sbatch, as they are.
+        ray: the nodes make a Ray cluster, which places the run.
+    """
+
+    config_path: Path
+    directory: Path
+    python: str
+    overrides: tuple[str, ...] = ()
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    master_port: int = 29500
+    notice_s: int = 300
+    restarts: int = 3
+    preflight_s: int = 30
+    more: tuple[str, ...] = ()
+    ray: bool = False
+
+
+def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
+    """The file.
+
+    Raises:
+        ConfigError: an option is none that sbatch takes.
+    """
+    run_dir = config.run.directory
+    engine = config.engine
+    return _template().render(
+        name=config.run.name,
+        summary=layout.summary,
+        options=_sbatch_options(layout, job, run_dir=run_dir),
+        run_dir=str(run_dir),
+        python=job.python,
+        config=str(job.config_path),
+        set_keys=[word for override in job.overrides for word in ("--set", override)],
+        restarts=job.restarts,
+        logs=str(_logs(run_dir)),
+        layout=layout,
+        servers=layout.servers,
+        own_copies=isinstance(engine, VllmEngineConfig) and engine.data_parallel_size > 1,
+        http_keys=_http_keys(config),
+        master_port=job.master_port,
+        notice_s=job.notice_s,
+        passing=_PASSING,
+        final=FINAL,
+        preflight_s=job.preflight_s,
+        ray=job.ray,
+        ray_port=_RAY_PORT,
+        ray_keys=[word for key in ray_keys(layout, preflight_s=job.preflight_s) for word in ("--set", key)],
+    )
+
+
+def _logs(run_dir: Path) -> Path:
+    """Beside the run directory, which has to be empty when a run begins."""
+    return run_dir.with_name(f"{run_dir.name}-slurm")
+
+
+def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str]:
+    """Whole nodes: steps share their CPUs and memory. Each option is one word."""
+    if job.time is not None and not _TIME.fullmatch(job.time):
+        raise ConfigError(f"--time {job.time!r} is no time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
+    tasks = 1 if job.ray else max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
+    values: dict[str, object] = {
+        "chdir": job.directory,
+        "output": f"{run_dir.name}-slurm-%j.log",
+        "nodes": layout.nodes,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": layout.gpus or None,
+        "mem": 0,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "no-kill": "" if job.ray else None,  # Ray does without a lost node
+        "signal": f"B:USR1@{job.notice_s}",
+        "open-mode": "append",
+    }
+    given = {name: str(value) for name, value in values.items() if value is not None}
+    for name in ("partition", "account"):
+        if name in given and not _NAME.fullmatch(given[name]):
+            raise ConfigError(f"--{name} {given[name]!r} is no name", remedy="write it as one word")
+    words = [f"--{name}={shlex.quote(value)}" if value else f"--{name}" for name, value in given.items()]
+    if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
+        raise ConfigError(f"{wrong[0]!r} is no option of sbatch", remedy="write it as in --sbatch=--qos=high")
+    return [*words, "--exclusive", "--requeue", *job.more]
+
+
+def _http_keys(config: LachesisConfig) -> str:
+    """What `engine` says of servers that the job starts, besides their addresses, as YAML between braces."""
+    quorum = getattr(config.engine, "quorum", None)
+    return f"wait_s: {config.deadlines.engine_start_s}" + ("" if quorum is None else f", quorum: {quorum}")
+
+
+def _quoted(value: str | Sequence[str]) -> str:
+    return shlex.quote(value) if isinstance(value, str) else shlex.join(value)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=False,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # bash has its own use for {#
+        comment_end_string="#>",
+    )
+    environment.filters["sh"] = _quoted
+    return environment.from_string(_TEMPLATE.read_text())

@@ -1,0 +1,70 @@
+"""Configurations of other trainers: recognized by their keys, translated onto the canonical tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.document import Document
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.dialects import axolotl, trl
+from lachesis.plugins.dialects.atropos import SERVER, TRAINER
+from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.distributed import ACCELERATE
+from lachesis.plugins.dialects.environment import ENVIRONMENT
+from lachesis.plugins.dialects.other_systems import OPENRLHF, VERL, other_system
+from lachesis.plugins.dialects.table import Dialect, Translation
+from lachesis.plugins.dialects.trl import TRL
+
+DialectName = Literal["canonical", "axolotl", "trl"]
+
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, VERL, OPENRLHF, TRAINER, SERVER, ACCELERATE, ENVIRONMENT)
+
+
+def recognize(data: Mapping[str, Any]) -> DialectName:
+    """Whose keys a document is in: of those that know most of its top-level keys, the first.
+
+    A canonical section holds keys, so ``optimizer: adamw`` is no canonical section.
+
+    Raises:
+        ConfigError: it is a file for accelerate, which describes processes and no training, or verl's or OpenRLHF's.
+    """
+    if (system := other_system(data)) is not None:
+        raise ConfigError(
+            f"this is a configuration of {system}, whose rewards have another signature",
+            remedy="`lachesis translate FILE` writes what is common in our keys",
+        )
+    sections = LachesisConfig.model_fields
+    known: dict[DialectName, int] = {
+        "canonical": sum(key in sections and not isinstance(value, str | bool | list) for key, value in data.items()),
+        "axolotl": _known(data, AXOLOTL),
+        "trl": _known(data, TRL),
+    }
+    if _known(data, ACCELERATE) > max(known.values()):
+        raise ConfigError(
+            "this is a configuration of accelerate, which says how many processes run and not what they train",
+            remedy="give the training's own configuration; for several processes start it with torchrun",
+        )
+    return max(known, key=lambda name: known[name])
+
+
+def translate(document: Document, *, dialect: DialectName, processes: int | None = 1) -> Translation:
+    """A document of Axolotl's or TRL's as a canonical one.
+
+    Args:
+        document: their YAML.
+        dialect: whose it is.
+        processes: trainer processes, which batch sizes there are multiplied by; None where nobody has started
+            several: those that the file is for count then.
+    """
+    translator = axolotl.translate if dialect == "axolotl" else trl.translate
+    return translator(document, processes=processes)
+
+
+def _known(data: Mapping[str, Any], dialect: Dialect) -> int:
+    """The top-level keys that a dialect has; a section there is a section here as well."""
+    return sum(
+        key in dialect.top_level and isinstance(value, dict) <= (dialect.is_section(key) or key in dialect.entries)
+        for key, value in data.items()
+    )

@@ -1,0 +1,318 @@
+"""The flags of the Atropos trainer and of its vLLM server, and the trainer's as a canonical document.
+
+Read from atroposlib 0.4.0 and from earlier states of its trainer, which had the KL term and the NCCL modes; those of
+its code are there besides those of its documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.document import Document, parse_document
+from lachesis.config.schema.engines import (
+    BaseBridgeConfig,
+    BridgeConfig,
+    ChannelBridgeConfig,
+    CustomBridgeConfig,
+    InProcessBridgeConfig,
+)
+from lachesis.plugins.dialects.convert import DTYPES, OPTIMIZERS, devices, layer_numbers, module_names, one_of
+from lachesis.plugins.dialects.grpo import put_output_dir
+from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, Translation, cannot, nothing, refused, together
+
+SPELLINGS = {
+    "lr": "learning-rate",
+    "model": "model-name",
+    "vllm-gpu-memory-utilization": "gpu-memory-utilization",
+}
+"""Flags with two names, and the one under which their value is found."""
+
+SWITCHES = frozenset(
+    {
+        *("single-copy", "use-wandb", "benchmark", "debug-loading", "nccl-sync-every-step", "no-nccl-sync-every-step"),
+        *("adafactor-scale-parameter", "adafactor-relative-step", "no-reference-logprobs"),
+    }
+)
+"""Flags that are true where no value follows."""
+
+LISTS = frozenset({"lora-target-modules"})
+"""Flags that take every word up to the next flag."""
+
+TEXTS = frozenset({"model-name", "save-path", "log-dir", "wandb-project", "wandb-run-name", "wandb-group"})
+"""Names and paths: text even where they look like numbers."""
+
+ENGINE_FLAGS = ("gpu-memory-utilization", "max-model-len", "vllm-gpu")
+"""Flags for a server that the run starts."""
+
+ADAPTER_FLAGS = {
+    "lora-r": 16,
+    "lora-alpha": 32,
+    "lora-dropout": 0.05,
+    "lora-target-modules": UNSET,
+    "lora-layer-indices": UNSET,
+}
+"""Flags of the adapter with the trainer's defaults, where they are ours too."""
+
+
+def _device(value: Any) -> Any:
+    """``cuda:0`` is the first one visible, which is where the trainer goes."""
+    if isinstance(value, str) and value.startswith("cuda:") and value != "cuda:0":
+        raise ConfigError(f"{value}: choose the GPU by CUDA_VISIBLE_DEVICES={value[5:]}, and leave --device out")
+    return "cuda" if value == "cuda:0" else value
+
+
+def _checkpoint_interval(value: Any) -> Any:
+    return UNSET if value == 0 else value
+
+
+def _trainer() -> Iterator[Entry]:
+    for name in ("model-name", "model"):
+        yield Entry(name, "model.path")
+    yield Entry(
+        "dtype",
+        "model.dtype",
+        convert=one_of(DTYPES),
+        note="an engine that the run starts has it too; bfloat16 there",
+    )
+    yield Entry("device", "model.device", convert=_device)
+    yield from _engine()
+    yield Entry("atropos-url", "source.url", note="port 8000 in its code")
+    yield Entry("training-steps", "run.steps", default=10)
+    yield together("batch-size", "batch.micro_batch_size", "with the accumulation steps: source.batch_size")
+    yield together("gradient-accumulation-steps", "source.batch_size", "batch-size x these; 32 in its code")
+    yield Entry("seq-len", "source.max_sequence_length", default=2048)
+    yield from _optimization()
+    yield from _adapter()
+    yield together("save-path", "run.name", "the run directory: run.dir and run.name")
+    yield Entry("checkpoint-interval", "checkpoint.every_steps", convert=_checkpoint_interval, note="3 in its code")
+    yield together("use-wandb", "logging.wandb.project")
+    yield together("wandb-project", "logging.wandb.project")
+    yield together("wandb-group", "logging.wandb.group")
+    yield together("wandb-run-name", "logging.wandb.name")
+    yield from _without_key()
+
+
+def _engine() -> Iterator[Entry]:
+    yield together("weight-bridge-mode", "bridge.kind", "none restarts the engine on a checkpoint")
+    yield together("single-copy", "bridge.kind", "true is shared_vllm")
+    yield together("vllm-config-path", "bridge.config_path", "auto searches for it")
+    yield together("vllm-port", "engine.urls", "engine.port where the run starts the engine itself")
+    for name in ("gpu-memory-utilization", "vllm-gpu-memory-utilization"):
+        yield together(name, "engine.gpu_memory_utilization", "where the run starts the engine itself")
+    yield together("max-model-len", "engine.max_model_len", "where the run starts the engine itself; 4096 there")
+    yield Entry(
+        "vllm-gpu", "engine.devices", "together", convert=devices, note="where the run starts the engine itself"
+    )
+    yield together("vllm-restart-interval", "bridge.every_steps", "3 there")
+    yield together("nccl-init-method", "bridge.init_method", "a free port if unset")
+    yield together("init-method", "bridge.init_method", "as --nccl-init-method if it is tcp://; env:// is torchrun's")
+    yield together("nccl-sync-every-step", "bridge.every_steps", "true is 1")
+    yield together("no-nccl-sync-every-step", "bridge.every_steps", "takes --vllm-restart-interval in its place")
+
+
+def _optimization() -> Iterator[Entry]:
+    for name in ("learning-rate", "lr"):
+        yield Entry(name, "optimizer.learning_rate", note="if unset 1e-6, or 1e-5 with LoRA; 1e-5 in its code")
+    yield Entry("warmup-steps", "optimizer.warmup_steps")
+    yield Entry("optimizer", "optimizer.kind", convert=one_of(OPTIMIZERS), note="adamw_8bit in its code")
+    yield Entry("adafactor-scale-parameter", "optimizer.scale_parameter")
+    yield from refused(
+        "Adafactor takes no relative steps beside a learning rate, there neither; write --learning-rate 0.01, which is "
+        "what they are for the first 10,000 steps",
+        "adafactor-relative-step",
+    )
+    yield Entry(
+        "kl-coef", "algorithm.beta", default=0.1, note="to the base model; its code takes the policy that sampled"
+    )
+    yield Entry("clip-eps", "algorithm.epsilon", default=0.2)
+    yield from cannot(
+        "ratios are always to the policy that sampled; --kl-coef 0 leaves the KL term out", "no-reference-logprobs"
+    )
+    yield Entry("train-layer-indices", "model.train_layers", convert=layer_numbers, note="as 20-31 or 0-3,28-31")
+
+
+def _adapter() -> Iterator[Entry]:
+    yield together("lora-r", "adapter.r")
+    yield together("lora-alpha", "adapter.alpha")
+    yield together("lora-dropout", "adapter.dropout", "0.05 there")
+    yield Entry(
+        "lora-target-modules",
+        "adapter.targets",
+        "together",
+        convert=module_names,
+        note="q_proj and v_proj if unset there",
+    )
+    yield Entry("lora-layer-indices", "adapter.layers", "together", convert=layer_numbers, note="as 20-31 or 0-3,28-31")
+
+
+def _without_key() -> Iterator[Entry]:
+    yield from nothing("Lachesis counts the engine's processes itself", "nccl-world-size")
+    yield from nothing("the launcher sets them: torchrun's RANK and WORLD_SIZE", "trainer-rank", "world-size")
+    yield from nothing("inference servers are counted by their addresses (engine.urls)", "num-inference-nodes")
+    yield from nothing("all logs are in logs/ of the run directory", "log-dir")
+    yield from nothing("errors in loading name the tensors; --traceback shows where they came from", "debug-loading")
+    yield from nothing("the times of each part of a step are always measured", "benchmark")
+
+
+def _server() -> Iterator[Entry]:
+    yield Entry("model", "model.path")
+    yield Entry("port", "engine.port")
+    yield Entry("tensor-parallel-size", "engine.tensor_parallel_size")
+    yield Entry("dtype", "engine.dtype", convert=one_of(DTYPES))
+    yield Entry("gpu-memory-utilization", "engine.gpu_memory_utilization")
+    yield Entry("max-model-len", "engine.max_model_len")
+    yield Entry("enable-lora", "adapter.kind", convert=lambda value: "lora" if value else "none")
+    yield Entry("enforce-eager", "engine.enforce_eager", note="needed by no bridge: captured graphs see new weights")
+
+
+TRAINER = Dialect("the Atropos trainer", list(_trainer()), prefix="--")
+SERVER = Dialect("the Atropos vLLM server", list(_server()), prefix="--")
+
+ManagedEngine = Literal["vllm", "embedded_server"]
+
+# Every bridge is a mode, but for that of an engine in the trainer's own process and the user's own.
+_MODES: Mapping[str, type[BaseBridgeConfig]] = {
+    bridge.model_fields["kind"].default: bridge
+    for bridge in get_args(get_args(BridgeConfig)[0])
+    if bridge not in (InProcessBridgeConfig, CustomBridgeConfig)
+}
+
+
+def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) -> Translation:
+    """Flags of the trainer as a canonical document, with its documented defaults.
+
+    ``--flag value`` and ``--flag=value`` are the same, dashes and underscores too; ``--lr`` is
+    ``--learning-rate``. What is wrong is in ``document.problems`` of the result.
+
+    Args:
+        argv: the flags.
+        engine: what the run starts; by default vLLM in the modes that restart it, and a server that runs already in
+            all others.
+    """
+    translation = Translation(_read(argv), TRAINER)
+    translation.run()
+    if not translation.has("model-name"):
+        translation.problem("model-name", "missing, but required: the model to train")
+        translation.put("model.path", "-", "model-name")  # said once
+    mode = _mode(translation)
+    if mode is not None:
+        translation.put("bridge.kind", mode, "weight-bridge-mode")
+        # Who stops the server and starts it again has to be the one who started it.
+        _put_engine(translation, engine or ("vllm" if _MODES[mode].capabilities.owns_engine else None))
+        _put_transfer(translation, mode)
+        if _MODES[mode].capabilities.adapter_only:
+            translation.put("adapter.kind", "lora", "weight-bridge-mode")
+            for name, default in ADAPTER_FLAGS.items():
+                translation.put_entry(name, default)
+    translation.put("source.kind", "atropos", "atropos-url")
+    rows, accumulation = translation.whole("batch-size", 2), translation.whole("gradient-accumulation-steps", 1)
+    if rows is not None and accumulation is not None:
+        translation.put("batch.micro_batch_size", rows, "batch-size")
+        translation.put("source.batch_size", rows * accumulation, "gradient-accumulation-steps")
+    _put_places(translation)
+    translation.finish()
+    return translation
+
+
+def _read(argv: Sequence[str]) -> Document:
+    """Flags as data: values are read as YAML does, a flag without value is true."""
+    document = Document(name="the command line", data={})
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            document.problems.append(f"{argument!r} is no flag and belongs to none")
+            continue
+        flag, equals, text = argument[2:].partition("=")
+        flag = flag.replace("_", "-")
+        name = SPELLINGS.get(flag, flag)
+        words = [text] if equals else []
+        while arguments and (not words or name in LISTS) and _is_value(arguments[0], name):
+            words.append(arguments.pop(0))
+        if not words and name not in SWITCHES:
+            document.problems.append(f"--{flag}: it needs a value")
+            continue
+        if name in document.data:
+            document.problems.append(f"--{flag}: given twice; keep one")
+        document.data[name] = _scalar(" ".join(words), name) if words else True
+        document.origins[(name,)] = f"--{flag}"
+    return document
+
+
+def _is_value(argument: str, name: str) -> bool:
+    """Whether a word belongs to the flag before it; to a switch only true and false do."""
+    return not argument.startswith("--") and (name not in SWITCHES or argument.lower() in ("true", "false"))
+
+
+def _scalar(text: str, name: str) -> Any:
+    if name in TEXTS:
+        return text
+    return parse_document(f"value: {text}" if text else "value: ''", name=f"--{name}").data["value"]
+
+
+def _mode(translation: Translation) -> str | None:
+    """How weights reach the engine; None, and a problem, where the flags contradict each other."""
+    mode = translation.value("weight-bridge-mode", "none")
+    mode = "none" if mode == "legacy" else mode
+    if translation.value("single-copy"):
+        if mode not in ("none", "shared_vllm"):
+            translation.problem("single-copy", f"single copy is shared_vllm, and --weight-bridge-mode is {mode}")
+        mode = "shared_vllm"
+    if not isinstance(mode, str) or mode not in _MODES:
+        translation.problem("weight-bridge-mode", f"expected one of {', '.join(_MODES)}, got {mode!r}")
+        return None
+    return mode
+
+
+def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
+    """A server that the run starts, with its options, or one that runs already and has its own."""
+    port = translation.value("vllm-port", 9001)
+    given = [name for name in ENGINE_FLAGS if translation.has(name)]
+    if engine is None:
+        translation.put("engine.kind", "http", "weight-bridge-mode")
+        translation.put("engine.urls", [f"http://127.0.0.1:{port}"], "vllm-port")
+        if given:
+            translation.note(", ".join(given), "for the server, which runs already; give them to `lachesis serve`")
+        return
+    translation.put("engine.kind", engine, "weight-bridge-mode")
+    translation.put("engine.port", port, "vllm-port")
+    for name in given:
+        if engine == "vllm" or name == "max-model-len":
+            translation.put_entry(name)
+        else:
+            translation.note(name, "does nothing: it is vLLM's, and the embedded engine is started")
+
+
+def _put_transfer(translation: Translation, mode: str) -> None:
+    """When and how weights travel."""
+    interval = "vllm-restart-interval"
+    if mode == "shared_vllm":
+        path = translation.value("vllm-config-path", "auto")
+        if path != "auto":
+            translation.put("bridge.config_path", path, "vllm-config-path")
+        if translation.has(interval):
+            translation.note(interval, "does nothing: every step updates the engine's own tensors")
+        return
+    each_step = translation.value("nccl-sync-every-step", True) and not translation.value("no-nccl-sync-every-step")
+    if mode != "lora_nccl" or not each_step:
+        translation.put("bridge.every_steps", translation.value(interval, 3), interval)
+    if issubclass(_MODES[mode], ChannelBridgeConfig):
+        _put_rendezvous(translation)
+
+
+def _put_rendezvous(translation: Translation) -> None:
+    """Where trainer and engine meet. ``env://`` has the trainer's processes meet, which torchrun sees to."""
+    for name in ("init-method", "nccl-init-method"):
+        address = translation.value(name)
+        if address is not None and address != "env://":
+            translation.put("bridge.init_method", address, name)
+
+
+def _put_places(translation: Translation) -> None:
+    put_output_dir(translation, "save-path", "trained_model_checkpoints")
+    if translation.value("use-wandb") or translation.has("wandb-project"):
+        translation.put("logging.wandb.project", translation.value("wandb-project", "grpo"), "wandb-project")
+        for name in ("wandb-group", "wandb-run-name"):
+            translation.put_entry(name)

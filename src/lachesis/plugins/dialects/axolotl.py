@@ -1,0 +1,329 @@
+"""Axolotl's YAML: its own keys at the top, TRL's below ``trl:``, the server's below ``vllm:``.
+
+Read from axolotl 0.19. Where its documentation and its code differ, the documentation is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lachesis.common.json_values import is_list, is_object
+from lachesis.config.document import Document, describe
+from lachesis.config.schema import PipelineConfig
+from lachesis.config.steps import oldest_sample
+from lachesis.plugins.dialects.axolotl_names import AXOLOTL, EARLIER_SERVER_KEYS, TRACKERS
+from lachesis.plugins.dialects.chat_templates import put_chat_template
+from lachesis.plugins.dialects.convert import engine_address, one_of
+from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
+from lachesis.plugins.dialects.grpo import (
+    check_generation_batch,
+    note_paging,
+    put_batch,
+    put_betas,
+    put_completions,
+    put_dtype,
+    put_every,
+    put_generation_kwargs,
+    put_output_dir,
+    put_per_epoch,
+    put_quantization,
+    put_reference,
+    put_rewards,
+    put_sampler_correction,
+    put_schedule,
+    put_serving,
+    put_steps,
+    put_strategy,
+)
+from lachesis.plugins.dialects.hub import put_axolotl_hub
+from lachesis.plugins.dialects.table import Translation
+
+_ROW_KEYS = ("path", "name", "split")
+_FSDP = "fsdp_config."
+_FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
+_FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
+# Earlier versions have some of them below trl: too, which count where vllm: does not say.
+_MANAGED = {
+    **{f"trl.vllm_{key}": key for key in EARLIER_SERVER_KEYS},
+    "vllm.gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm.tensor_parallel_size": "tensor_parallel_size",
+    "vllm.data_parallel_size": "data_parallel_size",
+    "vllm.max_model_len": "max_model_len",
+    "vllm.dtype": "dtype",
+    "vllm.enforce_eager": "enforce_eager",
+    "trl.vllm_enable_sleep_mode": "enable_sleep_mode",
+}
+
+
+def translate(document: Document, *, processes: int | None = 1) -> Translation:
+    """Axolotl's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
+    translation = Translation(document, AXOLOTL)
+    translation.run()
+    _put_model(translation)
+    _put_datasets(translation)
+    _put_run(translation)
+    put_batch(
+        translation,
+        rows="micro_batch_size",
+        accumulation="gradient_accumulation_steps",
+        generations="trl.num_generations",
+        default_rows=1,
+        processes=processes,
+        sharing=put_shared(translation),
+    )
+    if translation.has("trl.generation_batch_size"):
+        prompts = translation.whole("trl.generation_batch_size", 1)
+        check_generation_batch(
+            translation, "trl.generation_batch_size", prompts=prompts, meaning="Axolotl counts unique prompts"
+        )
+    _put_algorithm(translation)
+    _put_engine(translation)
+    put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
+    translation.finish()
+    return translation
+
+
+def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
+    keys = {name: key for name, key in _FSDP_KEYS.items() if translation.has(name)}
+    return {option_of(key): (name, translation.value(name)) for name, key in keys.items() if is_known_option(key)}
+
+
+def _put_model(translation: Translation) -> None:
+    kind = translation.value("rl")
+    if kind == "gdpo":
+        translation.put("algorithm.aggregation", "normalize_then_sum", "rl")
+    elif kind != "grpo":
+        found = "is missing" if kind is None else f"is {kind!r}"
+        translation.problem("rl", f"{found}: Lachesis trains with GRPO; write rl: grpo")
+    adapter = translation.value("adapter")
+    if adapter in ("lora", "qlora"):
+        translation.put("adapter.kind", "lora", "adapter")
+        if adapter == "qlora":
+            translation.put("model.quantization", "nf4", "adapter")
+        for name, path in (
+            ("lora_r", "adapter.r"),
+            ("lora_alpha", "adapter.alpha"),
+            ("lora_dropout", "adapter.dropout"),
+            ("lora_target_modules", "adapter.targets"),
+            ("peft_layers_to_transform", "adapter.layers"),
+        ):
+            translation.copy(name, path)
+        if translation.switch("lora_target_linear"):
+            translation.put("adapter.targets", "all-linear", "lora_target_linear")
+    elif adapter is not None:
+        translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
+    put_quantization(translation)
+    put_dtype(translation, "float32", "bf16", "bfloat16", "fp16", "float16", others=("auto",))
+    _put_float8(translation)
+    _put_offloading(translation)
+    put_chat_template(translation)
+    roles = ("bos_token", "eos_token", "unk_token")
+    tokens = {role: found for role in roles if (found := translation.value(f"special_tokens.{role}")) is not None}
+    if tokens:
+        translation.put("model.special_tokens", tokens, f"special_tokens.{next(iter(tokens))}")
+
+
+def _put_offloading(translation: Translation) -> None:
+    """There it goes with ``gradient_checkpointing``, whose inputs it keeps in the host's memory; here it is both."""
+    name = "activation_offloading"
+    asked = translation.value(name)
+    if asked in (True, "legacy"):
+        translation.put("model.activations", "offload", name)
+        translation.put("model.gradient_checkpointing", False, name)
+    elif asked:
+        translation.problem(name, f"{describe(asked)} has no counterpart; Lachesis offloads to the host's memory: true")
+
+
+def _put_float8(translation: Translation) -> None:
+    backend = translation.value("fp8_config.backend", "ao")
+    if str(backend).lower() not in ("ao", "torchao"):
+        translation.problem("fp8_config.backend", f"{describe(backend)} has no counterpart; Lachesis has ao (torchao)")
+    asked = translation.value("fp8", False)
+    if not isinstance(asked, bool):
+        translation.problem("fp8", f"expected true or false, got {describe(asked)}")
+    if asked is not True:
+        return
+    name = "fp8_config.recipe_name" if translation.has("fp8_config.recipe_name") else "fp8"
+    recipe = translation.value("fp8_config.recipe_name", "tensorwise")
+    translation.put_converted("model.matmul_dtype", recipe, name, one_of(_FLOAT8_RECIPES))
+
+
+def _put_datasets(translation: Translation) -> None:
+    rows = [row for row in translation.value("datasets", []) if is_object(row)]
+    datasets = [_dataset(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
+    for index, dataset in enumerate(datasets[:1]):
+        for key, value in dataset.items():
+            translation.put(f"data.{key}", value, _row_key(f"datasets[{index}]", rows[index], key))
+    if len(datasets) > 1:
+        translation.put("data.more", datasets[1:], "datasets[1]")
+    held_out = [row for row in translation.value("test_datasets", []) if is_object(row)]
+    if len(held_out) > 1:
+        translation.problem("test_datasets", "Lachesis holds out problems of one dataset; keep one")
+    for row in held_out[:1]:
+        if any(row.get(key) not in (None, *(first.get(key) for first in rows[:1])) for key in ("name", "type")):
+            translation.warning(
+                "test_datasets", "held-out problems are read as those of the first of datasets: its name and its type"
+            )
+        dataset = _dataset(translation, "test_datasets[0]", row)
+        for key, path in (("path", "data.eval_path"), ("split", "data.eval_split")):
+            if key in dataset:
+                translation.put(path, dataset[key], _row_key("test_datasets[0]", row, key))
+    if translation.has("sequence_len"):
+        translation.copy("sequence_len", "data.max_prompt_length")
+        strategy = translation.value("excess_length_strategy", "drop")
+        if strategy == "truncate":
+            translation.problem("excess_length_strategy", "a prompt that is cut asks another question; write drop")
+        translation.put("data.overlong_prompts", "error" if strategy == "raise" else "drop", "excess_length_strategy")
+
+
+def _row_key(name: str, row: dict[str, Any], key: str) -> str:
+    """Which of its keys says what a dataset's ``key`` here is."""
+    if key == "path" and row.get("data_files"):
+        return f"{name}.data_files"
+    written = key if key in _ROW_KEYS else "field_messages" if key == "prompt_column" else "type"
+    return f"{name}.{written}"
+
+
+def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """One of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
+    dataset = {key: row[key] for key in _ROW_KEYS if row.get(key) is not None}
+    files = row.get("data_files")
+    if is_list(files) and len(files) == 1:
+        files = files[0]
+    if isinstance(files, str):
+        dataset["path"] = files
+    elif files is not None:
+        translation.problem(f"{name}.data_files", "Lachesis reads one file a dataset; list the files as datasets")
+    kind = row.get("type")
+    if isinstance(kind, str) and "." in kind:
+        dataset["transform"] = kind
+    elif kind == "chat_template" and row.get("field_messages") not in (None, "messages"):
+        dataset["prompt_column"] = row["field_messages"]
+    elif kind == "chat_template":
+        dataset["format"] = "messages"
+    elif kind is not None:
+        translation.problem(
+            f"{name}.type",
+            f"expected the import path of a transform, as rewards.prompt_transform, got {describe(kind)}; leave it out "
+            "for rows that have a prompt, or an instruction and its response",
+        )
+    return dataset
+
+
+def _put_run(translation: Translation) -> None:
+    put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
+    put_output_dir(translation, "output_dir")
+    put_betas(translation, "adam_beta1", "adam_beta2")
+    _put_saves(translation)
+    put_axolotl_hub(translation)
+    _put_evaluations(translation)
+    if not translation.has("warmup_steps") and not translation.has("warmup_ratio"):
+        translation.put("optimizer.warmup_ratio", 0.03, "warmup_ratio")
+    put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
+    if translation.has("wandb_project") and translation.value("use_wandb", True):
+        for key in ("project", "name", "mode", "entity"):
+            translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
+    for switch, name, default in (
+        ("use_trackio", "trackio_project_name", "huggingface"),
+        ("use_mlflow", "mlflow_experiment_name", "Default"),
+    ):
+        if translation.value(switch):
+            translation.put(dict(TRACKERS)[switch], translation.value(name, default), name)
+            for other, path in TRACKERS:
+                if other.startswith(name.partition("_")[0]) and other != name:
+                    translation.copy(other, path)
+    if translation.value("use_trackio"):
+        translation.copy("trackio_space_id", "logging.trackio.space")
+
+
+def _put_saves(translation: Translation) -> None:
+    """Each ``save_steps``, or so many times in an epoch, or as ``save_strategy`` says, which is each epoch there."""
+    strategy = translation.value("save_strategy", "epoch")
+    if translation.has("save_steps"):
+        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+    elif translation.has("saves_per_epoch"):
+        put_per_epoch(translation, "saves_per_epoch", "checkpoint.every_epochs")
+    elif not put_strategy(translation, "save_strategy", strategy, "checkpoint", default_steps=500):
+        return
+    if not translation.has("save_total_limit"):
+        translation.put("checkpoint.keep_last", 4, "save_total_limit")
+
+
+def _put_evaluations(translation: Translation) -> None:
+    """As checkpoints, where there are held-out problems; what asks for evaluations does nothing without, as there."""
+    if not translation.has("test_datasets") and not translation.value("val_set_size"):
+        return
+    strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
+    if translation.has("eval_steps"):
+        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    elif translation.has("evals_per_epoch"):
+        put_per_epoch(translation, "evals_per_epoch", "evaluation.every_epochs")
+    else:
+        put_strategy(translation, "eval_strategy", strategy, "evaluation", default_steps=500)
+
+
+def _put_algorithm(translation: Translation) -> None:
+    put_rewards(translation, "trl.")
+    note_paging(translation, "optimizer")
+    put_reference(translation, "trl.", alpha=0.9, steps=64)
+    produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
+    # Only its asynchronous trainer has defaults of its own; the other one is TRL's.
+    mode = "token_truncate" if produced else "sequence_mask"
+    put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
+    _put_staleness(translation)
+    put_generation_kwargs(translation, "trl.generation_kwargs")
+    put_completions(translation, "trl.")
+    length = "max_completion_length"
+    if translation.has(length) and not translation.has(f"trl.{length}"):
+        translation.copy(length, f"sampling.{length}")
+    elif translation.has(length):
+        translation.warning(length, f"nothing to do: trl.{length} says it already")
+
+
+def _put_staleness(translation: Translation) -> None:
+    """Their samples may be of any age: ours as old as interval, depth and iterations make them."""
+    names = ("trl.vllm_sync_interval", "trl.prefetch_depth", "trl.num_iterations")
+    interval, depth, iterations = (translation.value(name, 1) for name in names)
+    if not translation.value("trl.async_prefetch") or not all(
+        isinstance(n, int) for n in (interval, depth, iterations)
+    ):
+        return
+    steps = translation.document.data.get("batch", {}).get("steps_per_generation", 1)
+    oldest = oldest_sample(every_steps=interval, depth=depth, iterations=iterations * steps)
+    limit = PipelineConfig().max_staleness
+    if limit is not None and oldest > limit:
+        translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")
+
+
+def _port(translation: Translation, name: str) -> int:
+    value = translation.value(name, 8000)
+    if not isinstance(value, bool) and str(value).isdecimal() and 0 < int(value) < 1 << 16:
+        return int(value)
+    translation.problem(name, f"expected a port, a number from 1 to 65535, got {describe(value)}")
+    return 8000
+
+
+def _put_engine(translation: Translation) -> None:
+    host = "trl.vllm_server_host" if translation.has("trl.vllm_server_host") else "vllm.host"
+    port = "trl.vllm_server_port" if translation.has("trl.vllm_server_port") else "vllm.port"
+    own, asked = _port(translation, "vllm.port"), _port(translation, "trl.vllm_server_port")
+    if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
+        translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
+    if translation.value("trl.use_vllm"):
+        translation.copy("trl.vllm_server_timeout", "deadlines.generation_s")
+    translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
+    if translation.value("trl.vllm_mode") == "colocate":
+        translation.copy("vllm.port", "engine.port")
+    put_serving(
+        translation,
+        use_vllm="trl.use_vllm",
+        mode="trl.vllm_mode",
+        default_mode="server",
+        url=engine_address(translation.text(host, "0.0.0.0"), translation.value(port, 8000)),
+        url_name=port,
+        timeout="trl.vllm_server_timeout",
+        managed=_MANAGED,
+        device="trl.vllm_device",
+        adapter_only="trl.vllm_lora_sync",
+        interval="trl.vllm_sync_interval",
+    )

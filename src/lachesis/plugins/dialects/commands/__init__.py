@@ -1,0 +1,1 @@
+"""Commands for files and scripts of other trainers."""

@@ -1,0 +1,225 @@
+"""Commands of other trainers as ours: ``axolotl train config.yaml`` is ``lachesis train config.yaml``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.document import read_document, to_yaml
+from lachesis.plugins.dialects.trl import TRL
+
+Words = Sequence[str]
+
+# Options of `lachesis train` that are no keys of Axolotl's.
+_OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
+
+# Flags of `axolotl train` that are no keys either.
+_LAUNCHER = ("launcher", "num_processes", "accelerate", "no_accelerate")
+_LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
+
+
+def command_for(program: str, words: Words) -> list[str]:
+    """The words of our command that does what ``program words`` does there.
+
+    Args:
+        program: a key of :data:`PROGRAMS`.
+
+    Raises:
+        ConfigError: nothing here does that.
+    """
+    return PROGRAMS[program](list(words))
+
+
+def _axolotl(words: Words) -> list[str]:
+    verb, *rest = words or ["--help"]
+    if verb == "train":
+        return _axolotl_train(rest)
+    if verb == "vllm-serve":
+        return ["lachesis", "vllm-serve", *rest]
+    if verb == "preprocess":
+        # Nothing is prepared ahead here; what can be said before a run is.
+        return ["lachesis", "plan", *_settings(*_read(rest))]
+    raise _nothing(f"axolotl {verb}", "axolotl train, vllm-serve and preprocess")
+
+
+def _axolotl_train(words: Words) -> list[str]:
+    """How many processes start is said by flags of Axolotl's own, and after ``--`` by those of its launcher."""
+    end = words.index("--") if "--" in words else len(words)
+    config, flags, own = _read(words[:end])
+    launcher = _flags(words[end + 1 :])
+    processes = _number_of_processes({**launcher, **flags}, otherwise=_visible_gpus())
+    alone = flags.get("launcher") == "python" or "no_accelerate" in flags
+    keys = {name: value for name, value in flags.items() if name not in _LAUNCHER}
+    return _launched(["lachesis", "train", *_settings(config, keys, own)], 1 if alone else processes)
+
+
+def _trl(words: Words) -> list[str]:
+    verb, *rest = words or ["--help"]
+    if verb == "vllm-serve":
+        return ["lachesis", "serve", *_served(rest)]
+    if verb != "grpo":
+        raise _nothing(f"trl {verb}", "trl grpo and vllm-serve")
+    return _grpo(rest)
+
+
+def _served(words: Words) -> list[str]:
+    """Flags of a server: dashes for underscores, switches without their true, and the port that TRL's trainers ask."""
+    flags = {"port": "8000", **_flags(words)}
+    given = {name.replace("_", "-"): value for name, value in flags.items() if value.lower() not in ("false", "none")}
+    pairs = [[f"--{name}"] if value.lower() == "true" else [f"--{name}", value] for name, value in given.items()]
+    return [word for pair in pairs for word in pair]
+
+
+def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
+    """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
+    flags = _positive(_flags(words))
+    processes = _number_of_processes(flags, otherwise=_visible_gpus() if processes is None else processes)
+    flags.pop("num_processes", None)
+    config = flags.pop("config", None)
+    if config is None:
+        return _launched(["lachesis", "train", _written(flags)], processes)
+    settings = (f"--set={key}={json.dumps(_value(value))}" for key, value in flags.items())
+    return _launched(["lachesis", "train", config, *settings], processes)
+
+
+def _positive(flags: Mapping[str, str]) -> dict[str, str]:
+    """``--no_KEY`` of a switch is KEY: false."""
+    negated = {name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in TRL.entries}
+    return {negated.get(name, name): "false" if name in negated else value for name, value in flags.items()}
+
+
+def _accelerate(words: Words) -> list[str]:
+    """Of ``launch``, whose own flags come before the program; the number of processes is all that matters here."""
+    verb, *rest = words or ["--help"]
+    place = next((i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
+    if verb != "launch" or place is None:
+        raise _nothing("accelerate", _LAUNCHED)
+    processes = _processes(_flags(rest[:place]))
+    program, *after = rest[place + 1 :] if rest[place] == "-m" else rest[place:]
+    if program == "axolotl.cli.train":
+        return _train(after, processes=processes)
+    if program == "trl.scripts.grpo" or Path(program).name == "grpo.py":
+        return _grpo(after, processes=processes)
+    raise _nothing(f"accelerate launch {program}", _LAUNCHED)
+
+
+def _processes(flags: Mapping[str, str]) -> int:
+    """Of ``accelerate launch``: by its flags, by its file, or one on each GPU that the environment names."""
+    if "num_processes" in flags or "config_file" not in flags:
+        return _number_of_processes(flags, otherwise=_visible_gpus())
+    return _number_of_processes({**read_document(Path(flags["config_file"])).data, **flags}, otherwise=1)
+
+
+def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
+    machines, number = (said.get(name) for name in ("num_machines", "num_processes"))
+    if str(machines or said.get("nnodes", 1)) != "1":
+        raise ConfigError(
+            "a command starts the processes of its own machine only",
+            remedy="start torchrun --nnodes N -m lachesis train on each of them (docs/quickstart-by-mode.md)",
+        )
+    number = number or said.get("nproc_per_node") or otherwise
+    if not str(number).isdecimal() or int(str(number)) < 1:
+        raise ConfigError(f"{number!r} is no number of processes", remedy="write how many, as in 2")
+    return int(str(number))
+
+
+def _visible_gpus() -> int:
+    """As many processes as GPUs that are named start there, where nobody says how many."""
+    return max(1, len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+
+
+def _train(words: Words, *, processes: int) -> list[str]:
+    return _launched(["lachesis", "train", *_settings(*_read(words))], processes)
+
+
+def _launched(command: list[str], processes: int) -> list[str]:
+    return command if processes <= 1 else ["torchrun", "--nproc-per-node", str(processes), "-m", *command]
+
+
+def _read(words: Words) -> tuple[str, dict[str, str], list[str]]:
+    """CONFIG, the flags that change its keys, and our own options as they are."""
+    if not words or words[0].startswith("-"):
+        raise ConfigError("no configuration is named", remedy="name the YAML file first")
+    config, *rest = words
+    own: list[str] = []
+    theirs: list[str] = []
+    for word, before in zip(rest, ["", *rest], strict=False):
+        is_own = before == "--set" or word.startswith("--set=") or word in _OWN
+        (own if is_own else theirs).append(word)
+    return config, _flags(theirs), own
+
+
+def _settings(config: str, flags: Mapping[str, str], own: Words) -> list[str]:
+    return [config, *(f"--set={key}={value}" for key, value in flags.items()), *own]
+
+
+def _flags(words: Words) -> dict[str, str]:
+    """``--flag value``, ``--flag=value`` and ``--flag`` alone, which is true; dashes are underscores."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value if equals else "true"
+        elif name:
+            found[name] = word if found[name] == "true" else f"{found[name]} {word}"
+        else:
+            raise ConfigError(f"{word!r} belongs to no flag", remedy="write it as --flag value")
+    return found
+
+
+def _written(flags: Mapping[str, str]) -> str:
+    """A file with the flags as keys: our train command reads files only."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="trl-", delete=False) as file:
+        file.write(to_yaml({key: _value(value) for key, value in flags.items()}))
+    return str(Path(file.name))
+
+
+def _value(text: str) -> object:
+    import yaml
+
+    if text.startswith(("{", "[")):
+        return yaml.safe_load(text)
+    words = text.split()
+    # 1e-6 is a number on a command line, and a text in YAML.
+    return [_value(word) for word in words] if len(words) > 1 else _number(yaml.safe_load(text))
+
+
+def _number(value: object) -> object:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _nothing(what: str, known: str) -> ConfigError:
+    return ConfigError(f"nothing here does what `{what}` does", remedy=f"known are {known}")
+
+
+PROGRAMS: Mapping[str, Callable[[Words], list[str]]] = {
+    "axolotl": _axolotl,
+    "trl": _trl,
+    "accelerate": _accelerate,
+    "example_trainer.grpo": lambda words: ["lachesis", "grpo", *words],
+    "example_trainer.run": lambda words: ["lachesis", "run", *words],
+    "example_trainer.vllm_api_server": lambda words: ["lachesis", "serve", *words],
+    "environments/gsm8k_server.py": lambda words: ["lachesis", "env", "gsm8k", *words],
+}
+
+
+def main() -> None:
+    """Become the command that does what the words do there."""
+    program, *words = sys.argv[1:]
+    try:
+        command = command_for(program, words)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    # The same installation, whatever is first on the path.
+    own = {"lachesis": ["-m", "lachesis"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    os.execv(sys.executable, [sys.executable, *own, *command[1:]])

@@ -1,0 +1,106 @@
+"""Where a key that a file of Axolotl's or TRL's does not write means something else here than there.
+
+A test compares all defaults of the pinned classes with what a file without the key becomes: these are the others. A
+file that leaves such keys out is told so in one note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lachesis.common.types import Finding
+from lachesis.plugins.dialects.table import Translation
+
+
+class Difference(NamedTuple):
+    """A default that is not taken over.
+
+    Attributes:
+        there: what their file has without the key.
+        here: what is done without it.
+        written: the value that has it as there; empty where there is no difference to a run, or no such value.
+        or_by: other keys that say the same.
+        applies: whether it bears on a run of these keys of ours.
+    """
+
+    there: str
+    here: str
+    written: str = ""
+    or_by: tuple[str, ...] = ()
+    applies: Callable[[Mapping[str, Any]], bool] = lambda data: True
+
+
+def _has_own_server(data: Mapping[str, Any]) -> bool:
+    return data.get("engine", {}).get("kind") == "vllm"
+
+
+def _saves(data: Mapping[str, Any]) -> bool:
+    return bool(data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"})
+
+
+_DTYPES = ("torch_dtype", "bf16", "fp16", "model_init_kwargs")
+# By dialect and key.
+DIFFERENT: Mapping[str, Mapping[str, Difference]] = {
+    "Axolotl": {
+        "sequence_len": Difference(
+            "512, by which its code drops no prompt of GRPO",
+            "a prompt may be as long as the model's context leaves room for",
+        ),
+        "output_dir": Difference("./model-out", "the run is in runs/run", "./model-out"),
+        "vllm.gpu_memory_utilization": Difference(
+            "0.9",
+            "0.45 beside the trainer, 0.9 on a GPU of its own",
+            "0.9",
+            ("trl.vllm_gpu_memory_utilization",),
+            applies=_has_own_server,
+        ),
+    },
+    "TRL": {
+        "dtype": Difference(
+            "float32",
+            "weights are in the dtype of the model's files, with float32 masters beside 16 bits",
+            "float32",
+            _DTYPES,
+        ),
+        "torch_compile": Difference("false", "decoder layers are compiled where it pays", "false"),
+        "logging_steps": Difference("10", "each step is logged", "10"),
+    },
+}
+# Of their code and not of their classes.
+IN_CODE: Mapping[str, Mapping[str, Difference]] = {
+    "Axolotl": {
+        "bf16": Difference(
+            "bfloat16 on a GPU that has it",
+            "weights are in the dtype of the model's files",
+            "true",
+            ("bfloat16", "fp16", "float16", "float32"),
+        ),
+        "logging_steps": Difference("500", "each step is logged", "500"),
+        "torch_compile": Difference("false", "decoder layers are compiled where it pays", "false"),
+    },
+    "TRL": {
+        "output_dir": Difference("./trainer_output", "the run is in runs/run", "./trainer_output"),
+        "save_total_limit": Difference("all checkpoints are kept", "the last two are kept", "1000000", applies=_saves),
+    },
+}
+
+
+def default_findings(translation: Translation) -> list[Finding]:
+    """One note, or none: which keys that the file does not write are something else here, and how to have those."""
+    name = translation.dialect.name
+    keys = [
+        f"--set {key}={difference.written}"
+        for table in (DIFFERENT, IN_CODE)
+        for key, difference in table.get(name, {}).items()
+        if difference.written
+        and difference.applies(translation.document.data)
+        and not any(translation.has(written) for written in (key, *difference.or_by))
+    ]
+    if not keys:
+        return []
+    text = (
+        f"left out of the file, with another default here (docs/migration.md, Defaults that differ): {name}'s are "
+        f"{' '.join(keys)}"
+    )
+    return [Finding(level="note", rule="dialect", message=text)]

@@ -1,0 +1,232 @@
+"""Sharding as other trainers name it: FSDP's options, DeepSpeed's file, the size of a group.
+
+They set ``distributed``, which takes effect where several processes train. DeepSpeed itself is not used: its ZeRO
+stages are ways of sharding that FSDP2 has too. The file that `accelerate launch --config_file` takes is known, so that
+it can be explained and refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_list, is_object
+from lachesis.common.world import HOW_TO_START
+from lachesis.config.document import describe
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, cannot, nothing, together
+
+# FSDP's own options, with and without the prefix that they have in some files, and the keys that they set.
+_OPTIONS: Mapping[str, str] = {
+    "reshard_after_forward": "distributed.reshard_after_forward",
+    "sharding_strategy": "distributed.strategy",
+    "offload_params": "distributed.cpu_offload",
+    "cpu_offload": "distributed.cpu_offload",
+    "activation_checkpointing": "model.gradient_checkpointing",
+}
+# Axolotl's sizes of groups of devices.
+_GROUPS = ("dp_shard_size", "dp_replicate_size")
+# The devices that share a sequence, and the older name for them.
+CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
+TENSOR = "tensor_parallel_size"
+_DONE_ANYWAY = {
+    "decoder layers are found, and sharded one by one": (
+        *("transformer_layer_cls_to_wrap", "auto_wrap_policy", "min_num_params", "use_orig_params", "auto_wrap"),
+    ),
+    "checkpoints and the trained model are written whole, and fit any number of devices": (
+        *("state_dict_type", "final_state_dict_type"),
+    ),
+    "sharding is FSDP2's": ("version",),
+    "each process loads on its CPU and keeps its part": ("sync_module_states", "cpu_ram_efficient_loading"),
+    "FSDP2 decides": ("limit_all_gathers", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
+}
+# By their names: whether weights are let go of between forward and backward; None is no sharding at all.
+_STRATEGIES: Mapping[str, bool | None] = {
+    "full_shard": True,
+    "hybrid_shard": True,
+    "shard_grad_op": False,
+    "hybrid_shard_zero2": False,
+    "no_shard": None,
+}
+_NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+# What says the same as keys of the file around it, or is for DeepSpeed's own kernels and buffers.
+_SAID_ELSEWHERE = {
+    *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("gradient_clipping", "bf16", "fp16", "wall_clock_breakdown", "steps_per_print"),
+}
+
+
+def fsdp_option_entries() -> Iterator[Entry]:
+    """The options below ``fsdp_config:``, where they are names of their own."""
+    for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
+        for option, path in _OPTIONS.items():
+            yield together(f"{prefix}{option}", path)
+        for note, names in _DONE_ANYWAY.items():
+            yield from nothing(note, *(f"{prefix}{name}" for name in names))
+
+
+def scaling_entries() -> Iterator[Entry]:
+    """Names that Axolotl and TRL share."""
+    yield together("fsdp", "distributed.strategy", "full_shard, shard_grad_op (no reshard_after_forward), offload")
+    yield together("deepspeed", "distributed.strategy", "the file's ZeRO stage and offloading; DeepSpeed is not used")
+    yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_find_unused_parameters")
+    yield from nothing("the longest wait is deadlines.ranks_s", "ddp_timeout")
+
+
+def put_distributed(translation: Translation, options: Mapping[str, tuple[str, Any]], *, processes: int) -> None:
+    """Set ``distributed`` as ``fsdp``, its options and ``deepspeed`` say.
+
+    Args:
+        options: FSDP's, by their names without prefix: where they are written, and their values.
+        processes: that train.
+    """
+    words, stage = translation.value("fsdp"), translation.value("deepspeed")
+    if words and stage:
+        translation.problem("deepspeed", "shards in another way than fsdp; keep one of them")
+        return
+    if words:
+        _put_words(translation, words)
+    for option, (name, value) in options.items():
+        _put_option(translation, option, name, value)
+    if stage:
+        _put_deepspeed(translation, stage)
+    names = ("fsdp", "deepspeed", *_GROUPS, *(name for name, _ in options.values()))
+    asked = next((name for name in names if translation.has(name) and translation.value(name)), None)
+    if asked is not None and processes == 1:
+        translation.warning(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
+
+
+def put_shared(translation: Translation) -> int:
+    """Set the sizes of groups of devices that share sequences; so many processes do."""
+    tensor = translation.whole(TENSOR, 1) or 1
+    if translation.value(TENSOR) is not None:
+        translation.put("distributed.tensor_parallel_size", tensor, TENSOR)
+    return tensor * _put_context(translation)
+
+
+def _put_context(translation: Translation) -> int:
+    asked = {name: translation.whole(name, 1) or 1 for name in CONTEXTS if translation.value(name) is not None}
+    if len({*asked.values()}) > 1:
+        translation.problem(CONTEXTS[1], f"is another number than {CONTEXTS[0]}; keep one of them")
+    for name, size in asked.items():
+        translation.put("distributed.context_parallel_size", size, name)
+    return max(asked.values(), default=1)
+
+
+def option_of(name: str) -> str:
+    """An option without the prefix that it has in some files."""
+    return name.removeprefix("fsdp_")
+
+
+def is_known_option(name: str) -> bool:
+    return option_of(name) in _OPTIONS
+
+
+def _put_words(translation: Translation, words: Any) -> None:
+    """``fsdp``: a list or a line of words; true is the default, full sharding."""
+    found: object = words.replace(",", " ").split() if isinstance(words, str) else [] if words is True else words
+    if not is_list(found):
+        translation.problem("fsdp", f"expected words such as full_shard auto_wrap, got {describe(words)}")
+        return
+    if "offload" in found:
+        translation.put("distributed.cpu_offload", True, "fsdp")
+    strategies = [word for word in found if word not in ("auto_wrap", "offload")]
+    _put_strategy(translation, "fsdp", strategies[0] if strategies else "full_shard")
+
+
+def _put_strategy(translation: Translation, name: str, word: Any) -> None:
+    strategy = _NUMBERED.get(str(word), str(word).lower())
+    if strategy not in _STRATEGIES:
+        translation.problem(name, f"{describe(word)} has no counterpart; Lachesis has {', '.join(_STRATEGIES)}")
+        return
+    reshard = _STRATEGIES[strategy]
+    translation.put("distributed.strategy", "replicate" if reshard is None else "shard", name)
+    if reshard is not None:
+        translation.put("distributed.reshard_after_forward", reshard, name)
+    if strategy.startswith("hybrid") and not any(translation.has(name) for name in _GROUPS):
+        translation.warning(name, "shards over all devices; set distributed.shard_size to the devices of a node")
+
+
+def _put_option(translation: Translation, option: str, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if option == "sharding_strategy" or (option == "reshard_after_forward" and isinstance(value, str)):
+        _put_strategy(translation, name, value)
+        return
+    if not isinstance(value, bool):
+        translation.problem(name, f"expected true or false, got {describe(value)}")
+    elif option != "activation_checkpointing" or value:
+        translation.put(_OPTIONS[option], value, name)
+
+
+def _put_deepspeed(translation: Translation, value: Any) -> None:
+    try:
+        content = value if is_object(value) else _read(str(value))
+    except ConfigError as error:
+        translation.problem("deepspeed", error.message)
+        return
+    zero: object = content.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if is_object(zero) else None
+    if not is_object(zero) or stage not in (0, 1, 2, 3):
+        translation.problem("deepspeed", f"zero_optimization.stage is {describe(stage)}; there are 0 to 3")
+        return
+    translation.put("distributed.strategy", "replicate" if stage == 0 else "shard", "deepspeed")
+    if stage > 0:
+        translation.put("distributed.reshard_after_forward", stage == 3, "deepspeed")
+    places = {_offload_device(zero, part) for part in ("offload_optimizer", "offload_param")} - {"none"}
+    if places:
+        translation.put("distributed.cpu_offload", True, "deepspeed")
+    if "nvme" in places:
+        translation.warning("deepspeed", "Lachesis offloads to CPU memory, not to NVMe")
+    rest = sorted(str(key) for key in content.keys() - _SAID_ELSEWHERE)
+    meaning = f"ZeRO stage {stage}, by FSDP2: DeepSpeed is not used" if stage else "no sharding: DeepSpeed is not used"
+    translation.note("deepspeed", meaning + (f", and {', '.join(rest)} of its file do nothing" if rest else ""))
+
+
+def _offload_device(zero: Mapping[str, Any], part: str) -> str:
+    section = zero.get(part)
+    if part == "offload_optimizer" and zero.get("cpu_offload") is True:  # as older files have it
+        return "cpu"
+    return str(section.get("device", "none")) if is_object(section) else "none"
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    """A DeepSpeed file; one that is not here but is named as Axolotl's own are (``zero3_bf16.json``) goes by its name.
+
+    Raises:
+        ConfigError: it is neither there nor named so, or is no JSON object.
+    """
+    file = Path(path)
+    named = re.match(r"zero([0-3])(?![0-9])", file.name)
+    if not file.is_file() and named:
+        offloads = "cpuoffload" in file.name
+        return {"zero_optimization": {"stage": int(named[1])} | ({"cpu_offload": True} if offloads else {})}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not is_object(content):
+        raise ConfigError(f"{path} holds {describe(content)}, not an object")
+    return content
+
+
+ACCELERATE = Dialect(
+    "accelerate",
+    [
+        together("mixed_precision", "model.dtype", "bf16 weights have fp32 masters (optimizer.weight_update)"),
+        *nothing(
+            "start `torchrun --nproc-per-node N -m lachesis ...`, or `lachesis train` alone for one process",
+            *("distributed_type", "num_processes", "num_machines", "machine_rank", "rdzv_backend", "same_network"),
+            *("compute_environment", "main_training_function"),
+        ),
+        together("use_cpu", "model.device", "true is cpu"),
+        *nothing("the command line's --traceback shows where an error came from", "debug"),
+        *cannot("there are no TPUs here", "downcast_bf16"),
+        *cannot("leave it to taskset or numactl", "enable_cpu_affinity"),
+    ],
+)

@@ -1,0 +1,467 @@
+"""What TRL's and Axolotl's files share: names of TRL's GRPOConfig, there below ``trl:``, and what several of them set.
+
+The batch arithmetic is here too, from their rows, accumulation and processes to prompts in an optimizer step, and
+which engine and bridge a file asks for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from lachesis.common.json_values import is_object
+from lachesis.common.world import HOW_TO_START
+from lachesis.config.document import describe
+from lachesis.config.schema import SamplingConfig
+from lachesis.config.steps import nearest_divisors, nearest_multiples
+from lachesis.plugins.dialects.convert import DTYPES, compile_mode, listed, nonzero, scale_rewards, top_k
+from lachesis.plugins.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
+from lachesis.plugins.dialects.transformers_names import shared_names
+
+_PROCESSES = "num_processes"
+_SERVER_WAIT_S = 240.0  # vllm_server_timeout of TRL's GRPOConfig
+
+# transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
+_SCHEDULE_OPTIONS = {
+    "min_lr_rate": "optimizer.min_lr_ratio",
+    "min_lr_ratio": "optimizer.min_lr_ratio",
+    "num_decay_steps": "optimizer.decay_steps",
+    "num_stable_steps": "optimizer.stable_steps",
+    "decay_type": "optimizer.decay",
+}
+_SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "warmup_type": "linear"}
+_OF_DECAY = ("optimizer.decay_steps", "optimizer.stable_steps", "optimizer.decay")
+
+# Their names that are ours too, by the section here.
+_ALIKE: Mapping[str, Sequence[str]] = {
+    "algorithm": (
+        *("beta", "num_iterations", "epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+        *("off_policy_mask_threshold", "entropy_coef", "top_entropy_quantile"),
+        *("sapo_temperature_pos", "sapo_temperature_neg"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "sampling": ("num_generations", "temperature", "top_p", "min_p", "repetition_penalty"),
+    "data": ("chat_template_kwargs",),
+}
+
+
+def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry]:
+    """The shared names below ``prefix``; ``bias_correction`` is the default of use_bias_correction_kl there."""
+    for section, names in _ALIKE.items():
+        for name in names:
+            yield Entry(f"{prefix}{name}", f"{section}.{name}")
+    yield Entry(f"{prefix}scale_rewards", "algorithm.scale_rewards", convert=scale_rewards)
+    yield Entry(f"{prefix}mask_truncated_completions", "algorithm.mask_truncated")
+    yield Entry(f"{prefix}multi_objective_aggregation", "algorithm.aggregation")
+    yield Entry(f"{prefix}reward_funcs", "rewards.functions", convert=listed)
+    yield Entry(f"{prefix}reward_weights", "rewards.weights")
+    yield Entry(f"{prefix}top_k", "sampling.top_k", convert=top_k)
+    yield Entry(f"{prefix}loss_type", "algorithm.loss_type", default="dapo", note="null is TRL's default, dapo")
+    yield Entry(f"{prefix}use_bias_correction_kl", "algorithm.use_bias_correction_kl", default=bias_correction)
+    yield Entry(f"{prefix}max_completion_length", "sampling.max_completion_length", default=512)
+    yield together(f"{prefix}generation_kwargs", "sampling.generation_kwargs")
+    yield together(f"{prefix}sync_ref_model", "algorithm.kl_reference", "true is the reference `ema`")
+    yield together(f"{prefix}ref_model_mixup_alpha", "algorithm.ref_mixup_alpha")
+    yield together(f"{prefix}ref_model_sync_steps", "algorithm.ref_sync_steps")
+    for name, path in (
+        ("correction", "sampler_correction"),
+        ("mode", "sampler_correction"),
+        ("cap", "sampler_correction_max"),
+        ("clip_max", "sampler_correction_max"),
+        ("clip_min", "sampler_correction_min"),
+    ):
+        yield together(f"{prefix}vllm_importance_sampling_{name}", f"algorithm.{path}")
+    yield together(f"{prefix}log_completions", "logging.completions", "true is all; the tape has them in any case")
+    yield together(f"{prefix}num_completions_to_print", "logging.completions", "with log_completions")
+    yield from nothing("multimodal prompts are not trained on here", f"{prefix}log_multimodal")
+    yield from cannot(
+        "the entropy's weight is constant here (algorithm.entropy_coef); it does not adapt",
+        *(f"{prefix}{name}" for name in ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")),
+        *(f"{prefix}{name}" for name in ("entropy_coef_min", "entropy_coef_max")),
+    )
+
+
+def transformers_entries() -> Iterator[Entry]:
+    """Names of transformers' arguments, and of its trainers', that both files have at the top."""
+    yield Entry("trust_remote_code", "model.trust_remote_code")
+    yield together("load_in_8bit", "model.quantization", "true is int8")
+    yield together("load_in_4bit", "model.quantization", "true is nf4")
+    yield Entry("torch_compile", "model.compile", convert=compile_mode)
+    yield Entry("seed", "run.seed", default=42)
+    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
+    yield together("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "and the lengths of warmup_stable_decay")
+    yield Entry("weight_decay", "optimizer.weight_decay")
+    yield Entry("adam_epsilon", "optimizer.eps")
+    yield together("adam_beta1", "optimizer.betas")
+    yield together("adam_beta2", "optimizer.betas")
+    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
+    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
+    yield together("save_steps", "checkpoint.every_steps")
+    yield together("eval_steps", "evaluation.every_steps")
+    yield Entry("save_total_limit", "checkpoint.keep_last")
+    yield together(_PROCESSES, "batch.prompts_per_step", "processes that an optimizer step is counted for")
+    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
+    yield from shared_names()
+
+
+def note_paging(translation: Translation, name: str) -> None:
+    """bitsandbytes moves the states of its paged optimizers to the CPU where the GPU is full."""
+    if str(translation.value(name)).startswith("paged_"):
+        translation.note(
+            name, "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
+        )
+
+
+def put_rewards(translation: Translation, prefix: str) -> None:
+    """Reward functions get completions of texts as texts, and those of conversations as messages."""
+    translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
+
+
+def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:
+    """An averaged reference, with ``alpha`` and ``steps`` as defaults there."""
+    if not translation.value(f"{prefix}sync_ref_model"):
+        return
+    translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
+    for name, path, default in (
+        (f"{prefix}ref_model_mixup_alpha", "algorithm.ref_mixup_alpha", alpha),
+        (f"{prefix}ref_model_sync_steps", "algorithm.ref_sync_steps", steps),
+    ):
+        translation.put(path, translation.value(name, default), name)
+
+
+def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, floor: bool) -> None:
+    """The correction for a sampler of its own, which is on unless it is switched off.
+
+    Args:
+        mode: the default there.
+        floor: whether truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
+            a mask masks.)
+    """
+    keys = ("correction", "mode", "cap", "clip_max", "clip_min")
+    names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in keys}
+    if not translation.value(f"{prefix}use_vllm"):
+        return
+    correction = translation.value(names["correction"], True)
+    if correction is False:
+        return
+    if correction is not True:
+        translation.problem(names["correction"], f"expected true or false, got {describe(correction)}")
+        return
+    chosen = translation.value(names["mode"], mode)
+    translation.put("algorithm.sampler_correction", chosen, names["mode"])
+    source = names["cap"] if translation.has(names["cap"]) else names["clip_max"]
+    cap = translation.value(source, 3.0)
+    translation.put("algorithm.sampler_correction_max", cap, source)
+    if translation.has(names["clip_min"]):
+        translation.copy(names["clip_min"], "algorithm.sampler_correction_min")
+    elif floor and str(chosen).endswith("truncate") and isinstance(cap, int | float) and cap > 0:
+        translation.put("algorithm.sampler_correction_min", 1 / cap, source)
+
+
+def put_completions(translation: Translation, prefix: str) -> None:
+    """How many completions are shown: a number, all without one, none unless they are asked for."""
+    shown = translation.value(f"{prefix}log_completions", False)
+    if not isinstance(shown, bool):
+        translation.problem(f"{prefix}log_completions", f"expected true or false, got {describe(shown)}")
+    elif shown:
+        name = f"{prefix}num_completions_to_print"
+        translation.put("logging.completions", translation.value(name, "all"), name)
+
+
+def put_generation_kwargs(translation: Translation, name: str) -> None:
+    """Fields of vLLM's SamplingParams: those that every engine here knows go to their own keys."""
+    fields = translation.value(name)
+    if fields is None:
+        return
+    if not is_object(fields):
+        translation.problem(name, f"expected a mapping, got {describe(fields)}")
+        return
+    known = {name: name for name in SamplingConfig.model_fields}
+    known |= {"max_tokens": "max_completion_length", "n": "num_generations"}
+    own = {field: value for field, value in fields.items() if field in known and field != "generation_kwargs"}
+    for field, value in own.items():
+        translation.put(f"sampling.{known[field]}", value, name)
+    rest = {field: value for field, value in fields.items() if field not in own}
+    if rest:
+        translation.put("sampling.generation_kwargs", rest, name)
+
+
+def put_every(translation: Translation, name: str, path: str, *, max_steps: str) -> None:
+    """A number of steps, or a share of ``max_steps`` below 1."""
+    value = translation.value(name)
+    if value is None:
+        return
+    steps = translation.value(max_steps)
+    if isinstance(value, float) and 0 < value < 1 and isinstance(steps, int):
+        value = max(1, round(value * steps))
+    translation.put(path, int(value) if isinstance(value, float) and value.is_integer() else value, name)
+
+
+def put_per_epoch(translation: Translation, name: str, path: str) -> None:
+    """How often in an epoch, as the share of an epoch between two times."""
+    times = translation.whole(name, 1)
+    if times is not None:
+        translation.put(path, 1 / times, name)
+
+
+def put_strategy(translation: Translation, name: str, strategy: object, section: str, *, default_steps: int) -> bool:
+    """When there are checkpoints or evaluations: each epoch, each so many steps, or not at all. Whether there are.
+
+    Args:
+        section: ours, ``checkpoint`` or ``evaluation``.
+        default_steps: how many, where their file says steps and no number.
+    """
+    if strategy == "epoch":
+        translation.put(f"{section}.every_epochs", 1.0, name)
+    elif strategy == "steps":
+        translation.put(f"{section}.every_steps", default_steps, name)
+    elif strategy not in ("no", False, "best"):
+        translation.problem(name, f"expected one of steps, epoch, no, got {describe(strategy)}")
+    elif strategy == "best":
+        translation.warning(name, f"{strategy}: Lachesis counts in steps or epochs; write steps, epoch or no")
+        return False
+    return strategy in ("epoch", "steps")
+
+
+def put_output_dir(translation: Translation, name: str, default: str | None = None) -> None:
+    """Their run directory as the directory of runs and the name in it, which it needs: ``.`` has none."""
+    directory = translation.value(name, default)
+    path = PurePath(str(directory))
+    if directory is not None and (not isinstance(directory, str) or path.name in ("", "..")):
+        translation.problem(name, f"expected a directory of the run's own, got {describe(directory)}")
+    elif directory is not None:
+        translation.put("run.dir", str(path.parent), name)
+        translation.put("run.name", path.name, name)
+
+
+def put_quantization(translation: Translation) -> None:
+    """bitsandbytes' switches."""
+    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if translation.value(name):
+            translation.put("model.quantization", quantization, name)
+
+
+def put_dtype(translation: Translation, *names: str, others: tuple[str, ...] = ()) -> None:
+    """The switches that name a dtype; the last one that is on counts, but two 16-bit formats at once are refused."""
+    on = [name for name in names if translation.switch(name, *others) is True]
+    halves = [name for name in on if DTYPES[name] != "float32"]
+    if len({DTYPES[name] for name in halves}) > 1:
+        translation.problem(halves[-1], f"true, and so is {halves[0]}: weights are of one dtype; set one to false")
+    for name in on:
+        translation.put("model.dtype", DTYPES[name], name)
+
+
+def put_betas(translation: Translation, first: str, second: str) -> None:
+    """AdamW's two decays as the pair that they are here."""
+    if translation.has(first) or translation.has(second):
+        pair = [translation.value(first, 0.9), translation.value(second, 0.999)]
+        translation.put("optimizer.betas", pair, first if translation.has(first) else second)
+
+
+def put_schedule(translation: Translation, *, schedule: str, rate: str, default_rate: float | None = None) -> None:
+    """What ``lr_scheduler_kwargs`` say of the schedule, by the names of transformers' functions.
+
+    Args:
+        schedule, rate: their names of the schedule and of the peak learning rate.
+        default_rate: theirs.
+    """
+    name = "lr_scheduler_kwargs"
+    options = translation.value(name, {})
+    if not is_object(options):
+        translation.problem(name, f"expected a mapping, got {describe(options)}")
+        return
+    kind, peak = translation.value(schedule), translation.value(rate, default_rate)
+    for key, value in options.items():
+        path = _SCHEDULE_OPTIONS.get(key)
+        if value is None or _SCHEDULE_DEFAULTS.get(key) == value:
+            continue
+        if key == "min_lr" and isinstance(value, int | float) and isinstance(peak, int | float) and peak > 0:
+            translation.put("optimizer.min_lr_ratio", value / peak, name)
+        elif path is None or (path in _OF_DECAY and kind != "warmup_stable_decay"):
+            translation.problem(name, f"{key} has no counterpart with {schedule} {kind}; remove it")
+        else:
+            translation.put(path, value, name)
+
+
+def put_steps(translation: Translation, *, max_steps: str, epochs: str, default_epochs: float) -> None:
+    """The steps, or where their file counts in epochs only, the epochs."""
+    steps = translation.value(max_steps)
+    if steps is not None and steps != -1:
+        translation.put("run.steps", steps, max_steps)
+    else:
+        translation.put("run.epochs", translation.value(epochs, default_epochs), epochs)
+
+
+def put_batch(
+    translation: Translation,
+    *,
+    rows: str,
+    accumulation: str,
+    generations: str,
+    default_rows: int,
+    processes: int | None,
+    sharing: int = 1,
+) -> int:
+    """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``; the processes that were counted.
+
+    One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be
+    whole groups: prompts_per_step is that divided by the group size, exactly or not at all. A file that nobody
+    has started several processes for may be for several: it says so, or the fewest that make whole groups count.
+    ``sharing`` processes that compute their sequences together count as one.
+    """
+    written = translation.whole(_PROCESSES, 1)
+    micro = translation.whole(rows, default_rows)
+    steps = translation.whole(accumulation, 1)
+    group = translation.whole(generations, 8)
+    counted = max(1, (processes or written or 1) // sharing)
+    if micro is None or steps is None or group is None:
+        return counted
+    if processes is None and not translation.has(_PROCESSES):
+        counted = group // math.gcd(micro * steps, group)
+    completions = micro * steps * counted
+    translation.put("batch.micro_batch_size", micro, rows)
+    if completions % group == 0:
+        translation.put("batch.prompts_per_step", completions // group, accumulation)
+        if processes is None and counted > 1:
+            _say_processes(translation, accumulation, counted, completions, group)
+        return counted
+    text = f"{rows} {micro} x {accumulation} {steps} x {counted} process{'es' if counted > 1 else ''} = {completions}"
+    fitting = _fitting_batches(micro * counted, steps, group, accumulation=accumulation, generations=generations)
+    translation.problem(
+        accumulation,
+        f"{text} completions in a step, which is no multiple of {generations} {group}; the nearest that fit: {fitting}",
+    )
+    return counted
+
+
+def _say_processes(translation: Translation, name: str, processes: int, completions: int, group: int) -> None:
+    step = f"an optimizer step has their {completions} completions ({completions // group} prompts) on one device too"
+    if translation.has(_PROCESSES):
+        translation.note(_PROCESSES, f"{step}; several devices train with {HOW_TO_START}")
+        return
+    translation.warning(
+        name,
+        f"one process would make no whole groups of {group}, so {processes} are counted, the fewest that do: {step}; "
+        f"--set {_PROCESSES}=N counts others",
+    )
+
+
+def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, generations: str) -> str:
+    """The nearest numbers of accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
+    # A group is whole after so many accumulation steps, and after every multiple of them.
+    valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
+    below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
+    sizes = nearest_divisors(unit * steps, group)
+    choices = [f"{accumulation} {' or '.join(map(str, below + above))}"]
+    choices += [f"{generations} {' or '.join(map(str, sizes))}"] if sizes else []
+    return ", or ".join(choices)
+
+
+def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:
+    """Several optimizer steps of one generation, where a file asks for them.
+
+    What is generated at once may also be less than a step: then a step there is made of several generations by the
+    same weights, which here are one.
+
+    Args:
+        name: their key, which is set.
+        prompts: its value in prompts; None where it is invalid.
+        meaning: what their key counts.
+    """
+    step = translation.document.data.get("batch", {}).get("prompts_per_step")
+    if prompts is None or step is None:
+        return
+    if prompts and prompts % step and step % prompts:
+        fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
+        translation.problem(
+            name,
+            f"{prompts} prompts ({meaning}) is no multiple of the {step} prompts of an optimizer step; the nearest "
+            f"that fit: {fitting} prompts, or what divides {step}",
+        )
+        return
+    if prompts > step:
+        translation.put("batch.steps_per_generation", prompts // step, name)
+
+
+def put_serving(
+    translation: Translation,
+    *,
+    use_vllm: str,
+    mode: str,
+    default_mode: str,
+    url: str,
+    url_name: str,
+    timeout: str,
+    managed: Mapping[str, str],
+    device: str,
+    adapter_only: str | None = None,
+    interval: str | None = None,
+) -> None:
+    """Set ``engine`` and ``bridge``.
+
+    Without vLLM: the embedded engine. ``server``: the server at that address, to which the adapter is swapped or
+    all weights are sent. ``colocate``: a vLLM server of the run's own on the trainer's GPU, with the same bridges.
+
+    Args:
+        use_vllm, mode: their names of the switches.
+        url: the server's address, for mode server; ``url_name`` is where it is written.
+        timeout: their name of the wait for that server.
+        managed: options of a server that the run starts, their names to ours below ``engine.``.
+        device: the name that earlier versions have for the GPU of that server.
+        adapter_only: their name of the switch that transfers the adapter alone, if they have one.
+        interval: their name of the number of steps between transfers, if they have one.
+    """
+    swapped_by = adapter_only if adapter_only is not None and translation.value(adapter_only) else None
+    if not translation.value(use_vllm):
+        if options := [name for name in (mode, interval, *managed) if name and translation.has(name)]:
+            text = f"nothing to do: {use_vllm} is off, so the trainer's own weights generate"
+            translation.note(", ".join(options), text)
+        return
+    chosen = translation.value(mode, default_mode)
+    if chosen == "server":
+        translation.put("engine.kind", "http", use_vllm)
+        translation.put("engine.urls", [url], url_name)
+        translation.put("engine.wait_s", translation.value(timeout, _SERVER_WAIT_S), timeout)
+        if options := [name for name in managed if translation.has(name) and name != url_name]:
+            translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer needs none of it")
+    elif chosen == "colocate":
+        translation.put("engine.kind", "vllm", mode)
+        for name, option in managed.items():
+            translation.copy(name, f"engine.{option}")
+        _put_device(translation, device)
+        _make_room(translation, [name for name, option in managed.items() if option == "max_model_len"])
+    else:
+        translation.problem(mode, f"expected server or colocate, got {chosen!r}")
+        return
+    translation.put("bridge.kind", "lora_only" if swapped_by else "broadcast", swapped_by or use_vllm)
+    if interval is not None:
+        translation.copy(interval, "bridge.every_steps")
+
+
+def _make_room(translation: Translation, names: Sequence[str]) -> None:
+    """As much as the longest prompt and completion take: a full engine cuts the completion there, or refuses it."""
+    data, engine = translation.document.data, translation.document.data.get("engine", {})
+    prompt, room = data.get("data", {}).get("max_prompt_length"), engine.get("max_model_len")
+    completion = data.get("sampling", {}).get("max_completion_length", SamplingConfig().max_completion_length)
+    if not all(isinstance(length, int) for length in (prompt, completion, room)):
+        return  # one is not said, or is no number, which is told where it stands
+    if prompt + completion > room:
+        name = next(name for name in reversed(names) if translation.has(name))
+        translation.put("engine.max_model_len", prompt + completion, name)
+        translation.note(name, f"{prompt + completion} in place of {room}: the longest prompt and completion need it")
+
+
+def _put_device(translation: Translation, name: str) -> None:
+    """``cuda:N`` as CUDA_VISIBLE_DEVICES has it; ``auto`` was the first GPU that nothing trains on."""
+    value = translation.value(name)
+    if value == "auto":
+        translation.note(name, "the engine is on the trainer's own GPU; --set engine.devices=N is another")
+    elif value not in (None, "cuda"):
+        number = re.fullmatch(r"cuda:(\d+)", str(value))
+        if number is None:
+            translation.problem(name, f"expected auto or cuda:N, got {describe(value)}")
+        else:
+            translation.put("engine.devices", number[1], name)

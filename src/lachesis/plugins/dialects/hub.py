@@ -1,0 +1,80 @@
+"""The keys with which transformers uploads a model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from lachesis.config.document import describe
+from lachesis.plugins.dialects.table import Entry, Translation, cannot, nothing, together
+
+# Where TrainingArguments writes to, by whose name it calls a repository, if nothing is said.
+_OUTPUT_DIR = "trainer_output"
+_ONCE = "the model is uploaded once, when the run has done its last step"
+_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+
+
+def hub_names() -> Iterator[Entry]:
+    """Those that Axolotl's files have as well."""
+    yield together("hub_model_id", "checkpoint.hub.repo")
+    yield together("hub_revision", "checkpoint.hub.revision")
+    yield together("hub_strategy", "checkpoint.hub.repo", _ONCE)
+
+
+def transformers_hub_names() -> Iterator[Entry]:
+    """Those of TRL's files alone, of today and of earlier versions."""
+    yield together("push_to_hub", "checkpoint.hub.repo", "to hub_model_id, or a repository of output_dir's name")
+    yield together("hub_private_repo", "checkpoint.hub.private")
+    yield together("push_to_hub_model_id", "checkpoint.hub.repo", "as hub_model_id")
+    yield together("push_to_hub_organization", "checkpoint.hub.repo", "its owner")
+    yield from nothing(_ONCE, "hub_always_push")
+    yield from cannot(
+        "a token in a file goes wherever the file goes: set HF_TOKEN, or log in with `hf auth login`",
+        *("hub_token", "push_to_hub_token"),
+    )
+
+
+def put_axolotl_hub(translation: Translation) -> None:
+    """Axolotl uploads where ``hub_model_id`` is set, and makes the repository a private one."""
+    if translation.has("hub_model_id"):
+        if _put_repository(translation, translation.value("hub_model_id"), "hub_model_id"):
+            translation.put("checkpoint.hub.private", True, "hub_model_id")
+        _put_others(translation)
+
+
+def put_hub(translation: Translation) -> None:
+    """transformers uploads where ``push_to_hub`` says so."""
+    if not translation.switch("push_to_hub"):
+        return
+    name = next((one for one in ("hub_model_id", "push_to_hub_model_id") if translation.has(one)), "push_to_hub")
+    output_dir = PurePath(translation.text("output_dir", _OUTPUT_DIR)).name
+    repo = output_dir if name == "push_to_hub" else translation.text(name, output_dir)
+    owner = translation.value("push_to_hub_organization")
+    private = translation.value("hub_private_repo")
+    owned = repo if owner is None or "/" in repo else f"{owner}/{repo}"
+    if _put_repository(translation, owned, name) and private is not None:
+        translation.put("checkpoint.hub.private", private, "hub_private_repo")
+    _put_others(translation)
+
+
+def _put_repository(translation: Translation, repo: object, name: str) -> bool:
+    """Whether it has a name: a ``${VERSION}`` in it is for a script to fill in, which has not run."""
+    if isinstance(repo, str) and "${" in repo:
+        text = f"{describe(repo)} is no name of a repository yet, so nothing is uploaded; `lachesis push` does it later"
+        translation.warning(name, text)
+        return False
+    translation.put("checkpoint.hub.repo", repo, name)
+    return True
+
+
+def _put_others(translation: Translation) -> None:
+    revision = translation.value("hub_revision")
+    if revision is not None and translation.document.data.get("checkpoint", {}).get("hub"):
+        translation.put("checkpoint.hub.revision", revision, "hub_revision")
+    strategy = translation.value("hub_strategy", "end")
+    if strategy not in _STRATEGIES:
+        translation.problem("hub_strategy", f"expected {', '.join(_STRATEGIES)}, got {describe(strategy)}")
+    elif strategy in ("checkpoint", "all_checkpoints"):
+        translation.warning("hub_strategy", f"{_ONCE}; checkpoints stay in the run's directory")
+    elif strategy == "every_save":
+        translation.note("hub_strategy", _ONCE)

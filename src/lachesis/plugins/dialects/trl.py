@@ -1,0 +1,397 @@
+"""TRL's names, flat as its `trl grpo --config` takes them: GRPOConfig, ModelConfig and the script's arguments.
+
+Read from TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.json_values import is_list, is_object
+from lachesis.config.document import Document, describe
+from lachesis.plugins.dialects.convert import (
+    DTYPES,
+    OPTIMIZERS,
+    SCHEDULES,
+    engine_address,
+    held_out,
+    nonzero,
+    on_cpu,
+    one_of,
+)
+from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
+from lachesis.plugins.dialects.grpo import (
+    check_generation_batch,
+    grpo_entries,
+    note_paging,
+    put_batch,
+    put_betas,
+    put_completions,
+    put_dtype,
+    put_every,
+    put_generation_kwargs,
+    put_output_dir,
+    put_quantization,
+    put_reference,
+    put_rewards,
+    put_sampler_correction,
+    put_schedule,
+    put_serving,
+    put_steps,
+    put_strategy,
+    transformers_entries,
+)
+from lachesis.plugins.dialects.hub import put_hub
+from lachesis.plugins.dialects.mixtures import put_datasets
+from lachesis.plugins.dialects.open_r1_names import open_r1_names, supervised_names
+from lachesis.plugins.dialects.open_r1_rewards import put_open_r1_rewards
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
+from lachesis.plugins.dialects.transformers_names import transformers_names
+
+_PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+_UTILIZATION = 0.3  # of GRPOConfig
+_MANAGED = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_length": "max_model_len",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_enable_sleep_mode": "enable_sleep_mode",
+    "vllm_enforce_eager": "enforce_eager",
+    "vllm_dtype": "dtype",
+}
+
+
+def translate(document: Document, *, processes: int | None = 1) -> Translation:
+    """TRL's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
+    translation = Translation(document, TRL)
+    translation.run()
+    _put_model(translation)
+    put_datasets(translation)
+    _put_run(translation)
+    counted = put_batch(
+        translation,
+        rows="per_device_train_batch_size",
+        accumulation="gradient_accumulation_steps",
+        generations="num_generations",
+        default_rows=8,
+        processes=processes,
+    )
+    _check_generation_batch(translation, processes=counted)
+    put_rewards(translation, "")
+    put_open_r1_rewards(translation, document.name)
+    note_paging(translation, "optim")
+    put_reference(translation, "", alpha=0.6, steps=512)
+    put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
+    put_generation_kwargs(translation, "generation_kwargs")
+    put_completions(translation, "")
+    _put_new_tokens(translation)
+    if not translation.has("max_grad_norm") and translation.has("gradient_clipping"):
+        translation.put_converted(
+            "optimizer.max_grad_norm", translation.value("gradient_clipping"), "gradient_clipping", nonzero
+        )
+    _put_engine(translation)
+    _put_copies(translation, processes=processes or 1)
+    put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
+    translation.finish()
+    return translation
+
+
+def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
+    """Those of ``fsdp_config``; what is not among them is done anyway, or FSDP2's to decide."""
+    found = translation.value("fsdp_config", {})
+    if isinstance(found, str):
+        try:
+            found = json.loads(Path(found).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            translation.problem("fsdp_config", f"{found} cannot be read: {error}")
+            return {}
+    if not is_object(found):
+        translation.problem("fsdp_config", f"expected a mapping or a JSON file, got {describe(found)}")
+        return {}
+    return {option_of(key): ("fsdp_config", value) for key, value in found.items() if is_known_option(key)}
+
+
+def _put_model(translation: Translation) -> None:
+    if translation.switch("use_peft"):
+        translation.put("adapter.kind", "lora", "use_peft")
+        for name, path, default in (
+            ("lora_r", "adapter.r", 16),
+            ("lora_alpha", "adapter.alpha", 32),
+            ("lora_dropout", "adapter.dropout", 0.05),
+            ("lora_target_modules", "adapter.targets", "all-linear"),
+        ):
+            translation.put(path, translation.value(name, default), name)
+    put_quantization(translation)
+    options = translation.value("model_init_kwargs", {})
+    if not is_object(options):
+        translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
+        return
+    names = ("dtype", "torch_dtype")
+    asked = next((options[name] for name in names if name in options), None)
+    translation.put_converted("model.dtype", asked, "model_init_kwargs", one_of(DTYPES))
+    for key in options:
+        if key not in (*names, "attn_implementation", "device_map", "use_cache"):
+            translation.problem("model_init_kwargs", f"{key} has no counterpart")
+    put_dtype(translation, "fp16", "bf16")
+    for name in reversed(names):
+        translation.put_converted("model.dtype", translation.value(name), name, one_of(DTYPES))
+
+
+def _put_warmup(translation: Translation) -> None:
+    """``warmup_steps`` below 1 is a share of all steps, as in transformers."""
+    value = translation.value("warmup_steps")
+    if isinstance(value, float) and 0 < value < 1:
+        translation.put("optimizer.warmup_ratio", value, "warmup_steps")
+    elif value is not None:
+        whole = isinstance(value, float) and value.is_integer()
+        translation.put("optimizer.warmup_steps", int(value) if whole else value, "warmup_steps")
+
+
+def _put_run(translation: Translation) -> None:
+    put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
+    put_output_dir(translation, "output_dir")
+    put_betas(translation, "adam_beta1", "adam_beta2")
+    put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
+    _put_warmup(translation)
+    put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
+    saves = translation.value("save_strategy", "steps")
+    if put_strategy(translation, "save_strategy", saves, "checkpoint", default_steps=500) and saves == "steps":
+        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+    evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
+    if evaluates == "steps":
+        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    else:
+        put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
+    if evaluates != "no":
+        translation.copy("eval_dataset_name", "data.eval_path")
+    if evaluates != "no" and not translation.has("test_split_size"):
+        translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
+    put_hub(translation)
+    _put_reports(translation)
+
+
+def _put_reports(translation: Translation) -> None:
+    reports = translation.value("report_to", "none")
+    for report in reports if is_list(reports) else [reports]:
+        if report in ("mlflow", "trackio"):
+            _put_tracker(translation, report)
+        elif report == "tensorboard":
+            translation.put("logging.tensorboard", True, "report_to")
+        elif report == "wandb":
+            name = "wandb_project" if translation.has("wandb_project") else "project"
+            translation.put("logging.wandb.project", translation.value(name, "huggingface"), name)
+            for theirs, key in (("run_name", "name"), ("wandb_entity", "entity"), ("wandb_run_group", "group")):
+                translation.copy(theirs, f"logging.wandb.{key}")
+        elif report != "none":
+            translation.warning("report_to", f"Lachesis reports to {', '.join(TRACKERS)}, not to {report}")
+
+
+def _put_tracker(translation: Translation, tracker: str) -> None:
+    """MLflow's experiment is its own default there; Trackio's project is that of W&B."""
+    if tracker == "mlflow":
+        translation.put("logging.mlflow.experiment", "Default", "report_to")
+    else:
+        translation.put("logging.trackio.project", translation.value("project", "huggingface"), "project")
+        translation.copy("trackio_space_id", "logging.trackio.space")
+    translation.copy("run_name", f"logging.{tracker}.name")
+
+
+def _check_generation_batch(translation: Translation, *, processes: int) -> None:
+    """TRL counts completions, or the steps (micro-batches) that share a generation; never both."""
+    batch, steps = "generation_batch_size", "steps_per_generation"
+    if translation.has(batch) and translation.has(steps):
+        translation.problem(batch, f"{batch} and {steps} say the same; TRL takes one of them")
+        return
+    name = batch if translation.has(batch) else steps
+    rows, group = translation.value("per_device_train_batch_size", 8), translation.value("num_generations", 8)
+    if not translation.has(name) or not isinstance(rows, int) or not isinstance(group, int) or group < 1:
+        return
+    value = translation.whole(name, 1)
+    completions = None if value is None else value if name == batch else value * rows * processes
+    if completions is not None and completions % group:
+        translation.problem(name, f"{completions} completions are no multiple of num_generations {group}")
+        return
+    prompts = None if completions is None else completions // group
+    check_generation_batch(translation, name, prompts=prompts, meaning=f"TRL: {completions} completions")
+
+
+def _put_engine(translation: Translation) -> None:
+    url, host, port = None, None, None
+    if translation.value("vllm_mode", "colocate") == "server":
+        host, port = translation.text("vllm_server_host", "0.0.0.0"), translation.value("vllm_server_port", 8000)
+        url = translation.value("vllm_server_base_url")
+    put_serving(
+        translation,
+        use_vllm="use_vllm",
+        mode="vllm_mode",
+        default_mode="colocate",
+        url=url if isinstance(url, str) else engine_address(host, port),
+        url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
+        timeout="vllm_server_timeout",
+        managed=_MANAGED,
+        device="vllm_device",
+    )
+    utilization = "vllm_gpu_memory_utilization"
+    if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
+        translation.put("engine.gpu_memory_utilization", _UTILIZATION, utilization)
+
+
+def _put_copies(translation: Translation, *, processes: int) -> None:
+    """Of processes that train, each so many as hold a vLLM together have one on their GPUs."""
+    name, engine = "vllm_tensor_parallel_size", translation.document.data.get("engine", {})
+    ways = translation.value(name)
+    if engine.get("kind") != "vllm" or "devices" in engine or not isinstance(ways, int) or ways < 2:
+        return
+    if processes > ways and processes % ways == 0:
+        translation.put("engine.data_parallel_size", processes // ways, name)
+        translation.note(name, f"{processes} processes have {processes // ways} engines of {ways} GPUs beside them")
+
+
+def _put_new_tokens(translation: Translation) -> None:
+    """transformers' name of the same number, which stands in recipes beside TRL's or for it."""
+    name, other = "max_new_tokens", "max_completion_length"
+    value = translation.value(name)
+    if translation.has(other) and value not in (None, translation.value(other)):
+        translation.problem(name, f"{value}, and {other} is {translation.value(other)}; TRL reads {other}: keep that")
+    elif value is not None:
+        translation.put(f"sampling.{other}", value, name)
+
+
+def _names() -> Iterator[Entry]:
+    yield from grpo_entries("")
+    yield from transformers_entries()
+    yield Entry("model_name_or_path", "model.path")
+    for name in ("dtype", "torch_dtype", "bf16", "fp16", "model_init_kwargs"):
+        yield together(name, "model.dtype")
+    yield Entry("model_revision", "model.revision")
+    yield Entry("dataset_name", "data.path")
+    for key, path in (("path", "path"), ("name", "name"), ("split", "split"), ("data_files", "path")):
+        yield together(f"datasets.{key}", f"data.{path}", "the first; data.more has the others")
+    yield from nothing("rewards get every column", "datasets.columns")
+    yield from nothing("of earlier versions; data.name is dataset_config", "dataset_configs")
+    yield from refused("name a file in data_files", "datasets.data_dir")
+    yield from refused(_PART, "datasets.fraction", fine=(1.0,))
+    yield Entry("test_split_size", "data.eval_size", convert=held_out)
+    yield together(
+        "max_prompt_length",
+        "data.max_prompt_length",
+        "longer prompts are dropped; they are cut there, which asks another question",
+    )
+    yield together(
+        "gradient_clipping", "optimizer.max_grad_norm", "DeepSpeed's name; where max_grad_norm is not written"
+    )
+    yield together("max_new_tokens", "sampling.max_completion_length", "where max_completion_length is not written")
+    yield Entry("use_cpu", "model.device", convert=on_cpu)
+    yield Entry("no_cuda", "model.device", convert=on_cpu)
+    yield from open_r1_names()
+    yield Entry("dataset_config", "data.name")
+    yield Entry("dataset_train_split", "data.split")
+    yield together("dataset_test_split", "data.eval_split", "with eval_strategy")
+    yield Entry("shuffle_dataset", "data.shuffle")
+    yield together("use_peft", "adapter.kind", "true is lora")
+    for name, path in (("r", "r"), ("alpha", "alpha"), ("dropout", "dropout"), ("target_modules", "targets")):
+        yield together(f"lora_{name}", f"adapter.{path}")
+    yield Entry("gradient_checkpointing", "model.gradient_checkpointing", default=True)
+    yield together("max_steps", "run.steps", "-1 counts in epochs")
+    yield together("num_train_epochs", "run.epochs", "without max_steps")
+    yield together("per_device_train_batch_size", "batch.micro_batch_size")
+    yield together(
+        "gradient_accumulation_steps",
+        "batch.prompts_per_step",
+        "prompts = per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations",
+    )
+    yield together("generation_batch_size", "batch.steps_per_generation", "completions of one generation")
+    yield together("steps_per_generation", "batch.steps_per_generation", "micro-batches of one generation")
+    yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
+    yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
+    yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
+    yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
+    yield together("logging_steps", "logging.every_steps")
+    yield together("evaluation_strategy", "evaluation.every_steps", "as eval_strategy")
+    yield together("save_strategy", "checkpoint.every_steps", "steps, epoch (every_epochs) or no")
+    yield together("eval_strategy", "evaluation.every_steps", "steps, epoch (every_epochs) or no")
+    yield Entry("num_generations_eval", "evaluation.samples_per_problem")
+    yield together("report_to", "logging.wandb.project", f"{', '.join(TRACKERS)} or none")
+    yield together("project", "logging.wandb.project")
+    yield together("run_name", "logging.wandb.name")
+    yield from _engine_names()
+    yield from _without_counterpart()
+
+
+def _engine_names() -> Iterator[Entry]:
+    yield together("use_vllm", "engine.kind", "false: the trainer's own weights generate (embedded)")
+    yield together("vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
+    for name in ("server_base_url", "server_host", "server_port"):
+        yield together(f"vllm_{name}", "engine.urls", "0.0.0.0 is this machine")
+    yield together("vllm_server_timeout", "engine.wait_s")
+    for name, option in _MANAGED.items():
+        yield together(name, f"engine.{option}", "with vllm_mode colocate")
+    yield together("vllm_device", "engine.devices", "cuda:1 is 1; auto, as TRL today, the trainer's own GPU")
+    yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
+    yield Entry("vllm_guided_decoding_regex", "sampling.guided_regex")
+
+
+def _without_counterpart() -> Iterator[Entry]:
+    yield from transformers_names()
+    yield from supervised_names()
+    yield from nothing("Lachesis finds a free port (bridge.init_method)", "vllm_group_port")
+    yield from nothing(
+        "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
+        *("attn_implementation", "pad_to_multiple_of", "use_cache"),
+    )
+    yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
+    yield from nothing(
+        "the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss", "use_liger"
+    )
+    yield from nothing("devices talk by gloo on CPUs and NCCL on GPUs", "ddp_backend")
+    yield from nothing("weights are gathered for each transfer to the engine", "ds3_gather_for_generation")
+    yield from nothing("matrix products are as precise as torch's default", "tf32")
+    yield from nothing("logs/ of the run directory has all that is logged", "log_level")
+    yield from nothing("evaluation decodes as many at once as the engine takes", "per_device_eval_batch_size")
+    yield from nothing(
+        "lines come each logging.every_steps steps, the first included", "logging_first_step", "logging_strategy"
+    )
+    yield from nothing(
+        "`lachesis train` trains, and evaluates where there are held-out problems", "do_train", "do_eval"
+    )
+    yield from nothing("the tape has every completion", "log_unique_prompts")
+    yield from nothing("evaluation is before and after the run in any case", "eval_on_start")
+    yield from scaling_entries()
+    yield together("fsdp_config", "distributed.reshard_after_forward", "FSDP's options, or a JSON file of them")
+    yield from cannot("write distributed.shard_size for a mesh of devices", "parallelism_config")
+    yield from cannot("the embedded engine has one way to decode", "use_transformers_paged", "cache_implementation")
+    yield from nothing(
+        "the embedded engine takes new completions in as others end",
+        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+    )
+    yield from nothing("vLLM finds it out", "vllm_model_impl", "vllm_enable_prefix_caching")
+    yield from nothing("tools are no part of a configuration (source.rollout_func)", "max_tool_calling_iterations")
+    yield from cannot(
+        "the head's products are in model.dtype; logprobs are made of them in float32", "cast_lm_head_to_fp32"
+    )
+    yield from cannot("completions stay in the run's directory", "log_completions_hub_repo")
+    yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
+    yield from cannot("the router's loss is not added", "router_aux_loss_coef")
+    yield from nothing("datasets are read whole; prompts are small", "dataset_streaming", "streaming")
+    yield from nothing("all buffers stay on their device", "ignore_bias_buffers")
+    yield from refused("name the model in reward_funcs", "reward_model_name_or_path")
+    yield from refused("4 bits are nf4 here; remove it", "bnb_4bit_quant_type", fine=("nf4",))
+    yield from cannot("constants of quantized blocks stay in float32", "use_bnb_nested_quant")
+    yield from nothing("how quantized weights are stored is bitsandbytes' choice", "bnb_4bit_quant_storage")
+    yield from nothing("the task is language modelling", "lora_task_type")
+    yield from refused(
+        "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
+        *("lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
+    )
+    yield from nothing(
+        "of accelerate's launcher; several devices train with torchrun",
+        *("accelerate_config", "config_file", "num_machines", "machine_rank", "main_process_port", "main_process_ip"),
+        "mixed_precision",
+    )
+
+
+TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))

@@ -1,0 +1,1 @@
+"""Environments that play episodes with the engine: steps, verifiers, agents."""

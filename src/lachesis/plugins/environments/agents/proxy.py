@@ -1,0 +1,191 @@
+"""The server that agents talk to: OpenAI's and Anthropic's APIs in front of the run's engine, every turn recorded."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.json_values import read_json
+from lachesis.common.types import SamplingParams
+from lachesis.plugins.environments.agents import chat, messages, responses
+from lachesis.plugins.environments.agents.requests import Asked, AssistantTurn, BadRequest, Dialect, Event
+from lachesis.plugins.environments.agents.session import AgentSession, Recorder
+from lachesis.rollouts.call_batcher import GatheredCalls
+
+_START_S = 20.0
+_ANSWERS: Mapping[
+    Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
+] = {
+    "chat": (chat.answer, chat.events),
+    "responses": (responses.answer, responses.events),
+    "messages": (messages.answer, messages.events),
+}
+
+
+class AgentProxy:
+    """Listens on a port of its own, on a thread of its own. A key says which rollout a request belongs to.
+
+    ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is what it serves.
+
+    Args:
+        host: the address to listen at, which agents in containers have to reach.
+    """
+
+    def __init__(self, make_calls: Callable[[], GatheredCalls], recorder: Recorder, *, host: str = "127.0.0.1") -> None:
+        self.failure: LachesisError | None = None
+        self._recorder = recorder
+        self._sessions: dict[str, AgentSession] = {}
+        self._make_calls = make_calls
+        self.calls: GatheredCalls | None = None
+        self._listener = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
+        routes = [
+            Route("/v1/models", self._guarded("chat", self._models), methods=["GET"]),
+            Route("/v1/chat/completions", self._guarded("chat", self._chat), methods=["POST"]),
+            Route("/v1/responses", self._guarded("responses", self._responses), methods=["POST"]),
+            Route("/v1/messages", self._guarded("messages", self._messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._guarded("messages", self._count), methods=["POST"]),
+        ]
+        self.app = Starlette(
+            routes=routes, lifespan=self._lifespan, middleware=[Middleware(OwnHostOnly, allowed=(host,))]
+        )
+        config = uvicorn.Config(
+            self.app, log_config=None, access_log=False, ws="none", loop="asyncio", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="lachesis-agent-proxy", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen. Raises EngineError where that takes too long."""
+        self._thread.start()
+        if not self._begun.wait(_START_S):
+            raise EngineError(f"the proxy for agents did not begin to listen at {self.url}", remedy="try again")
+
+    def stop(self) -> None:
+        """Close the port. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_START_S)
+        if self.calls is not None:
+            self.calls.close()
+        self._listener.close()
+
+    def open(self, *, seed: int, params: SamplingParams) -> tuple[str, AgentSession]:
+        """A key for a new rollout, and what will be recorded of it."""
+        key, session = f"sk-{secrets.token_hex(16)}", AgentSession(seed=seed, params=params)
+        self._sessions[key] = session
+        return key, session
+
+    def close(self, key: str) -> None:
+        """Nothing more is recorded or answered under the key."""
+        if (session := self._sessions.pop(key, None)) is not None:
+            session.closed = True
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.calls = self._make_calls()
+        self._begun.set()
+        yield
+
+    def _guarded(self, dialect: Dialect, handler: Callable[[Request], Awaitable[Response]]) -> Any:
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except BadRequest as error:
+                return _refusal(dialect, error.message, status=error.status, code=error.code)
+            except LachesisError as error:
+                self.failure = self.failure or error
+                return _refusal(dialect, error.message, status=500, code="server_error")
+
+        return guarded
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        card = {"id": "policy", "object": "model", "created": 0, "owned_by": "lachesis"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _chat(self, request: Request) -> Response:
+        session = self._session(request)
+        return await self._turn(session, chat.read(await _body(request)), "chat")
+
+    async def _responses(self, request: Request) -> Response:
+        session, body = self._session(request), await _body(request)
+        before = session.responses.get(earlier) if (earlier := body.get("previous_response_id")) else ()
+        if before is None:
+            raise BadRequest(f"there is no response {earlier!r}", status=404)
+        return await self._turn(session, responses.read(body, before=before), "responses")
+
+    async def _messages(self, request: Request) -> Response:
+        session = self._session(request)
+        return await self._turn(session, messages.read(await _body(request)), "messages")
+
+    async def _count(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse({"input_tokens": len(self._recorder.render(messages.read(await _body(request))))})
+
+    async def _turn(self, session: AgentSession, asked: Asked, dialect: Dialect) -> Response:
+        assert self.calls is not None, "made before the first request is taken"
+        prepared = self._recorder.prepare(session, asked)
+        completion = await self.calls.complete(prepared.request)
+        if session.closed or completion.finish_reason == "abort":
+            raise BadRequest("the rollout has ended", status=401)
+        turn = self._recorder.record(session, prepared, completion)
+        document, events = _ANSWERS[dialect]
+        if not asked.stream:
+            return JSONResponse(document(turn))
+        return StreamingResponse(_stream(events(turn), dialect), media_type="text/event-stream")
+
+    def _session(self, request: Request) -> AgentSession:
+        """By the key, as either API's clients send it. Raises BadRequest for one that is not known, or no more."""
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        session = self._sessions.get(request.headers.get("x-api-key") or bearer)
+        if session is None:
+            raise BadRequest("the key is of no rollout that is under way", status=401, code="invalid_api_key")
+        return session
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        body = read_json(await request.body())
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body is no object")
+    return body
+
+
+async def _stream(events: Iterator[Event], dialect: Dialect) -> AsyncIterator[str]:
+    for name, data in events:
+        yield f"event: {name}\ndata: {json.dumps(data)}\n\n" if name else f"data: {json.dumps(data)}\n\n"
+    if dialect == "chat":
+        yield "data: [DONE]\n\n"
+
+
+def _refusal(dialect: Dialect, message: str, *, status: int, code: str) -> Response:
+    """An error as the API has it. Clients are told not to try again: they would get the same."""
+    if dialect == "messages":
+        kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+        kind = kinds.get(status, "invalid_request_error")
+        document: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        kind = "server_error" if status == 500 else "invalid_request_error"
+        document = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return JSONResponse(document, status_code=status, headers={"x-should-retry": "false"})

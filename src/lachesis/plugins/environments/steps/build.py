@@ -1,0 +1,212 @@
+"""The players of an environment that is stepped, by what a configuration says of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.imports import describe_exception, load_function
+from lachesis.plugins.environments.steps.game import EnvironmentCalls, Game, Row
+from lachesis.plugins.environments.steps.gymnasium import GymnasiumGame
+from lachesis.plugins.environments.steps.observations import Rendering
+from lachesis.plugins.environments.steps.openenv import OpenEnvGame, find_server, is_address
+from lachesis.plugins.environments.steps.players import EpisodeLimits, MakeGame, StepPlayers
+from lachesis.plugins.environments.steps.tinker import TinkerGame
+from lachesis.plugins.environments.steps.tools import ToolGame, owns_reward, tool_names, tool_schemas
+from lachesis.process.threads import CallThread
+from lachesis.rollouts.datasets.rows import read_file
+from lachesis.rollouts.episodes import PolicyAccess
+from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.rollouts.tools.parsers import load_parser
+
+HERMES = "hermes"
+# Limit of the one that is made before the run, in seconds; later ones have that of their rollout.
+_MAKING_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """One environment and how it is played.
+
+    Args:
+        environment: ``FILE.py:NAME`` or ``module.NAME`` of a class, or of a function that makes an environment; or the
+            address of an OpenEnv server.
+        interface: ``gymnasium``, ``tinker``, ``trl`` or ``openenv``; ``auto`` goes by the methods that it has.
+        args: keywords of the class or function; it gets the task's columns that it names too, and ``tokenizer``.
+        tasks: a file whose rows are the tasks; without one a task is a number, its ``seed``.
+        max_tasks: the first so many; needed without a file.
+        tool_parser: how the model writes a call, of environments whose methods are tools.
+        template_kwargs: further variables of the chat template.
+    """
+
+    environment: str
+    interface: str = "auto"
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tasks: str | None = None
+    max_tasks: int | None = None
+    eval_tasks: int = 0
+    max_turns: int = 8
+    turn_tokens: int | None = None
+    tool_parser: str = HERMES
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewarder | None = None) -> StepPlayers:
+    """An environment over a policy. It is made once here, to see which methods it has.
+
+    Raises:
+        ConfigError: it cannot be loaded or made, has none of the interfaces, or nobody would score it.
+        DataError: there are no tasks, or no end of them.
+    """
+    rows = task_rows(settings)
+    if settings.interface == "openenv" or is_address(settings.environment):
+        return _over_server(policy, settings, rows, rewarder)
+    maker = _maker(settings, policy)
+    probe, interface = _tried(maker, rows[0], settings)
+    _require_no_parser(settings, interface)
+    schemas = tool_schemas(probe) if interface == "trl" else {}
+    owned = interface != "trl" or owns_reward(probe)
+    if not owned and rewarder is None:
+        raise ConfigError(
+            f"{settings.environment!r} has no get_reward, and there are no rewards.functions: nobody says what an "
+            "episode is worth",
+            remedy="write get_reward(self) -> float, or a reward function that takes `environments`",
+        )
+    told = {"tools": list(schemas.values())} if schemas else {}
+    return StepPlayers(
+        policy=policy,
+        rows=rows,
+        make=_games(settings, maker, interface, schemas, policy),
+        rendering=Rendering(policy.tokenizer, {**settings.template_kwargs, **told}),
+        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
+        eval_tasks=settings.eval_tasks,
+        rewarder=rewarder,
+        owned=owned,
+    )
+
+
+def _over_server(
+    policy: PolicyAccess, settings: StepSettings, rows: list[Row], rewarder: Rewarder | None
+) -> StepPlayers:
+    """Episodes on a server of OpenEnv. Raises as :func:`find_server`."""
+    if not is_address(settings.environment) or settings.interface not in ("auto", "openenv"):
+        raise ConfigError(
+            f"source.environment is {settings.environment!r} and source.interface {settings.interface}",
+            remedy="give the address of an OpenEnv server, as http://127.0.0.1:8000, and no other interface",
+        )
+    _require_no_parser(settings, "openenv")
+    server = find_server(settings.environment, settings.args)
+
+    async def make(row: Row) -> Game:
+        return OpenEnvGame(server, row)
+
+    return StepPlayers(
+        policy=policy,
+        rows=rows,
+        make=make,
+        rendering=Rendering(policy.tokenizer, settings.template_kwargs),
+        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
+        eval_tasks=settings.eval_tasks,
+        rewarder=rewarder,
+    )
+
+
+def _require_no_parser(settings: StepSettings, interface: str) -> None:
+    if interface != "trl" and settings.tool_parser != HERMES:
+        raise ConfigError("source.tool_parser is for methods that are tools", remedy="leave it out")
+
+
+def task_rows(settings: StepSettings) -> list[Row]:
+    """The tasks: rows of a file, or numbers; each has a ``seed``, its number unless the row has one."""
+    if settings.tasks is None:
+        if settings.max_tasks is None:
+            raise DataError(
+                f"{settings.environment!r} has no end of tasks",
+                remedy="set source.max_tasks, or source.tasks to a file",
+            )
+        return [{"seed": number} for number in range(settings.max_tasks)]
+    found = read_file(Path(settings.tasks))[: settings.max_tasks]
+    if not found:
+        raise DataError(f"{settings.tasks} has no tasks", remedy="write a row for each")
+    rows = [dict(row.columns) for row in found]
+    return [row if row.get("seed") is not None else row | {"seed": number} for number, row in enumerate(rows)]
+
+
+def interface_of(env: object) -> str:
+    """By its methods. Raises ConfigError where it has those of none."""
+    has = {name for name in ("initial_observation", "reset", "step") if callable(getattr(env, name, None))}
+    if {"initial_observation", "step"} <= has:
+        return "tinker"
+    if {"reset", "step"} <= has:
+        return "gymnasium"
+    if "reset" in has and tool_names(env):
+        return "trl"
+    raise ConfigError(
+        f"a {type(env).__name__} cannot be stepped: it has neither reset and step, nor initial_observation and step, "
+        "nor reset and methods that are tools",
+        remedy="write one of these, or name another class in source.environment",
+    )
+
+
+def _maker(settings: StepSettings, policy: PolicyAccess) -> Callable[[Row], Any]:
+    """A new environment for a task, from the class or function that is named."""
+    factory = load_function(settings.environment)
+    try:
+        names = {name for name, one in inspect.signature(factory).parameters.items() if one.kind is not one.VAR_KEYWORD}
+    except (TypeError, ValueError):  # of a class in C: it gets what the configuration gives
+        names = set[str]()
+
+    def make(row: Row) -> Any:
+        offered = {"tokenizer": policy.tokenizer, **row}
+        return factory(**{name: value for name, value in offered.items() if name in names} | dict(settings.args))
+
+    return make
+
+
+def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tuple[Any, str]:
+    """An environment, which is closed again, and its interface. Raises ConfigError where it cannot be made."""
+    thread = CallThread("lachesis-environment")
+    try:
+        made = thread.call(maker, {"row": row}, timeout_s=_MAKING_S)
+        if made.hung or made.error is not None:
+            why = f"took longer than {_MAKING_S:g} s" if made.error is None else describe_exception(made.error, None)
+            raise ConfigError(
+                f"source.environment {settings.environment!r} cannot be made: {why}",
+                remedy="mend it, or correct source.args",
+            ) from made.error
+        interface = settings.interface if settings.interface != "auto" else interface_of(made.result)
+        if interface != "trl" and callable(close := getattr(made.result, "close", None)):
+            thread.call(close, {}, timeout_s=_MAKING_S)
+        return made.result, interface
+    finally:
+        thread.close()
+
+
+def _games(
+    settings: StepSettings,
+    maker: Callable[[Row], Any],
+    interface: str,
+    schemas: Mapping[str, Mapping[str, Any]],
+    policy: PolicyAccess,
+) -> MakeGame:
+    parse = load_parser(settings.tool_parser, tokenizer=policy.tokenizer)
+    what = settings.environment
+
+    async def make(row: Row) -> Game:
+        calls = EnvironmentCalls(what)
+        try:
+            env = await calls(maker, row)
+        except BaseException:
+            await calls.close(None)
+            raise
+        if interface == "tinker":
+            return TinkerGame(env, calls, what=what)
+        if interface == "gymnasium":
+            return GymnasiumGame(env, row, calls, what=what)
+        return ToolGame(env, row, calls, schemas=schemas, parse=parse, what=what)
+
+    return make

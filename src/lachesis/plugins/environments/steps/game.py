@@ -1,0 +1,169 @@
+"""One episode of an environment as the players see it: what it shows, what the model does, what that is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lachesis.common.errors import LachesisError
+from lachesis.common.imports import describe_exception
+from lachesis.common.types import FinishReason, Message
+from lachesis.process.threads import DaemonThread
+from lachesis.rollouts.episodes import RolloutFailed
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A turn of the model: its text, the same with special tokens, its tokens, and why it ended."""
+
+    text: str
+    raw: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What an environment answers.
+
+    Args:
+        messages: new ones; with ``whole`` all of the next prompt.
+        token_ids: all tokens of the next prompt, of environments that render it themselves.
+        answer: the turn before as a message, where it is more than its text.
+        reward: of this step alone.
+        stop: texts that end the next turn, and ``stop_token_ids`` tokens that do.
+    """
+
+    messages: tuple[Message, ...] = ()
+    whole: bool = False
+    token_ids: tuple[int, ...] | None = None
+    answer: Message | None = None
+    reward: float = 0.0
+    done: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class EnvironmentCalls:
+    """Calls into one environment: coroutine functions on the loop of the rollouts, all others on one thread.
+
+    The thread is the environment's own from its making to its end, and a daemon: one that hangs is left behind.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._thread: DaemonThread | None = None
+
+    async def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What ``function`` returns. Raises RolloutFailed for whatever it raises that is none of our errors."""
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*given, **named)
+            return await asyncio.wrap_future(self._submit(partial(function, *given, **named)))
+        except LachesisError:
+            raise
+        except Exception as error:
+            name = getattr(function, "__name__", "it")
+            message = f"{self._what}: {name} raised {describe_exception(error, None)}"
+            raise RolloutFailed(message, cause=_cause(error)) from error
+
+    async def close(self, function: Callable[..., Any] | None) -> None:
+        """Call ``function`` last, if there is one, without waiting for a thread that may hang."""
+        try:
+            if function is not None and inspect.iscoroutinefunction(function):
+                async with asyncio.timeout(_CLOSE_S):
+                    await function()
+            elif function is not None:
+                self._submit(function).add_done_callback(self._closed)
+        except Exception as error:
+            self._warn(error)
+        finally:
+            if self._thread is not None:
+                self._thread.abandon()
+                self._thread = None
+
+    def _submit(self, function: Callable[..., Any]) -> Future[Any]:
+        if self._thread is None:
+            self._thread = DaemonThread("lachesis-environment")
+        return self._thread.submit(function, {})
+
+    def _closed(self, future: Future[Any]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._warn(error)
+
+    def _warn(self, error: BaseException) -> None:
+        logger.warning("%s: closing it raised %s", self._what, describe_exception(error, None))
+
+
+def _cause(error: Exception) -> str:
+    """Under which a failure of the environment is counted."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return "connection" if isinstance(error, ConnectionError) else "environment"
+
+
+class Game(ABC):
+    """One episode. ``subject`` is the object of the user's that is played."""
+
+    subject: Any = None
+
+    @abstractmethod
+    async def begin(self) -> Seen:
+        """What the model sees first. Raises RolloutFailed where the environment does not begin."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> Seen:
+        """What a turn brought. Raises RolloutFailed where the environment fails."""
+
+    async def worth(self) -> float:
+        """What the episode is worth as a whole, beyond the rewards of its steps."""
+        return 0.0
+
+    async def close(self) -> None:
+        """Give back what it holds; also after a failure, and once it was cancelled."""
+        return None
+
+
+def shown(observation: object, *, what: str) -> tuple[Message, ...]:
+    """An observation as messages: a text is one of the user. Raises RolloutFailed for anything else."""
+    if isinstance(observation, str):
+        return ({"role": "user", "content": observation},)
+    if isinstance(observation, list | tuple):
+        found: list[Any] = list(observation)  # pyright: ignore[reportUnknownArgumentType]
+        if found and all(isinstance(one, Mapping) and "role" in one for one in found):
+            return tuple(found)
+    raise RolloutFailed(
+        f"{what}: an observation is a {type(observation).__name__}, neither a text nor messages; have the environment "
+        "write it as a text",
+        cause="environment",
+    )
+
+
+def number(value: object, *, what: str) -> float:
+    """A reward as a number; numpy's and torch's are too. Raises RolloutFailed where it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise RolloutFailed(f"{what}: a reward is {value!r}, no number", cause="environment") from error
+
+
+def named_arguments(function: Callable[..., Any], row: Row) -> dict[str, Any]:
+    """Of a task's columns those that a function names; all where it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(row)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in row.items() if name in names}

@@ -1,0 +1,76 @@
+"""From what an environment shows to token ids: by the chat template, or as plain text where the model has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.types import Message
+from lachesis.plugins.environments.steps.game import Action
+from lachesis.rollouts.tools.template import Continuation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Rendering:
+    """Tokens of prompts. What was sampled stays as it is: only what is new is made from text.
+
+    Args:
+        kwargs: further variables of the chat template, as the descriptions of tools.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs)
+        self._chats = bool(tokenizer.chat_template or "chat_template" in kwargs)
+        if kwargs.get("tools") and not self._chats:
+            raise ConfigError(
+                "tools are told of by the chat template, and the model has none", remedy="set model.chat_template"
+            )
+        self._continuation = Continuation(tokenizer, kwargs)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The first prompt. Raises ConfigError where the template fails."""
+        if not self._chats:
+            return tuple(self._tokenizer(_text(messages))["input_ids"])  # type: ignore[arg-type]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._kwargs,
+            )
+        except Exception as error:  # a template is a program of the model's, and may raise anything
+            raise ConfigError(
+                f"the chat template cannot render what the environment shows: {type(error).__name__}: {error}",
+                remedy="set model.chat_template to one that knows these roles",
+            ) from error
+        return tuple(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+    def added(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
+        """What comes between a turn and the next. Raises ConfigError as :meth:`Continuation.tokens`.
+
+        Args:
+            answer: the turn as a message.
+            ended: whether it was sampled with its end token.
+        """
+        if self._chats:
+            return self._continuation.tokens(answer, messages, ended=ended)
+        return list(self._tokenizer(_text(messages), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+    def action(self, token_ids: Sequence[int], *, finish_reason: Any) -> Action:
+        """A turn as the environment gets it, without its end token."""
+        ended = self.ended(token_ids)
+        own = list(token_ids[:-1] if ended else token_ids)
+        raw, text = (str(self._tokenizer.decode(own, skip_special_tokens=skip)) for skip in (False, True))
+        return Action(text=text, raw=raw, token_ids=tuple(token_ids), finish_reason=finish_reason)
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether a turn has its end token."""
+        return bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "".join(str(message["content"]) for message in messages)

@@ -1,0 +1,155 @@
+"""Environments of OpenEnv: a server that is reset and stepped over a WebSocket, a session for each episode.
+
+Its own package brings a web interface, pandas and fastmcp with it, so its messages are spoken here; the
+contract tests do so with the real server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.json_values import read_json
+from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen, number, shown
+from lachesis.rollouts.episodes import RolloutFailed
+
+_SCHEMA_S = 30.0
+_LARGEST = 100 * 2**20  # bytes of a message, as its own client has it
+_REFUSED = "VALIDATION_ERROR"  # of an action that is none: the model's fault, and no failure
+_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvServer:
+    """A server, and how its records are texts.
+
+    Args:
+        url: with scheme, host and port.
+        action: the field of an action that gets the model's turn.
+        observation: the field of an observation that is shown; ``None``: its only text, or all of it as JSON.
+    """
+
+    url: str
+    action: str
+    observation: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Of its WebSocket."""
+        scheme, _, rest = self.url.rstrip("/").partition("://")
+        return f"{_SCHEMES[scheme]}://{rest}/ws"
+
+
+def is_address(environment: str) -> bool:
+    """Whether an environment is named by its server's address."""
+    return environment.partition("://")[0] in _SCHEMES and "://" in environment
+
+
+def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
+    """A server, which is asked for what an action of it is unless ``args`` say.
+
+    Raises:
+        DependencyError: the package websockets is not installed.
+        ConfigError: ``args`` have other names than ``action`` and ``observation``, nobody answers, or an action has no
+            or several texts.
+    """
+    try:
+        import websockets  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        message = "OpenEnv's servers need the package websockets"
+        raise DependencyError(message, remedy="pip install 'lachesis[openenv]'") from error
+    if unknown := sorted(args.keys() - {"action", "observation"}):
+        raise ConfigError(f"source.args has {unknown[0]!r}", remedy="with a server it has action and observation")
+    action = args.get("action")
+    return OpenEnvServer(url, _text_field(url) if action is None else str(action), args.get("observation"))
+
+
+def _text_field(url: str) -> str:
+    """The one text among the fields of an action, by the server's schema."""
+    scheme, _, rest = url.rstrip("/").partition("://")
+    address = f"{scheme.replace('ws', 'http', 1)}://{rest}/schema"
+    try:
+        answer = httpx.get(address, timeout=_SCHEMA_S, trust_env=False).raise_for_status().json()
+        fields = answer["action"]["properties"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"no OpenEnv server answers at {address}: {type(error).__name__}: {error}",
+            remedy="start it, or correct source.environment",
+        ) from error
+    texts = [name for name, kind in fields.items() if kind.get("type") == "string"]
+    if len(texts) != 1:
+        raise ConfigError(
+            f"an action of {url} has the fields {', '.join(name for name in fields if name != 'metadata')}: which of "
+            "them is the model's turn is not clear",
+            remedy="name it in source.args.action, or write a class with reset and step around a client",
+        )
+    return texts[0]
+
+
+class OpenEnvGame(Game):
+    """One session. ``reset`` gets all columns of the task; the server takes those that it knows."""
+
+    def __init__(self, server: OpenEnvServer, row: Row) -> None:
+        self._server = server
+        self._row = row
+        self._socket: Any = None
+
+    async def begin(self) -> Seen:
+        from websockets.asyncio.client import connect
+
+        try:
+            self._socket = await connect(self._server.address, max_size=_LARGEST, proxy=None)
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        return await self._asked("reset", dict(self._row))
+
+    async def step(self, action: Action) -> Seen:
+        return await self._asked("step", {self._server.action: action.text})
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def _asked(self, kind: str, data: dict[str, Any]) -> Seen:
+        from websockets.exceptions import WebSocketException
+
+        try:
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = read_json(await self._socket.recv())
+            found = answer["data"]
+        except (OSError, WebSocketException) as error:
+            raise self._lost(error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._failed(f"its answer to {kind} is not OpenEnv's ({type(error).__name__}: {error})") from error
+        if answer.get("type") == "error":
+            return self._refused(kind, found)
+        reward = number(found.get("reward") or 0.0, what=self._server.url)
+        done = bool(found.get("done"))
+        messages = () if done else shown(self._text(found.get("observation") or {}), what=self._server.url)
+        return Seen(messages=messages, reward=reward, done=done)
+
+    def _refused(self, kind: str, data: Mapping[str, Any]) -> Seen:
+        """What the server says is no action is told to the model."""
+        if kind == "step" and data.get("code") == _REFUSED:
+            return Seen(messages=shown(f"error: {data.get('message')}", what=self._server.url))
+        raise self._failed(f"{kind}: {data.get('message')} ({data.get('code')})")
+
+    def _text(self, observation: Mapping[str, Any]) -> Any:
+        name = self._server.observation
+        if name is not None and name not in observation:
+            raise self._failed(f"an observation has no {name!r}, but {', '.join(observation)}")
+        if name is not None:
+            return observation[name]
+        texts = [value for value in observation.values() if isinstance(value, str) and value]
+        return texts[0] if len(texts) == 1 else json.dumps(observation, ensure_ascii=False)
+
+    def _failed(self, why: str) -> RolloutFailed:
+        return RolloutFailed(f"{self._server.url}: {why}", cause="environment")
+
+    def _lost(self, error: Exception) -> RolloutFailed:
+        return RolloutFailed(f"{self._server.url}: {type(error).__name__}: {error}", cause="connection")

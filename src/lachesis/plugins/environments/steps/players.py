@@ -1,0 +1,213 @@
+"""Plays episodes of an environment that is stepped: the turns are the engine's, token by token as it sampled them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, EngineError
+from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
+from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen
+from lachesis.plugins.environments.steps.observations import Rendering
+from lachesis.plugins.environments.steps.scoring import EpisodeEnd, scored
+from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers, held_out_last
+from lachesis.rollouts.generation import request_seed, text_decoder
+from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.rollouts.turn_server import Turn, joined
+
+MakeGame = Callable[[Row], Awaitable[Game]]
+"""A new environment for one episode, for the columns of its task."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Most turns of an episode, and most tokens of one of them (``None``: any)."""
+
+    turns: int
+    tokens: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """One episode as it grows.
+
+    Args:
+        prompt_ids: what the next turn is sampled after; ``base`` of them were there before the first turn.
+        start: what the environment showed first, and ``said`` all messages after that.
+        full: whether it ended because no room was left, in its last turn or for a further one.
+    """
+
+    prompt_ids: tuple[int, ...]
+    base: int
+    start: tuple[Message, ...] = ()
+    said: list[Message] = field(default_factory=list[Message])
+    turns: list[Turn] = field(default_factory=list[Turn])
+    reward: float = 0.0
+    metrics: Counter[str] = field(default_factory=Counter[str])
+    full: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class StepPlayers(TaskPlayers):
+    """Plays one environment, a new one for each episode.
+
+    ``max_tokens`` of the policy's parameters is the most of a sequence after its prompt, with what the environment
+    shows in between, as TRL counts.
+
+    Args:
+        rows: the tasks, by their columns; the last ``eval_tasks`` are held out.
+        rewarder: reward functions beside the environment's own reward.
+        owned: whether the environment says itself what an episode is worth.
+    """
+
+    policy: PolicyAccess
+    rows: Sequence[Row]
+    make: MakeGame
+    rendering: Rendering
+    limits: EpisodeLimits
+    eval_tasks: int = 0
+    rewarder: Rewarder | None = None
+    owned: bool = True
+
+    def __post_init__(self) -> None:
+        self._decode = text_decoder(self.policy.tokenizer)
+        functions = () if self.rewarder is None else self.rewarder.names
+        self.reward_names = (*functions, "environment") if self.owned else functions
+
+    def split(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Tasks to train on, and those held out."""
+        prompts = [
+            Prompt(id=str(number), token_ids=(), text=", ".join(f"{name}: {value}" for name, value in row.items()),
+                   columns=row)
+            for number, row in enumerate(self.rows)
+        ]  # fmt: skip
+        return held_out_last(prompts, self.eval_tasks)
+
+    def report(self, deadline: Deadline) -> None:
+        self.policy.calls.deadline = deadline
+
+    def report_version(self, version: int) -> None:
+        if self.rewarder is not None:
+            self.rewarder.report_step(version)
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        """One episode, from a new environment to its end."""
+        params = replace(self.policy.params, temperature=0.0) if greedy else self.policy.params
+        game = await self.make(prompt.columns)
+        try:
+            episode = await self._played(game, params, prompt=prompt, seed=seed)
+            reward = episode.reward + await game.worth()
+        finally:
+            await game.close()
+        temperature = 1.0 if params.greedy else params.temperature
+        samples = joined(episode.turns, decode=self._decode, temperature=temperature)
+        samples[-1] = replace(samples[-1], finish_reason="length" if episode.full else "stop")
+        played = Played(
+            tuple(replace(sample, reward=reward, rewards=(reward,)) for sample in samples),
+            metrics=dict(episode.metrics),
+            state=None
+            if self.rewarder is None
+            else EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said)),
+        )
+        return await self._judged(played, prompt) if greedy else played
+
+    async def _judged(self, played: Played, prompt: Prompt) -> Played:
+        """An episode of a group of its own with its rewards."""
+        judged = await self.finish([played])
+        if not judged:
+            raise RolloutFailed(f"task {prompt.id}: a reward function failed on it", cause="reward")
+        if isinstance(judged[0], RolloutFailed):
+            raise judged[0]
+        return judged[0]
+
+    async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
+        """With the rewards of functions, which are called for a group at once."""
+        if self.rewarder is None or not played:
+            return list(played)
+        return await scored(played, self.rewarder, owned=self.owned)
+
+    async def stop(self) -> None:
+        await self.policy.calls.ended()
+        self.policy.calls.close()
+
+    async def _played(self, game: Game, params: SamplingParams, *, prompt: Prompt, seed: int) -> Episode:
+        """All turns; the last one is stepped too, for what it brings."""
+        seen = await game.begin()
+        episode = self._begun(seen)
+        if self._room(episode) < 1:
+            length = len(episode.prompt_ids)
+            raise RolloutFailed(f"task {prompt.id}: its prompt of {length} tokens leaves no room", cause="length")
+        while True:
+            turn = self._turn(params, seen, room=self._room(episode))
+            request = GenerationRequest(
+                episode.prompt_ids,
+                turn,
+                seed=request_seed(seed, len(episode.turns)),
+                conversation=f"steps {prompt.id}",
+            )
+            completion = await self.policy.calls.complete(request)
+            if completion.finish_reason == "abort":
+                raise EngineError("the engine aborted a turn", remedy="look into its log; the request was sound")
+            episode.full = completion.finish_reason == "length" and turn.max_tokens == self._room(episode)
+            episode.turns.append(Turn(episode.prompt_ids, completion))
+            action = self.rendering.action(completion.token_ids, finish_reason=completion.finish_reason)
+            seen = await game.step(action)
+            self._note(episode, action, seen)
+            if seen.done or len(episode.turns) == self.limits.turns or not self._go_on(episode, completion, seen):
+                episode.metrics["truncated"] = int(not seen.done)
+                return episode
+
+    def _begun(self, seen: Seen) -> Episode:
+        prompt_ids = self.rendering.start(seen.messages) if seen.token_ids is None else self._checked(seen.token_ids)
+        return Episode(prompt_ids=prompt_ids, base=len(prompt_ids), start=seen.messages)
+
+    def _note(self, episode: Episode, action: Action, seen: Seen) -> None:
+        episode.reward += seen.reward
+        episode.metrics.update({"turns": 1, **seen.metrics})
+        episode.said.append(seen.answer or {"role": "assistant", "content": action.text})
+        episode.said += [] if seen.whole else seen.messages
+
+    def _go_on(self, episode: Episode, completion: Completion, seen: Seen) -> bool:
+        """Make the prompt of the next turn; False where it would leave no room for one."""
+        known = (*episode.prompt_ids, *completion.token_ids)
+        if seen.token_ids is not None:
+            following = self._checked(seen.token_ids)
+        elif seen.whole:
+            following = self.rendering.start(seen.messages)
+        else:
+            ended = self.rendering.ended(completion.token_ids)
+            following = (
+                *known,
+                *self.rendering.added(episode.said[-1 - len(seen.messages)], seen.messages, ended=ended),
+            )
+        if following[: len(known)] != known:  # another sequence begins
+            episode.base = len(following)
+        episode.prompt_ids = following
+        episode.full = self._room(episode) < 1
+        return not episode.full
+
+    def _room(self, episode: Episode) -> int:
+        """How many tokens the next turn may have."""
+        used = len(episode.prompt_ids) - episode.base
+        return min(self.policy.params.max_tokens - used, self.policy.max_context - len(episode.prompt_ids))
+
+    def _turn(self, params: SamplingParams, seen: Seen, *, room: int) -> SamplingParams:
+        most = room if self.limits.tokens is None else min(room, self.limits.tokens)
+        return replace(
+            params,
+            max_tokens=most,
+            min_tokens=min(params.min_tokens, most),
+            stop=tuple(dict.fromkeys((*params.stop, *seen.stop))),
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *seen.stop_token_ids))),
+        )
+
+    def _checked(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if not 0 <= min(token_ids) <= max(token_ids) < self.policy.vocab_size:
+            raise ConfigError(
+                f"the environment shows token ids from {min(token_ids)} to {max(token_ids)}, and the model's "
+                f"vocabulary has {self.policy.vocab_size}",
+                remedy="make them with the model's own tokenizer, which a maker that names `tokenizer` gets",
+            )
+        return token_ids

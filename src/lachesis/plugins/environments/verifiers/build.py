@@ -1,0 +1,72 @@
+"""The players of an environment, for whichever line of verifiers is installed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import DependencyError, first_line
+from lachesis.plugins.environments.verifiers.settings import (
+    NEEDS,
+    VerifiersPlayers,
+    VerifiersSettings,
+    installed_line,
+    own_signals,
+)
+from lachesis.rollouts.episodes import PolicyAccess, TaskPlayers
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.turn_server import TurnServer
+
+
+def verifiers_players(
+    policy: PolicyAccess,
+    *,
+    environment: str,
+    args: Mapping[str, Any],
+    renderer: Mapping[str, Any],
+    max_tasks: int | None,
+    eval_tasks: int,
+) -> TaskPlayers:
+    """An environment of verifiers over a policy; arguments as :class:`VerifiersSettings`.
+
+    Raises:
+        DependencyError: verifiers is not installed.
+        ConfigError, DataError: the environment cannot be loaded, or has no tasks.
+    """
+    directory = tempfile.TemporaryDirectory(prefix="lachesis-tokenizer-")
+    policy.tokenizer.save_pretrained(directory.name)
+    settings = VerifiersSettings(
+        environment=environment,
+        args=args,
+        server=TurnServer(
+            policy.calls, params=policy.params, max_context=policy.max_context, vocab_size=policy.vocab_size
+        ),
+        tokenizer=Path(directory.name),
+        model=policy.model,
+        renderer=renderer,
+        params=policy.params,
+        decode=text_decoder(policy.tokenizer),
+        max_tasks=max_tasks,
+        eval_tasks=eval_tasks,
+    )
+    with own_signals():
+        players = load_players()(settings)
+    players.keep = directory
+    return players
+
+
+def load_players() -> Callable[[VerifiersSettings], VerifiersPlayers]:
+    """The players of the line that is installed. Raises DependencyError where none is, or not whole."""
+    line = installed_line()
+    try:
+        if line == "0.1":
+            from lachesis.plugins.environments.verifiers.v01 import EnvironmentPlayers
+
+            return EnvironmentPlayers
+        from lachesis.plugins.environments.verifiers.v04 import TodaysPlayers
+
+        return TodaysPlayers
+    except ImportError as error:
+        raise DependencyError(f"verifiers cannot be imported: {first_line(error)}", remedy=NEEDS) from error

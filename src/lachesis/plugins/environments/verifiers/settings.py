@@ -1,0 +1,129 @@
+"""What the players of both lines are built from."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DependencyError, EngineError
+from lachesis.common.imports import installed_version
+from lachesis.common.types import SamplingParams
+from lachesis.rollouts.episodes import TaskPlayers
+from lachesis.rollouts.generation import TextDecoder
+from lachesis.rollouts.turn_server import Turn, TurnServer
+
+NEEDS = "pip install 'lachesis[verifiers]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersSettings:
+    """One environment and how it is played.
+
+    Args:
+        environment: its id, or a ``.py`` file, which is imported under its own name.
+        args: of the environment: keywords of ``load_environment`` (0.1), or its ``env`` section.
+        tokenizer: directory of the tokenizer, with the chat template.
+        model: whose tokenizer it is, by which the library may know a renderer.
+        renderer: name and fields of a renderer; ``{"name": "auto"}`` renders by the chat template.
+        max_tasks: the first so many tasks; needed where an environment has no end of them.
+        eval_tasks: held out of them, or taken from its own evaluation set.
+    """
+
+    environment: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    server: TurnServer
+    tokenizer: Path
+    model: str = ""
+    renderer: Mapping[str, Any] = field(default_factory=lambda: {"name": "auto"})
+    params: SamplingParams
+    decode: TextDecoder
+    max_tasks: int | None = None
+    eval_tasks: int = 0
+
+
+class VerifiersPlayers(TaskPlayers):
+    """The players of one environment, over a server in front of the engine."""
+
+    def __init__(self, settings: VerifiersSettings) -> None:
+        self.settings = settings
+
+    def report(self, deadline: Deadline) -> None:
+        self.settings.server.begin(deadline)
+
+    async def start(self) -> None:
+        await self.settings.server.start()
+
+    async def stop(self) -> None:
+        await self.settings.server.stop()
+
+
+def installed_line() -> str:
+    """``0.1`` or ``today``.
+
+    Raises:
+        DependencyError: verifiers is not installed, or of a release in between, which has neither interface.
+    """
+    version = installed_version("verifiers")
+    if version is None:
+        raise DependencyError("source.kind verifiers needs the package verifiers", remedy=NEEDS)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers == (0, 1):
+        return "0.1"
+    if numbers >= (0, 4):
+        return "today"
+    raise DependencyError(f"verifiers {version} is neither of the line 0.1 nor 0.4 or later", remedy=NEEDS)
+
+
+def environment_id(environment: str) -> str:
+    """The id of an environment; a file's directory is put where Python looks for packages.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not environment.endswith(".py"):
+        return environment
+    path = Path(environment).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"source.environment: there is no file {path}", remedy="name a package or a file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return path.stem
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Within it a library may take over signals (verifiers 0.1 does); afterwards they are the run's again."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where: str) -> list[Turn]:
+    """Of the turns that the engine sampled those that the environment kept, in their order.
+
+    Raises:
+        EngineError: it has tokens that were never sampled; what would be trained on is not what the policy did.
+    """
+    left = Counter(tuple(ids) for ids in sampled)
+    kept: list[Turn] = []
+    for turn in turns:
+        if left[turn.completion.token_ids]:
+            left[turn.completion.token_ids] -= 1
+            kept.append(turn)
+    if lost := [ids for ids, count in left.items() if count]:
+        raise EngineError(
+            f"{where}: the environment has a completion of {len(lost[0])} tokens that the engine never sampled",
+            remedy="its client has to ask /inference/v1/generate, and to keep the tokens of its answers",
+        )
+    return kept

@@ -1,0 +1,201 @@
+"""Environments of verifiers 0.4 and later: a task set, the agents that work on a task, and the traces they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import renderers.client
+import verifiers.v1 as vf
+from renderers.base import MODEL_RENDERER_MAP
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.runtimes import SubprocessConfig
+from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
+
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.types import Prompt
+from lachesis.plugins.environments.verifiers import harness
+from lachesis.plugins.environments.verifiers.settings import (
+    VerifiersPlayers,
+    VerifiersSettings,
+    environment_id,
+    kept_turns,
+)
+from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
+from lachesis.rollouts.turn_server import MODEL, joined
+
+logger = logging.getLogger(__name__)
+
+_TEMPLATE = "lachesis.plugins.environments.verifiers.renderer.TemplateRenderer"
+_SHELL = "bash"
+_NO_KEY = "LACHESIS_NO_KEY"  # of a variable that is not set: the port is this process's own
+
+
+class TodaysPlayers(VerifiersPlayers):
+    """Plays the episodes of one environment.
+
+    Raises:
+        ConfigError: there is no such environment, or its arguments do not fit.
+        DataError: it has no tasks, or no end of them and ``max_tasks`` is not set.
+    """
+
+    def __init__(self, settings: VerifiersSettings) -> None:
+        super().__init__(settings)
+        self._stack = AsyncExitStack()
+        self._env = _load(settings)
+        self._tasks = _tasks(self._env, settings)
+        self._client: TrainClientConfig | None = None
+
+    def split(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Tasks to train on, and the last ones, which are held out."""
+        prompts = [_prompt(number, task) for number, task in enumerate(self._tasks)]
+        return held_out_last(prompts, self.settings.eval_tasks)
+
+    async def start(self) -> None:
+        """The server in front of the engine, and what the environment's agents share."""
+        await super().start()
+        # A lock of the library's belongs to the event loop that first waited for it: that of an earlier run.
+        renderers.client._max_prompt_len_lock = asyncio.Lock()
+        fields = {
+            "base_url": f"{self.settings.server.url}/v1",
+            "api_key_var": _NO_KEY,
+            "renderer": _renderer(self.settings),
+            "renderer_model_name": str(self.settings.tokenizer),
+        }
+        self._client = TrainClientConfig.model_validate(fields)
+        await self._stack.enter_async_context(self._env.serving())
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        """One episode. Its trainable traces become samples, each with the reward of its trace."""
+        server, minted = self.settings.server, list[str]()
+        assert self._client is not None, "start comes first"
+        params = self.settings.params
+        sampling = vf.Sampling(temperature=0.0 if greedy else params.temperature, max_tokens=params.max_tokens)
+        context = ModelContext(MODEL, self._client, sampling.model_copy(update={"seed": seed}))
+        (slot,) = self._env.slots(self._tasks[int(prompt.id)], 1)
+        try:
+            episode = await self._env.run_slot(slot, context, on_trace=lambda trace: minted.append(trace.id))
+            server.check()
+            _require_whole(episode, where=f"task {prompt.id}")
+            turns = {trace.id: server.take(trace.id) for trace in episode.traces}
+        finally:
+            for name in minted:
+                server.take(name)
+        temperature = params.temperature if params.temperature > 0 else 1.0
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        samples = [
+            replace(sample, reward=float(trace.reward), rewards=(float(trace.reward),))
+            for trace in traces
+            for sample in joined(
+                kept_turns(turns[trace.id], _sampled(trace), where=f"task {prompt.id}"),
+                decode=self.settings.decode,
+                temperature=temperature,
+            )
+        ]
+        if not samples:
+            raise RolloutFailed(f"task {prompt.id}: no agent that is trained said anything", cause="empty")
+        return Played(tuple(samples), metrics=_metrics(traces))
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+        await super().stop()
+
+
+def _load(settings: VerifiersSettings) -> vf.Env:
+    name = environment_id(settings.environment)
+    args = dict(settings.args)
+    data = args | {"taskset": {"id": name} | dict(args.get("taskset") or {})}
+    sys.modules.setdefault(harness.ID, harness)
+    try:
+        return load_environment(_without_shell(resolve_env_config(data), args))
+    except Exception as error:  # of the environment's own modules, which may raise anything
+        raise ConfigError(
+            f"source.environment {settings.environment!r} cannot be loaded: {type(error).__name__}: {error}",
+            remedy="install its package, or correct source.args",
+        ) from error
+
+
+def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
+    """The configuration with our chat for each agent that would else get verifiers' default, a shell, and in this
+    process where it would else rent a machine.
+
+    A harness or a runtime that the user names, and a harness that the environment's package brings, stay.
+    """
+    changes: dict[str, Any] = {}
+    for name, agent in agent_config_fields(config).items():
+        update: dict[str, Any] = {}
+        if agent.harness is None and default_harness_id(config.taskset.id) == _SHELL:
+            update["harness"] = harness.ChatHarnessConfig.model_validate({"id": harness.ID})
+        if agent.runtime == AgentConfig().runtime and "runtime" not in (args.get(name) or {}):
+            update["runtime"] = SubprocessConfig()
+        changes[name] = agent.model_copy(update=update)
+    return config.model_copy(update=changes)
+
+
+def _tasks(env: vf.Env, settings: VerifiersSettings) -> list[Any]:
+    taskset = env.taskset
+    if settings.max_tasks is not None:
+        taskset = taskset.take(settings.max_tasks)
+    if not taskset.bounded:
+        raise DataError(
+            f"{settings.environment!r} has no end of tasks", remedy="set source.max_tasks to take the first so many"
+        )
+    tasks = list(taskset)
+    if not tasks:
+        raise DataError(f"{settings.environment!r} has no tasks", remedy="look at source.args")
+    return tasks
+
+
+def _prompt(number: int, task: Any) -> Prompt:
+    row = task.data.model_dump(mode="json", exclude_none=True)
+    return Prompt(id=str(number), token_ids=(), text=task.data.prompt_text, columns=row)
+
+
+def _renderer(settings: VerifiersSettings) -> dict[str, Any]:
+    """The renderer's configuration: the library's own for the model, or by the chat template, unless one is named."""
+    fields = dict(settings.renderer)
+    if fields.get("name", "auto") != "auto":
+        return fields
+    known = MODEL_RENDERER_MAP.get(settings.model)
+    return fields | ({"name": "custom", "import_path": _TEMPLATE} if known is None else {"name": known})
+
+
+def _require_whole(episode: Any, *, where: str) -> None:
+    """Raise RolloutFailed for an episode that came to no end."""
+    timeouts = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
+    if timeouts:
+        raise RolloutFailed(f"{where}: a time limit of the environment passed", cause="timeout")
+    if episode.ok:
+        return
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        raise RolloutFailed(f"{where}: the episode is not whole", cause="unknown")
+    first = errors[-1]
+    raise RolloutFailed(f"{where}: {first.type}: {first.message}", cause=cause_of(first.type))
+
+
+def _sampled(trace: Any) -> list[tuple[int, ...]]:
+    """The tokens of each completion that a trace says were sampled."""
+    return [
+        tuple(token for token, sampled in zip(node.token_ids, node.mask, strict=True) if sampled)
+        for node in trace.nodes
+        if node.sampled
+    ]
+
+
+def _metrics(traces: Sequence[Any]) -> dict[str, float]:
+    """The parts of the reward and the metrics of an episode, as means over its traces."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        for name, value in (parts | trace.metrics).items():
+            if value is not None:
+                found.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in found.items()}

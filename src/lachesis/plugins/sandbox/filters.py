@@ -1,0 +1,167 @@
+"""What the kernel refuses code of a model: a seccomp program over system calls, and Landlock rules over paths."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from lachesis.plugins.sandbox import kernel
+
+# Refused everywhere, by their numbers on x86_64 and aarch64 (-1: not there). They change the machine or namespaces,
+# look into or hold up other processes, or keep memory that no process is seen to have.
+_REFUSED: dict[str, tuple[int, int]] = {
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "init_module": (175, 105), "delete_module": (176, 106), "finit_module": (313, 273),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "userfaultfd": (323, 282),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "quotactl": (179, 60), "acct": (163, 89),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "syslog": (103, 116), "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18), "personality": (135, 92), "fanotify_init": (300, 262), "nfsservctl": (180, 42),
+    "uselib": (134, -1), "ustat": (136, -1), "sysfs": (139, -1), "_sysctl": (156, -1), "memfd_create": (319, 279),
+    "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186),
+    "mq_open": (240, 180), "mknod": (133, -1), "mknodat": (259, 33), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "vmsplice": (278, 75), "migrate_pages": (256, 238), "move_pages": (279, 239), "get_robust_list": (274, 100),
+}  # fmt: skip
+# Refused too where no namespace of processes ends what a program starts: by its group it can be ended all the same.
+_LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
+# And these where Landlock (before its version 6) does not keep signals inside.
+_SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138)}
+_SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _PRLIMIT = (41, 198), (53, 199), (56, 220), (16, 29), (302, 261)
+# The last number before those that came in 2019, and those of these that are allowed: close_range, openat2, faccessat2,
+# epoll_pwait2, two of Landlock (which only takes rights away), futex_waitv, fchmodat2.
+_LAST = (334, 294)
+_NEW = (436, 437, 439, 441, 444, 446, 449, 452)
+_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+_NAMESPACES = 0x7E020000
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+
+_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
+
+# Landlock's rights to files, by the version that brought the last of them.
+_FS_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+_EXECUTE, _WRITE, _READ, _READ_DIR = 1, 2, 4, 8
+_SCOPE_SIGNALS = 2
+
+
+def deny_system_calls(*, contained: bool, signals_contained: bool) -> None:
+    """Set the seccomp filter for this process and all that it starts.
+
+    Args:
+        contained: a namespace of processes ends what it starts.
+        signals_contained: its signals cannot reach others.
+
+    Raises:
+        OSError: the kernel has none, or the architecture is another.
+    """
+    kernel.gain_nothing()
+    kernel.set_filter(_program(contained, signals_contained))
+
+
+def prepare_filters() -> None:
+    """Make the programs once, before many processes set them. Raises OSError on other architectures."""
+    for contained, signals_contained in ((True, True), (False, True), (False, False)):
+        _program(contained, signals_contained)
+
+
+@cache
+def _program(contained: bool, signals_contained: bool) -> bytes:
+    try:
+        column = ("x86_64", "aarch64").index(platform.machine())
+    except ValueError as error:
+        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}") from error
+    refused = dict(_REFUSED)
+    if not contained:
+        refused |= _LEAVING
+    if not signals_contained:
+        refused |= _SIGNALS
+    return b"".join(_filter(column, sorted(numbers[column] for numbers in refused.values())))
+
+
+def _filter(column: int, refused: Sequence[int]) -> Iterator[bytes]:
+    """BPF: each rule is a comparison that skips its return where it does not hold."""
+    yield _instruction(_LOAD, 0, 0, _ARCH_AT)
+    yield _instruction(_EQUAL, 1, 0, _AUDIT_ARCH[column])
+    yield _instruction(_RETURN, 0, 0, _KILL)
+    yield _instruction(_LOAD, 0, 0, _NUMBER_AT)
+    for number in _NEW:
+        yield from _when(number, _ALLOW)
+    yield _instruction(_ABOVE, 0, 1, _LAST[column])  # x32's numbers are above as well
+    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
+    for number in refused:
+        if number >= 0:
+            yield from _when(number, _ERRNO | errno.EPERM)
+    yield from _when(_SOCKET[column], _ERRNO | errno.EACCES)
+    yield from _when_argument(_SOCKETPAIR[column], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
+    yield from _when_argument(_CLONE[column], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
+    yield from _when_argument(_PRLIMIT[column], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
+    yield _instruction(_EQUAL, 0, 4, _IOCTL[column])
+    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
+    yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
+    yield _instruction(_EQUAL, 0, 1, _TIOCLINUX)
+    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    yield _instruction(_RETURN, 0, 0, _ALLOW)
+
+
+def _when(number: int, verdict: int) -> Iterator[bytes]:
+    yield _instruction(_EQUAL, 0, 1, number)
+    yield _instruction(_RETURN, 0, 0, verdict)
+
+
+def _when_argument(number: int, index: int, test: int, value: int, *, then: int, otherwise: int) -> Iterator[bytes]:
+    """The low half of an argument decides; flags and families have no other."""
+    yield _instruction(_EQUAL, 0, 4, number)
+    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
+    yield _instruction(test, 0, 1, value)
+    yield _instruction(_RETURN, 0, 0, then)
+    yield _instruction(_RETURN, 0, 0, otherwise)
+
+
+def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)
+
+
+def restrict_paths(readable: Sequence[str], writable: Sequence[str]) -> int:
+    """Landlock: what may be read and run, what written; no TCP, no signals and no abstract sockets to others.
+
+    Returns its version; 0, with no effect, where the kernel has none.
+    """
+    version = kernel.landlock_version()
+    if not version:
+        return 0
+    rights = _FS_RIGHTS[max(known for known in _FS_RIGHTS if known <= version)]
+    network = 3 if version >= 4 else 0
+    scopes = 3 if version >= 6 else 0
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    kernel.gain_nothing()
+    rules = [(path, _rights_of(path, rights & (_EXECUTE | _READ | _READ_DIR))) for path in readable]
+    rules += [(path, _rights_of(path, rights)) for path in writable]
+    kernel.landlock(struct.pack("QQQ", rights, network, scopes)[:size], rules)
+    return version
+
+
+def contain_signals() -> None:
+    """Keep signals of this process, and of all that it starts, from the processes around it.
+
+    Of those behind the same wall some are ours. Where the kernel has no such rule (Landlock before its version 6), the
+    filter refuses signals altogether, or there is no wall.
+    """
+    if kernel.landlock_version() >= 6:
+        kernel.landlock(struct.pack("QQQ", 0, 0, _SCOPE_SIGNALS), [])
+
+
+def _rights_of(path: str, rights: int) -> int:
+    """Those that a file can have, or a directory with what is below it."""
+    if stat.S_ISDIR(os.stat(path).st_mode):
+        return rights
+    return rights & (_EXECUTE | _WRITE | _READ | 1 << 14 | 1 << 15)

@@ -1,0 +1,241 @@
+"""Sandboxes of this machine: some wardens, each with one program or test at a time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lachesis.plugins.sandbox.cgroup import remove_cgroup
+from lachesis.plugins.sandbox.commands import Command, run_inside
+from lachesis.plugins.sandbox.job import REQUEST_S
+from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, pack, receive, send, send_packed
+from lachesis.plugins.sandbox.records import (
+    Ending,
+    FunctionTests,
+    Limits,
+    Outcome,
+    Program,
+    SandboxError,
+    Verdict,
+    Wall,
+)
+from lachesis.plugins.sandbox.warden import keep
+from lachesis.process.workers import ChildProcess, ProcessLimits
+
+_START_S = 60.0
+# How much later than its limit a program's end may be reported, on a machine that is busy.
+_GRACE_S = 20.0
+# Each has a socket.
+_TESTS_AT_A_TIME = 64
+_INPUTS_AT_A_TIME_BYTES = 8 << 20
+# How often what is asked may be in a judge's memory: as bytes, as a text and as values.
+_COPIES = 4
+_REASONS = {
+    "wall": "it took longer than {0.wall_s:g} s",
+    "memory": "it used more than {0.memory_bytes} bytes of memory",
+    "scratch": "it wrote more than {0.scratch_bytes} bytes, or started more than {0.processes} processes",
+}
+
+
+class LocalSandbox:
+    """Runs programs and tests behind a wall of this machine; thread-safe.
+
+    Args:
+        walls: what the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
+        count: of wardens, and so of programs at a time; one for each processor if unset.
+        command: what puts up a wall of its own around them, such as bubblewrap.
+
+    Raises:
+        SandboxError: the wall cannot be put up here.
+    """
+
+    def __init__(
+        self, name: str, *, walls: str, count: int | None = None, command: Callable[[], Command] | None = None
+    ) -> None:
+        self._walls = walls
+        self._command = command
+        self._closed = threading.Event()
+        self.count = count or len(os.sched_getaffinity(0))
+        first = self._start()
+        self.wall = Wall(name, tuple(first.layers))
+        self._idle: queue.LifoQueue[_Warden | None] = queue.LifoQueue()
+        for warden_ in [None] * (self.count - 1) + [first]:
+            self._idle.put(warden_)
+
+    def run(self, program: Program) -> Outcome:
+        """Run a program to its end.
+
+        Raises:
+            SandboxError: the sandbox failed, twice; the program may not be blamed.
+        """
+        return self.run_each(program, [program.stdin])[0]
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
+        """Run a program with one input after the other, each time in a new process, until a limit ends all of it.
+
+        The last outcome is then that of the limit. Raises as :meth:`run`.
+        """
+        outcomes: list[Outcome] = []
+        limits, files = program.limits, {name: content.hex() for name, content in program.files.items()}
+        while len(outcomes) < len(inputs):
+            part = _first_part(inputs[len(outcomes) :])
+            request = {"source": program.source, "argv": program.argv, "inputs": len(part), "files": files}
+            found = self._ask("program", request, limits, parts=part)
+            now = [_outcome(**one["outcome"]) for one in found["verdicts"]]
+            outcomes += now
+            if found["ending"] != "exited":
+                left_s = found["seconds"] - sum(outcome.seconds for outcome in now)
+                return [*outcomes, Outcome(found["ending"], -9, b"", b"", left_s)]
+            limits = replace(limits, wall_s=max(limits.wall_s - found["seconds"], 0.001))
+        return outcomes
+
+    def test(self, tests: FunctionTests) -> list[Verdict]:
+        """A verdict for each test; one that a limit came before has not passed. Raises as :meth:`run`."""
+        verdicts: list[Verdict] = []
+        limits, ending = tests.limits, "exited"
+        while len(verdicts) < len(tests.tests) and ending == "exited":
+            part = tests.tests[len(verdicts) : len(verdicts) + _TESTS_AT_A_TIME]
+            request = {"code": tests.code, "tests": part, "imports": tests.imports}
+            found = self._ask("tests", request, limits, count=len(part))
+            verdicts += [Verdict(one["passed"] is True, one["reason"]) for one in found["verdicts"]]
+            ending = found["ending"]
+            if ending == "left":
+                verdicts.append(Verdict(False, "the test ended its process"))
+                ending = "exited"
+            limits = replace(limits, wall_s=max(limits.wall_s - found["seconds"], 0.001))
+        missing = len(tests.tests) - len(verdicts)
+        return verdicts + [Verdict(False, _REASONS[ending].format(tests.limits)) for _ in range(missing)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the wardens that are idle, each with a process group of that number."""
+        return [one.pid for one in list(self._idle.queue) if one is not None]
+
+    def close(self) -> None:
+        """End all wardens; what runs ends with them. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for _ in range(self.count):
+            try:
+                one = self._idle.get(timeout=1.0)
+            except queue.Empty:
+                return
+            if one is not None:
+                one.close()
+
+    def _ask(
+        self, kind: str, request: Mapping[str, Any], limits: Limits, *, parts: Sequence[bytes] = (), count: int = 0
+    ) -> Mapping[str, Any]:
+        content, held_bytes = _content(kind, request, parts)
+        header = {"kind": kind, "count": count, "limits": asdict(limits), "held_bytes": held_bytes}
+        end = time.monotonic() + 600.0
+        while True:
+            try:
+                warden_ = self._idle.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if time.monotonic() > end:
+                    raise SandboxError("no sandbox became free in 600 s", remedy="lower the programs' limits") from None
+        try:
+            for attempt in range(2):
+                warden_ = warden_ or self._start()
+                try:
+                    return warden_.ask(header, content, parts, limits.wall_s)
+                except LinkClosed as error:
+                    warden_.close()
+                    warden_ = None
+                    if attempt:
+                        raise SandboxError(
+                            f"the sandbox ended twice while it ran a {kind} ({error})",
+                            remedy="see what `lachesis doctor` says of it; this may be for want of memory",
+                        ) from error
+            raise AssertionError("unreachable")
+        finally:
+            self._idle.put(warden_)
+
+    def _start(self) -> _Warden:
+        if self._closed.is_set():
+            raise SandboxError("the sandbox is closed")
+        return _Warden(self._walls, self._command)
+
+
+def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
+    """The JSON of a request, and how much memory it and its parts may take where they are read.
+
+    Raises:
+        SandboxError: it is too large for any judge.
+    """
+    try:
+        content = pack(request, max_bytes=MAX_REQUEST_BYTES)
+        size = len(content) + sum(map(len, parts))
+        if size > MAX_REQUEST_BYTES:
+            raise ValueError(f"{size} bytes, and {MAX_REQUEST_BYTES} are the most")
+    except ValueError as error:
+        raise SandboxError(f"a {kind} with its inputs is too large ({error})", remedy="leave that test out") from error
+    return content, _COPIES * size
+
+
+def _first_part(inputs: Sequence[bytes]) -> list[bytes]:
+    """As many of the inputs, at least one, as are sent at once."""
+    part: list[bytes] = []
+    for stdin in inputs:
+        if part and sum(map(len, part)) + len(stdin) > _INPUTS_AT_A_TIME_BYTES:
+            break
+        part.append(stdin)
+    return part
+
+
+def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    return Outcome(ending, exit_code, bytes.fromhex(stdout), bytes.fromhex(stderr), seconds)
+
+
+class _Warden:
+    """One warden, seen from this process."""
+
+    def __init__(self, walls: str, command: Callable[[], Command] | None) -> None:
+        main, args = (keep, (walls,)) if command is None else (run_inside, (command(), walls))
+        self._child = ChildProcess(main, *args, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))
+        try:
+            self._child.link.settimeout(_START_S)
+            hello = receive(self._child.link)
+            if "error" in hello:
+                raise SandboxError(hello["error"])
+            self.layers: list[str] = hello["layers"]
+            self._group: str | None = hello["group"]
+        except BaseException as error:
+            self._child.close()
+            if isinstance(error, LinkClosed):
+                raise SandboxError(f"it does not start ({self._child.ending()})") from error
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._child.pid
+
+    def ask(
+        self, header: Mapping[str, Any], content: bytes, parts: Sequence[bytes], wall_s: float
+    ) -> Mapping[str, Any]:
+        """What became of a job. Raises LinkClosed where the warden or the judge is gone, or does not answer in time."""
+        link = self._child.link
+        link.settimeout(wall_s + REQUEST_S + _GRACE_S)
+        send(link, header)
+        send_packed(link, content, parts)
+        answer = receive(link, max_bytes=MAX_REQUEST_BYTES)
+        if "error" in answer:
+            raise LinkClosed(answer["error"])
+        if answer["ending"] == "died":
+            raise LinkClosed(answer["detail"])
+        return answer
+
+    def close(self) -> None:
+        self._child.close()
+        if self._group is not None:
+            remove_cgroup(Path(self._group))

@@ -1,0 +1,74 @@
+"""Runs code of a model, with tests, in the sandbox that this process uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lachesis.plugins.sandbox.choice import Sandbox, shared_sandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits, Program, SandboxError
+from lachesis.plugins.sandbox.rewards.code_tests import CodeTest, InputTest, same_output
+from lachesis.rollouts.rewards.functions import Excluded
+
+TIME_LIMIT_S = 10.0
+MEMORY_LIMIT_MB = 2048
+_SCRATCH_BYTES = 16 << 20
+
+
+def run_tests(
+    code: str,
+    tests: Sequence[CodeTest],
+    *,
+    imports: str = "",
+    time_limit_s: float = TIME_LIMIT_S,
+    memory_mb: int = MEMORY_LIMIT_MB,
+    sandbox: Sandbox | None = None,
+) -> int:
+    """How many of the tests pass; none where ``code`` raises or ends the process.
+
+    Args:
+        tests: statements such as ``assert f(1) == 2``, or inputs with the output that a script has to print.
+        imports: those of the reference solution, for names that tests take from there.
+        time_limit_s: for all together; tests that passed before it count.
+
+    Raises:
+        SandboxError: there is none, or it failed; the code may not be blamed.
+    """
+    sandbox = sandbox or shared_sandbox()
+    limits = Limits(time_limit_s, time_limit_s, memory_mb << 20, scratch_bytes=_SCRATCH_BYTES)
+    code, imports = _text(code), _text(imports)
+    calls = tuple(_text(test) for test in tests if isinstance(test, str))
+    inputs = [test for test in tests if isinstance(test, InputTest)]
+    passed = (
+        sum(verdict.passed for verdict in sandbox.test(FunctionTests(code, calls, imports, limits))) if calls else 0
+    )
+    return passed + _count_inputs(sandbox, code, inputs, limits)
+
+
+def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> float | Excluded:
+    """The share of the tests that pass, or why the code could not be judged, for which it is not to blame.
+
+    Raises:
+        SandboxError: this machine has no sandbox.
+    """
+    sandbox = shared_sandbox()
+    try:
+        return run_tests(code, tests, imports=imports, sandbox=sandbox) / len(tests)
+    except SandboxError as error:
+        return Excluded("sandbox", str(error))
+
+
+def _count_inputs(sandbox: Sandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:
+    """How often a script prints what is expected, which its process is never given."""
+    if not tests:
+        return 0
+    inputs = [test.stdin.encode("utf-8", "replace") for test in tests]
+    outcomes = sandbox.run_each(Program(source=code, limits=limits), inputs)
+    return sum(
+        outcome.succeeded and same_output(outcome.stdout.decode("utf-8", "replace"), test.stdout)
+        for test, outcome in zip(tests, outcomes, strict=False)  # none for what came after a limit
+    )
+
+
+def _text(text: str) -> str:
+    """Without halves of characters, which a model's tokens can leave."""
+    return text.encode("utf-8", "replace").decode()

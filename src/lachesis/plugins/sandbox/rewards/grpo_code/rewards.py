@@ -1,0 +1,220 @@
+"""Rewards for code: is there any, is it Python, does it do what the tests ask."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lachesis.common.tagged_text import code_blocks, tagged
+from lachesis.plugins.sandbox.choice import shared_sandbox
+from lachesis.plugins.sandbox.rewards.code_tests import COLUMNS, CodeTest, cases_of
+from lachesis.plugins.sandbox.rewards.execution import share_passed
+from lachesis.rollouts.rewards.functions import Excluded
+
+logger = logging.getLogger(__name__)
+
+_PYTHON = ("", "python", "python3", "py", "py3")
+_IDLE = (ast.Expr, ast.Pass)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def soft_format_reward_func(completions: Sequence[Any], **_: Any) -> list[float]:
+    """0.5 for exactly one code block, and 0.5 for code that is valid Python and does something."""
+    return [_format_score(_text(completion)) for completion in completions]
+
+
+def code_execution_reward_func(
+    completions: Sequence[Any],
+    response: Sequence[Any] = (),
+    prompts: Sequence[Any] = (),
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float | Excluded | None]:
+    """The share of tests that the code passes, run in a sandbox: where the code has no say in what passes.
+
+    Tests are in any of the columns of :mod:`lachesis.plugins.sandbox.rewards.code_tests`. Without: the share of the functions
+    and classes of ``response`` that the code defines when it runs, 0 where that raises. ``None`` where there is neither
+    a test nor a name to look for. A completion whose sandbox failed is excluded.
+
+    An answer to a follow-up question counts whether it is the whole class or the new method alone.
+
+    Raises:
+        SandboxError: there is no sandbox, and the configuration does not say to do without.
+        ValueError: a column of tests has none.
+    """
+    count = len(completions)
+    rows = [{name: columns[name][i] for name in COLUMNS if columns.get(name)} for i in range(count)]
+    references = [_code_of(value) for value in response or [None] * count]
+    earlier = [_earlier_code(prompt) for prompt in prompts or [None] * count]
+    works = [
+        _work(_text(completion), cases_of(row), reference, before)
+        for completion, row, reference, before in zip(completions, rows, references, earlier, strict=True)
+    ]
+    if any(work is not None for work in works):
+        shared_sandbox()
+    different = list(dict.fromkeys(works))  # a model that has learned something repeats itself
+    with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1) or 1) as pool:
+        scored = dict(zip(different, pool.map(_score, different), strict=True))
+    scores = [scored[work] for work in works]
+    if log_metric is not None:
+        log_metric("sandbox_failures", sum(isinstance(score, Excluded) for score in scores))
+    return scores
+
+
+def answer_execution_reward_func(
+    completions: Sequence[Any], answers: Sequence[Any], **_: Any
+) -> list[float | Excluded | None]:
+    """``2 * share^3`` of the tests in ``answers`` that the code passes, as Axolotl's package of this name scores it.
+
+    The code is what stands between ``<answer>`` and its end, or else as :func:`extract_code` finds it.
+    """
+    texts = [_text(completion) for completion in completions]
+    marked = [next((part.strip() for part in tagged(text, "<answer>", "</answer>")), text) for text in texts]
+    scores = code_execution_reward_func(marked, test_cases=list(answers))
+    return [2 * score**3 if isinstance(score, float) else score for score in scores]
+
+
+def extract_code(text: str) -> str:
+    """The last code block that says Python or nothing; the whole text where it has no block."""
+    blocks = [code for language, code in code_blocks(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Code to run with its tests; without code nothing passes."""
+
+    code: str
+    tests: tuple[CodeTest, ...]
+    imports: str
+
+
+def _work(text: str, tests: Sequence[CodeTest], reference: str, before: str) -> _Work | None:
+    code = extract_code(text)
+    if not tests:
+        names = _definitions(reference)
+        if not names:
+            return None
+        _warn_of_no_tests()
+        tests = [_name_test(name, before) for name in names]
+        if before and not set(names) & set(_all_names(code)):  # what was there before is no answer
+            code = ""
+    return _Work(join_turns(before, code) if _does_something(code) else "", tuple(tests), _imports(reference))
+
+
+def _score(work: _Work | None) -> float | Excluded | None:
+    if work is None:
+        return None
+    if not work.code:
+        return 0.0
+    return share_passed(work.code, work.tests, imports=work.imports)
+
+
+@cache
+def _warn_of_no_tests() -> None:
+    logger.warning(
+        "code_execution_reward_func has no tests for some problems: it rewards whatever runs and defines the names of "
+        "the response, right or wrong; give test_cases (docs/code.md)"
+    )
+
+
+def join_turns(before: str, code: str) -> str:
+    """The code of an answer to a follow-up question, after that of the turn before it.
+
+    Methods that stand alone become methods of the last class there. Code that is nested too deep to be written anew
+    is put after it as it is.
+    """
+    if not before:
+        return code
+    old, new = _parsed(before), _parsed(code)
+    classes = [node for node in old.body if isinstance(node, ast.ClassDef)]
+    methods = [node for node in new.body if _is_method(node)]
+    if not classes or not methods:
+        return f"{before}\n\n{code}"
+    names = {node.name for node in methods if isinstance(node, _DEFINITIONS)}
+    kept = [node for node in classes[-1].body if not (isinstance(node, _DEFINITIONS) and node.name in names)]
+    classes[-1].body = [*kept, *methods]
+    old.body += new.body
+    try:
+        return ast.unparse(ast.fix_missing_locations(old))
+    except RecursionError:  # a sum of a thousand terms is a thousand deep
+        return f"{before}\n\n{code}"
+
+
+def _is_method(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    first = [argument.arg for argument in node.args.posonlyargs + node.args.args][:1]
+    return first in (["self"], ["cls"]) or any(
+        isinstance(one, ast.Name) and one.id in ("staticmethod", "classmethod", "property")
+        for one in node.decorator_list
+    )
+
+
+def _name_test(name: str, before: str) -> str:
+    """That a name is defined: at the top, or as a method of a class of the turn before."""
+    tests = name
+    for node in _parsed(before).body:
+        if isinstance(node, ast.ClassDef) and node.name != name:
+            tests = f"try:\n    {name}\nexcept NameError:\n    {node.name}.{name}"
+    return tests
+
+
+def _earlier_code(prompt: Any) -> str:
+    """The code of the assistant's last message in a conversation, which a follow-up question is about."""
+    if not isinstance(prompt, list):
+        return ""
+    answers = [message for message in prompt if message.get("role") == "assistant"]
+    return _code_of(answers[-1].get("content")) if answers else ""
+
+
+def _code_of(value: object) -> str:
+    code = extract_code(value) if isinstance(value, str) else ""
+    return code if _parsed(code).body else ""
+
+
+def _format_score(text: str) -> float:
+    return 0.5 * (len(list(code_blocks(text))) == 1) + 0.5 * _does_something(extract_code(text))
+
+
+def _does_something(code: str) -> bool:
+    """Valid Python with more than expressions in it: prose of one word is an expression. A call may print, though."""
+    body = _parsed(code).body
+    return any(not isinstance(node, _IDLE) or (isinstance(node, ast.Expr) and _prints(node)) for node in body)
+
+
+def _prints(node: ast.Expr) -> bool:
+    call = node.value
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"
+
+
+def _definitions(code: str) -> list[str]:
+    """Names of the functions and classes that a solution defines at its top level."""
+    return sorted({node.name for node in _parsed(code).body if isinstance(node, _DEFINITIONS)})
+
+
+def _all_names(code: str) -> list[str]:
+    """Those, and those of methods."""
+    return [node.name for node in ast.walk(_parsed(code)) if isinstance(node, _DEFINITIONS)]
+
+
+def _imports(code: str) -> str:
+    return "\n".join(ast.unparse(node) for node in _parsed(code).body if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _parsed(code: str) -> ast.Module:
+    """Its tree; an empty one where it is no Python."""
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,80 @@
+"""Rows with a task and its solution in code, to instructions that ask for a code block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from lachesis.plugins.sandbox.rewards.code_tests import CodeTest, InputTest, read_cases
+from lachesis.rollouts.datasets.formats import PAIRS
+
+RowFunction: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+_REQUEST = "Answer with Python code in one block that begins with ```python and ends with ```."
+_ACECODE_REQUEST = (
+    "Reason between <reasoning> and </reasoning>, and give Python code between <answer> and </answer>. It may import "
+    "time, itertools, collections, functools, math and typing, inside the answer, and nothing else; it uses no files."
+)
+_OTHERS = [column for pair in PAIRS.values() for column in pair if pair != ("instruction", "response")]
+
+
+def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
+    """``instruction`` and ``response`` (or input/output, problem/solution), the first asking for a code block.
+
+    A follow-up question is kept and asks for one too.
+    """
+    return _ask_for_code, {"remove_columns": _OTHERS}
+
+
+def instruction_response_with_tests_transform(
+    cfg: object, *args: Any, **kwargs: Any
+) -> tuple[RowFunction, dict[str, Any]]:
+    """The same for rows with ``test_cases``: the first test is shown, as it tells the names to define."""
+    return _ask_with_tests, {"remove_columns": _OTHERS}
+
+
+def axolotl_acecode_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
+    """Rows of AceCode: ``question`` asks for reasoning and an answer in a message, ``test_cases`` are ``answers``."""
+    return _ask_acecode, {"remove_columns": ["question", "test_cases"]}
+
+
+def read_tests(value: object) -> list[str]:
+    """Tests as a list of statements: from a list, or from a list in JSON, or one string; ``None`` is none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return [test for test in read_cases(value) if isinstance(test, str)]
+
+
+def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
+    question, answer = next(
+        (pair for pair in PAIRS.values() if row.get(pair[0]) is not None), PAIRS["instruction_response"]
+    )
+    made = {"instruction": _asking(row[question]), "response": row.get(answer)}
+    if row.get("follow_up"):
+        made["follow_up"] = _asking(row["follow_up"])
+    return made
+
+
+def _ask_acecode(row: Mapping[str, Any]) -> dict[str, Any]:
+    content = f"{row['question'].strip()}\n\n{_ACECODE_REQUEST}"
+    return {"prompt": [{"role": "user", "content": content}], "answers": row["test_cases"]}
+
+
+def _ask_with_tests(row: Mapping[str, Any]) -> dict[str, Any]:
+    tests = read_cases(row["test_cases"])
+    if not tests:
+        raise ValueError("test_cases is empty")
+    made = _ask_for_code(row)
+    shown = f"It has to pass tests such as this one:\n{_shown(tests[0])}\n\n{_REQUEST}"
+    kept = [test if isinstance(test, str) else {"input": test.stdin, "output": test.stdout} for test in tests]
+    return made | {"instruction": made["instruction"].replace(_REQUEST, shown), "test_cases": kept}
+
+
+def _shown(test: CodeTest) -> str:
+    return f"input:\n{test.stdin}\noutput:\n{test.stdout}" if isinstance(test, InputTest) else test
+
+
+def _asking(question: str) -> str:
+    return f"{question.strip()}\n\n{_REQUEST}"

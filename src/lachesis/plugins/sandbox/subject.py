@@ -1,0 +1,190 @@
+"""The process that runs code of a model, and answers calls of what it defines.
+
+Nothing that decides is here. The code may do with this module what it likes: all that it can change is which data its
+own functions are seen to return.
+"""
+
+from __future__ import annotations
+
+import builtins
+import linecache
+import operator
+import socket
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, send
+from lachesis.plugins.sandbox.plain import OPERATORS, NotPlain, base_value, decode, encode
+
+# The code's module: what it pickles is found there, and the main part of a script is not run.
+MODULE = "solution"
+_MUTABLE = (list, dict, set, bytearray)
+_SIMPLE = ("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *args, **keywords: function(*args, **keywords),
+    "getattr": getattr,
+    "setattr": setattr,
+    "delattr": delattr,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "format": format,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "complex": complex,
+    "round": round,
+    "hash": hash,
+    "index": operator.index,
+    "isinstance": isinstance,
+    "issubclass": issubclass,
+    "reversed": reversed,
+    "await": lambda awaitable: _run(awaitable),
+    "data": base_value,
+    **{name: getattr(operator, name) for name in (*_SIMPLE, *OPERATORS)},
+}
+
+
+def answer(link: socket.socket) -> None:
+    """Serve one judge until it has no more questions."""
+    subject = _Subject(link)
+    try:
+        while True:
+            subject.reply(receive(link, max_bytes=MAX_REQUEST_BYTES))
+    except LinkClosed:
+        return
+
+
+def load_module(code: str, name: str) -> types.ModuleType:
+    """Run code as a module of a name, which pickle, dataclasses and tracebacks find."""
+    module = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
+    sys.modules[name] = module
+    linecache.cache[module.__file__] = (len(code), None, code.splitlines(keepends=True), module.__file__)
+    exec(compile(code, module.__file__, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+class _Subject:
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._module = types.ModuleType(MODULE)
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def reply(self, question: Mapping[str, Any]) -> None:
+        try:
+            result = self._do(question)
+        except LinkClosed:
+            raise
+        except BaseException as error:  # of the code, whatever it is: the test has to see it
+            result = {"error": self._describe(error)}
+        try:
+            send(self._link, result)
+        except (ValueError, RecursionError) as error:
+            send(self._link, {"error": self._describe(error)})
+
+    def _do(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        if "load" in question:
+            self._module = load_module(question["load"], MODULE)
+            return {"value": None}
+        if "names" in question:
+            known = vars(self._module)
+            return {"value": {name: self._encode(known[name]) for name in question["names"] if name in known}}
+        args = [self._decode(one) for one in question["args"]]
+        keywords = {name: self._decode(one) for name, one in question.get("keywords", {}).items()}
+        before = [encode(one, _no_reference) if type(one) in _MUTABLE else None for one in args]
+        answer: dict[str, Any] = {"value": self._encode(_OPERATIONS[question["do"]](*args, **keywords))}
+        # What a function did to its arguments, the test sees as well.
+        for place, (arg, old) in enumerate(zip(args, before, strict=True)):
+            if old is not None and encode(arg, _no_reference) != old:
+                answer.setdefault("changed", {})[str(place)] = self._encode(arg)
+        return answer
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _decode(self, data: Any) -> Any:
+        return decode(data, self._resolve)
+
+    def _refer(self, value: Any) -> list[Any]:
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        if isinstance(value, type):
+            if getattr(builtins, value.__name__, None) is value and not issubclass(value, BaseException):
+                return ["type", value.__name__]
+            return ["ref", number, "class", value.__name__, _exception_bases(value)]
+        if isinstance(value, types.ModuleType):
+            return ["ref", number, "module", value.__name__]
+        return ["ref", number, "coroutine" if isinstance(value, types.CoroutineType) else "object"]
+
+    def _resolve(self, data: list[Any]) -> Any:
+        if data[0] == "ref":
+            return self._objects[data[1]]
+        if data[0] == "function":
+            return self._function(data[1])
+        if data[0] == "iterator":
+            return iter(self._decode(data[1]))
+        if data[0] == "type":
+            return getattr(builtins, data[1])
+        raise NotPlain(str(data[0]))
+
+    def _function(self, number: int) -> Callable[..., Any]:
+        """A function of the test's, which runs there."""
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            send(
+                self._link,
+                {
+                    "call": number,
+                    "args": [self._encode(one) for one in args],
+                    "keywords": {name: self._encode(one) for name, one in keywords.items()},
+                },
+            )
+            while True:
+                message = receive(self._link)
+                if "value" in message:
+                    return self._decode(message["value"])
+                if "raised" in message:
+                    raise getattr(builtins, message["raised"], RuntimeError)(message["text"])
+                self.reply(message)
+
+        return call
+
+    def _describe(self, error: BaseException) -> dict[str, Any]:
+        def content(values: Any) -> list[Any]:
+            return [self._encode(value) for value in values]
+
+        try:
+            args, attributes = content(error.args), content([vars(error)])[0]
+        except (NotPlain, RecursionError):
+            args, attributes = [str(error)], ["dict", []]
+        return {"class": self._refer(type(error)), "args": args, "attributes": attributes}
+
+
+def _exception_bases(kind: type) -> list[str] | None:
+    """The built-in exceptions that a class derives from, the nearest first; None where it is no exception."""
+    if not issubclass(kind, BaseException):
+        return None
+    return [
+        base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base and base is not object
+    ]
+
+
+def _no_reference(value: Any) -> list[Any]:
+    return ["other", id(value)]
+
+
+def _run(awaitable: Any) -> Any:
+    import asyncio  # which takes much memory, and few programs use
+
+    return asyncio.run(_wait(awaitable))
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable

@@ -1,0 +1,1 @@
+"""Services that a run's metrics are sent to."""

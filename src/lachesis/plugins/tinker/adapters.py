@@ -1,0 +1,174 @@
+"""Many LoRA adapters on one base model, of which one computes at a time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lachesis.common.errors import DataError, first_line
+from lachesis.plugins.tinker.records import LoraShape
+from lachesis.train.distributed.strategy import decoder_layers
+from lachesis.train.model.loading import has_experts
+
+# The service's own factor, whatever the rank: updates are scaled by ALPHA / rank.
+ALPHA = 32
+Tensors = Mapping[str, Tensor]
+
+
+class AdapterBank:
+    """The adapters of one model, whose own weights stay as they are.
+
+    Adapters are in float32 where the model is in 16 bits: what an optimizer adds to them is small.
+
+    Args:
+        model: a causal language model without adapters.
+        name: what clients call it; stands in the configuration of saved adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, name: str) -> None:
+        self.model = model.requires_grad_(False)
+        self._base_name = name
+        self._experts = has_experts(model)
+        self._places = _places(model)
+        self._configs: dict[str, LoraConfig] = {}
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}
+
+    def add(self, shape: LoraShape, tensors: Tensors | None = None) -> str:
+        """A new adapter's name: with these tensors, or one that changes nothing yet.
+
+        Raises:
+            DataError: it has no place in this model, or the tensors are those of another shape.
+        """
+        config, name = self._config(shape), uuid.uuid4().hex
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(shape.seed)
+            try:
+                inject_adapter_in_model(config, self.model, adapter_name=name)
+            except ValueError as error:
+                self._detach(name)
+                raise DataError(
+                    f"peft hangs no such adapter on this model: {first_line(error)}",
+                    remedy="create the run with train_mlp=False or train_attn=False",
+                ) from error
+        del self.model.peft_config  # its own list of adapters, which it warns of at the next
+        self._configs[name] = config
+        self._parameters[name] = _parameters(self.model, name)
+        if tensors is not None:
+            try:
+                self.load(name, tensors)
+            except DataError:
+                self.remove(name)
+                raise
+        return name
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        self._detach(name)
+        del self._configs[name], self._parameters[name]
+
+    def parameters(self, name: str) -> Mapping[str, nn.Parameter]:
+        """Those of an adapter, by the names that peft gives them in files."""
+        return self._parameters[name]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Copies of an adapter's parameters, on the CPU."""
+        return {key: parameter.detach().cpu().clone() for key, parameter in self._parameters[name].items()}
+
+    def config(self, name: str) -> LoraConfig:
+        """As peft saves it beside the tensors."""
+        return self._configs[name]
+
+    @torch.no_grad()
+    def load(self, name: str, tensors: Tensors) -> None:
+        """Copy tensors into an adapter. Raises DataError, and copies none, where they are those of another shape."""
+        own = self._parameters[name]
+        different = own.keys() ^ tensors.keys() | {k for k in own.keys() & tensors if own[k].shape != tensors[k].shape}
+        if different:
+            raise DataError(
+                f"the saved adapter is of another shape than this run's: {len(different)} tensors differ, "
+                f"{min(different)} is the first",
+                remedy="load it into a run that was created with the same rank and layers",
+            )
+        for key, parameter in own.items():
+            parameter.copy_(tensors[key])
+
+    @contextmanager
+    def active(self, name: str | None) -> Iterator[PreTrainedModel]:
+        """Within it the model computes with this adapter, or with none."""
+        for layer in self._layers():
+            layer.enable_adapters(name is not None)
+            if name is not None:
+                layer.set_adapter(name)
+        yield self.model
+
+    def _detach(self, name: str) -> None:
+        for layer in self._layers():
+            layer.set_adapter([])  # or peft makes another one active, and says so
+            layer.delete_adapter(name)
+
+    def _layers(self) -> Iterator[BaseTunerLayer]:
+        return (module for module in self.model.modules() if isinstance(module, BaseTunerLayer))
+
+    def _config(self, shape: LoraShape) -> LoraConfig:
+        if shape.rank < 1:
+            raise DataError(f"the rank {shape.rank} of the adapter is not above 0", remedy="choose one from 1 on")
+        if shape.train_mlp and self._experts:
+            raise DataError(
+                "adapters of a mixture's experts are not served here", remedy="create the run with train_mlp=False"
+            )
+        chosen = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
+        names = [name for part, wanted in chosen.items() if wanted for name in self._places[part]]
+        if not names:
+            raise DataError(
+                "the adapter has no place: train_attn, train_mlp and train_unembed leave no layer of this model",
+                remedy="set one of them",
+            )
+        return LoraConfig(
+            r=shape.rank,
+            lora_alpha=ALPHA,
+            target_modules=_shortened(names, [n for part in self._places.values() for n in part]),
+            base_model_name_or_path=self._base_name,
+            task_type="CAUSAL_LM",
+        )
+
+
+def _places(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Names of the linear layers: of attention, of what else decoder layers have, and of the head."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    head = model.get_output_embeddings()
+    places: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    for name, module in model.named_modules():
+        if module is head:
+            places["unembed"].append(name)
+        elif id(module) in inside and isinstance(module, nn.Linear | Conv1D):
+            attention = any("attn" in part or "attention" in part for part in name.split("."))
+            places["attn" if attention else "mlp"].append(name)
+    return places
+
+
+def _shortened(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """The last parts of the names, as engines expect them, where these mean the same layers."""
+    ends = {name.rpartition(".")[2] for name in names}
+    same = [name for name in others if name.rpartition(".")[2] in ends]
+    return sorted(ends) if len(same) == len(names) else sorted(names)
+
+
+def _parameters(model: PreTrainedModel, adapter: str) -> dict[str, nn.Parameter]:
+    """An adapter's, in float32, by their names in files."""
+    marks = tuple(f".{matrix}.{adapter}." for matrix in ("lora_A", "lora_B"))
+    found = {
+        f"base_model.model.{name.replace(f'.{adapter}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if any(mark in name for mark in marks)
+    }
+    for parameter in found.values():
+        parameter.data = parameter.data.float()
+    return found

@@ -1,0 +1,341 @@
+"""The protocol's paths: JSON, protobuf where it has that, and futures that are polled for."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import zstandard
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tinker import types
+from tinker.types.future_retrieve_request import FutureRetrieveRequest
+
+from lachesis.common.errors import DataError, LachesisError
+from lachesis.plugins.tinker import wire
+from lachesis.plugins.tinker.checkpoints import Saved
+from lachesis.plugins.tinker.service import Run, Service, Unknown
+from lachesis.plugins.tinker.worker import Answer, Failure
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+B = TypeVar("B", bound=BaseModel)
+
+# Clients give a poll 45 s.
+_POLL_S = 20.0
+_PREFIX = "/api/v1"
+_MAX_BODY = 256 << 20
+
+
+class Routes:
+    """What each path does with the service.
+
+    Args:
+        api_key: that clients have to send; ``None`` takes any.
+    """
+
+    def __init__(self, service: Service, *, api_key: str | None) -> None:
+        self._service = service
+        self._api_key = api_key
+
+    def table(self) -> list[Route]:
+        """All paths; what is not among them is refused by name."""
+        service = self._service
+        futures: dict[str, Callable[[Any], str]] = {
+            "create_model": service.create_run,
+            "load_weights": service.load_run,
+            "optim_step": service.step,
+            "save_weights": service.save,
+            "save_weights_for_sampler": service.save_for_sampler,
+            "unload_model": service.unload,
+        }
+        bodies: dict[str, type[BaseModel]] = {
+            "create_model": types.CreateModelRequest,
+            "load_weights": types.LoadWeightsRequest,
+            "optim_step": types.OptimStepRequest,
+            "save_weights": types.SaveWeightsRequest,
+            "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+            "unload_model": types.UnloadModelRequest,
+        }
+        posts: dict[str, Endpoint] = {
+            **{name: partial(self._future, bodies[name], start) for name, start in futures.items()},
+            "asample": self._sample,
+            "forward_backward": self._pass,
+            "retrieve_future": self._retrieve,
+            "get_info": self._info,
+            "client/config": self._config,
+            "client/dynamic_config": self._dynamic_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session}/finish": self._finish,
+            "create_sampling_session": self._create_sampler,
+            "join_sampling_session": self._join_sampler,
+            "weights_info": self._weights_info,
+            "telemetry": self._telemetry,
+        }
+        gets: dict[str, Endpoint] = {
+            "healthz": self._health,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler}": self._sampler,
+            "training_runs": self._training_runs,
+            "training_runs/{run}": self._training_run,
+            "training_runs/{run}/checkpoints": self._checkpoints,
+        }
+        deletes: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{kind}/{name}": self._delete}
+        return [
+            Route(f"{_PREFIX}/{path}", self._guarded(endpoint), methods=[method])
+            for method, paths in (("POST", posts), ("GET", gets), ("DELETE", deletes))
+            for path, endpoint in paths.items()
+        ] + [Route("/{path:path}", self._unserved, methods=["GET", "POST", "PUT", "DELETE"])]
+
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
+        """With the key, and what the endpoint raises as an answer that says what to do."""
+
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("x-api-key", "")
+            if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+                return _refusal(401, "the key is not this server's", "set TINKER_API_KEY to the server's own")
+            try:
+                return await endpoint(request)
+            except Unknown as error:
+                return _refusal(404, error.message, error.remedy)
+            except LachesisError as error:
+                return _refusal(422, error.message, error.remedy)
+
+        return guarded
+
+    # --- requests whose answer is fetched later ---------------------------------------------------------------
+
+    async def _future(self, body: type[BaseModel], start: Callable[[Any], str], request: Request) -> Response:
+        return JSONResponse({"request_id": self._started(start, await _read(request, body))})
+
+    async def _pass(self, request: Request) -> Response:
+        return JSONResponse(
+            {"request_id": self._started(self._service.pass_through, wire.pass_message(await _body(request)))}
+        )
+
+    async def _sample(self, request: Request) -> Response:
+        body = await _read(request, types.SampleRequest)
+        request_id = self._started(self._service.sample, body)
+        names = [f"{request_id}:{number}" for number in range(body.num_samples)]
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
+
+    def _started(self, start: Callable[[Any], str], body: object) -> str:
+        """The id of a request: a wrong one fails as the others do that are found to be wrong later."""
+        try:
+            return start(body)
+        except Unknown:
+            raise
+        except LachesisError as error:
+            return self._service.failed(error)
+
+    async def _retrieve(self, request: Request) -> Response:
+        request_id = (await _read(request, FutureRetrieveRequest)).request_id
+        future = self._service.futures.find(request_id)
+        if future is None:
+            raise Unknown(f"there is no request {request_id}, or no more", remedy="send it again")
+        found = await _result(future)
+        if found is None:
+            return JSONResponse({"queue_state": "active"}, status_code=408)
+        self._service.futures.fetched(request_id)
+        if isinstance(found, Failure):
+            return JSONResponse({"error": found.message, "category": found.category})
+        return Response(found.content, media_type=found.media_type)
+
+    # --- sessions and what the server is ----------------------------------------------------------------------
+
+    async def _config(self, request: Request) -> Response:
+        # Its own HTTP client needs the system's certificates, even for addresses without TLS.
+        return _model(types.ClientConfigResponse(use_pyqwest_transport=False))
+
+    async def _dynamic_config(self, request: Request) -> Response:
+        return _model(types.ClientDynamicConfigResponse())
+
+    async def _create_session(self, request: Request) -> Response:
+        await _read(request, types.CreateSessionRequest)
+        return _model(types.CreateSessionResponse(session_id=self._service.create_session()))
+
+    async def _heartbeat(self, request: Request) -> Response:
+        try:
+            self._service.hear((await _read(request, types.SessionHeartbeatRequest)).session_id)
+        except Unknown as error:
+            return _refusal(410, error.message, error.remedy)  # by which clients stop
+        return _model(types.SessionHeartbeatResponse())
+
+    async def _finish(self, request: Request) -> Response:
+        self._service.finish_session(request.path_params["session"])
+        return JSONResponse({})
+
+    async def _telemetry(self, request: Request) -> Response:
+        await _body(request)  # what clients tell their maker is not kept
+        return _model(types.TelemetryResponse(status="accepted"))
+
+    async def _health(self, request: Request) -> Response:
+        return _model(types.HealthResponse(status="ok"))
+
+    async def _capabilities(self, request: Request) -> Response:
+        service = self._service
+        model = types.SupportedModel(
+            model_name=service.name, max_context_length=service.max_context, trainable=True, sampleable=True
+        )
+        return _model(types.GetServerCapabilitiesResponse(supported_models=[model]))
+
+    async def _info(self, request: Request) -> Response:
+        return _model(self._service.info((await _read(request, types.GetInfoRequest)).model_id))
+
+    # --- samplers ---------------------------------------------------------------------------------------------
+
+    async def _create_sampler(self, request: Request) -> Response:
+        body = await _read(request, types.CreateSamplingSessionRequest)
+        return _model(types.CreateSamplingSessionResponse(sampling_session_id=self._service.create_sampler(body)))
+
+    async def _join_sampler(self, request: Request) -> Response:
+        body = await _read(request, types.JoinSamplingSessionRequest)
+        sampler = self._service.sampler(body.sampling_session_id)
+        sampler.clients += 1
+        return _model(types.JoinSamplingSessionResponse(client_counter=sampler.clients))
+
+    async def _sampler(self, request: Request) -> Response:
+        sampler_id = request.path_params["sampler"]
+        path = self._service.sampler(sampler_id).path
+        return _model(types.GetSamplerResponse(sampler_id=sampler_id, base_model=self._service.name, model_path=path))
+
+    # --- runs and what they saved -----------------------------------------------------------------------------
+
+    async def _weights_info(self, request: Request) -> Response:
+        saved = self._service.store.find(str(_object(await _body(request)).get("tinker_path")))
+        shape = saved.shape
+        return _model(
+            types.WeightsInfoResponse(
+                base_model=saved.base_model,
+                is_lora=True,
+                lora_rank=shape.rank,
+                train_unembed=shape.train_unembed,
+                train_mlp=shape.train_mlp,
+                train_attn=shape.train_attn,
+            )
+        )
+
+    async def _training_runs(self, request: Request) -> Response:
+        found = [self._described(run_id, run) for run_id, run in self._service.runs.items() if run.training]
+        first, limit = (
+            int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 20))
+        )
+        cursor = types.Cursor(offset=first, limit=limit, total_count=len(found))
+        return _model(types.TrainingRunsResponse(training_runs=found[first : first + limit], cursor=cursor))
+
+    async def _training_run(self, request: Request) -> Response:
+        run_id = request.path_params["run"]
+        run = self._service.runs.get(run_id)
+        if run is None or run.training is None:
+            raise Unknown(f"there is no run {run_id}, or no more", remedy="look for what it saved in its checkpoints")
+        return _model(self._described(run_id, run))
+
+    def _described(self, run_id: str, run: Run) -> types.TrainingRun:
+        saved = [_checkpoint(one) for one in self._service.store.of_run(run_id)]
+        by_type = {one.checkpoint_type: one for one in saved}
+        return types.TrainingRun(
+            training_run_id=run_id,
+            base_model=self._service.name,
+            model_owner="local",
+            is_lora=True,
+            lora_rank=run.made.shape.rank,
+            last_request_time=datetime.fromtimestamp(run.last_request, UTC),
+            last_checkpoint=by_type.get("training"),
+            last_sampler_checkpoint=by_type.get("sampler"),
+            user_metadata=dict(run.user_metadata) if run.user_metadata else None,
+        )
+
+    async def _checkpoints(self, request: Request) -> Response:
+        found = self._service.store.of_run(request.path_params["run"])
+        return _model(types.CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]))
+
+    async def _delete(self, request: Request) -> Response:
+        parts = request.path_params
+        self._service.store.delete(f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}")
+        return JSONResponse({})
+
+    async def _unserved(self, request: Request) -> Response:
+        remedy = "docs/tinker.md says what is served"
+        return _refusal(404, f"{request.method} {request.url.path} is not served here", remedy)
+
+
+def _count(request: Request, name: str, default: int) -> int:
+    """Raises DataError where the query has no number there."""
+    given = request.query_params.get(name, str(default))
+    if not given.isdecimal():
+        raise DataError(f"{name}={given!r} is no number from 0 on", remedy="give one")
+    return int(given)
+
+
+async def _result(future: Future[Answer | Failure]) -> Answer | Failure | None:
+    """What came of it, or None where that is still open after a while."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), _POLL_S)
+    except TimeoutError:
+        return None
+
+
+async def _body(request: Request) -> bytes:
+    """Raises DataError for one that is too large, or not what its header says."""
+    body = await request.body()
+    if request.headers.get("content-encoding") == "zstd":
+        try:
+            body = zstandard.ZstdDecompressor().decompress(body, max_output_size=_MAX_BODY)
+        except zstandard.ZstdError as error:
+            raise DataError(f"the body is no zstd: {error}", remedy="send it as it is") from error
+    if len(body) > _MAX_BODY:
+        raise DataError(f"the body has more than {_MAX_BODY >> 20} MiB", remedy="send the data in several requests")
+    return body
+
+
+async def _read(request: Request, body: type[B]) -> B:
+    """Raises DataError where it is no such body."""
+    found = _object(await _body(request))
+    try:
+        return body.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise DataError(
+            f"{where} of {body.__name__} is wrong: {first['msg']}", remedy="use the client tinker 0.38"
+        ) from error
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise DataError(f"the body is no JSON: {error}", remedy="use the client tinker 0.38") from error
+    if not isinstance(found, dict):
+        raise DataError("the body is no JSON object", remedy="use the client tinker 0.38")
+    return found
+
+
+def _model(model: BaseModel) -> Response:
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+def _checkpoint(saved: Saved) -> types.Checkpoint:
+    return types.Checkpoint(
+        checkpoint_id=saved.checkpoint_id,
+        checkpoint_type="training" if saved.has_optimizer else "sampler",
+        time=datetime.fromtimestamp(saved.time, UTC),
+        tinker_path=saved.path,
+        size_bytes=saved.size_bytes,
+        user_metadata=dict(saved.user_metadata) if saved.user_metadata else None,
+        expires_at=None if saved.expires_at is None else datetime.fromtimestamp(saved.expires_at, UTC),
+    )
+
+
+def _refusal(status: int, message: str, remedy: str) -> JSONResponse:
+    """In the shape of the other servers' refusals."""
+    detail = f"{message} -> {remedy}" if remedy else message
+    return JSONResponse({"detail": detail, "error": {"message": message, "remedy": remedy}}, status_code=status)

@@ -1,0 +1,93 @@
+"""Sampling with saved weights: an engine around the base model, and the adapters that are loaded for it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import LachesisError
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.plugins.tinker.adapters import AdapterBank
+from lachesis.plugins.tinker.records import LoraShape, Sampled, SampleRequest
+
+# Adapters that hang on the model only to sample with them; those used last stay.
+_LOADED = 4
+# What clients take for "no token" in a row of likeliest tokens.
+_NO_LOGPROB = -99999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """An adapter to sample with; the same ``key`` means the same shape and tensors, which ``read`` gives."""
+
+    key: str
+    read: Callable[[], tuple[LoraShape, Mapping[str, Tensor]]]
+
+
+class Sampler:
+    """Samples in the worker's thread, requests for the same weights together."""
+
+    def __init__(self, engine: EmbeddedEngine, bank: AdapterBank) -> None:
+        self._engine = engine
+        self._bank = bank
+        self._loaded: OrderedDict[str, str] = OrderedDict()
+
+    def check(self, request: SampleRequest) -> None:
+        """Raise EngineError for a request that cannot be sampled."""
+        self._engine.check(request.generation)
+
+    def sample(self, weights: Weights | None, requests: Sequence[SampleRequest]) -> list[Sampled | LachesisError]:
+        """What each request asks for, with an adapter or without; its own error in place of one that fails."""
+        with self._bank.active(None if weights is None else self._adapter(weights)):
+            try:
+                return self._together(requests)
+            except LachesisError as error:
+                if len(requests) == 1:
+                    return [error]
+            # Those that can be answered are not to see the failure of another.
+            return [self._alone(request) for request in requests]
+
+    def _alone(self, request: SampleRequest) -> Sampled | LachesisError:
+        try:
+            return self._together([request])[0]
+        except LachesisError as error:
+            return error
+
+    def _together(self, requests: Sequence[SampleRequest]) -> list[Sampled | LachesisError]:
+        deadline = Deadline(f"sampling of {len(requests)} requests", None)
+        completions = self._engine.generate([request.generation for request in requests], deadline=deadline)
+        return [Sampled(found, *self._of_prompt(request)) for request, found in zip(requests, completions, strict=True)]
+
+    def _of_prompt(self, request: SampleRequest) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        """Logprobs [P] of the prompt's tokens, and the K likeliest ones [P, K] in their places."""
+        ids = request.generation.prompt_ids
+        scored, top = request.prompt_logprobs, request.top_prompt_logprobs
+        if not scored and not top:
+            return None, None, None
+        logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+        top_ids = np.zeros((len(ids), top), dtype=np.int32)
+        top_logprobs = np.full((len(ids), top), _NO_LOGPROB, dtype=np.float32)
+        # Nothing comes before the first token.
+        first = max(1, len(ids) - scored) if scored else 1
+        if first < len(ids):
+            rows = self._engine.score("the prompt", ids)[first - 1 :].float()
+            targets = torch.tensor(ids[first:], device=rows.device)
+            logprobs[first:] = rows.gather(-1, targets[:, None]).squeeze(-1).cpu().numpy()
+            best = rows.topk(min(top, rows.shape[-1]), dim=-1)
+            top_ids[first:, : best.indices.shape[1]] = best.indices.cpu().numpy()
+            top_logprobs[first:, : best.values.shape[1]] = best.values.cpu().numpy()
+        return (logprobs if scored else None), (top_ids if top else None), (top_logprobs if top else None)
+
+    def _adapter(self, weights: Weights) -> str:
+        if weights.key not in self._loaded:
+            self._loaded[weights.key] = self._bank.add(*weights.read())
+        self._loaded.move_to_end(weights.key)
+        while len(self._loaded) > _LOADED:
+            self._bank.remove(self._loaded.popitem(last=False)[1])
+        return self._loaded[weights.key]

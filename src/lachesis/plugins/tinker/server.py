@@ -1,0 +1,127 @@
+"""The composition root of the Tinker server: options in, a server until a signal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.http import listen
+from lachesis.config.schema import ModelConfig, NoAdapterConfig
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.plugins.tinker.options import TinkerOptions
+from lachesis.train.model.forward import plan_forward
+from lachesis.train.model.loading import context_length, eos_token_ids, load_model
+
+_KEEP_ALIVE_S = 75
+API_KEY = "TINKER_API_KEY"
+
+
+def serve(options: TinkerOptions, *, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        on_ready: called with the address, once it listens.
+
+    Raises:
+        ConfigError: an option cannot be used, or the port is taken.
+        DependencyError: the client's package, whose messages these are, is not installed.
+        ModelError: the model cannot be loaded.
+    """
+    listener = listen(options.host, options.port)
+    try:
+        app = build_app(options, api_key=os.environ.get(API_KEY))
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, http="httptools", ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False,
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def build_app(options: TinkerOptions, *, api_key: str | None = None) -> Starlette:
+    """The application, with its model loaded. Raises as :func:`serve`.
+
+    Args:
+        api_key: that clients have to send; ``None`` takes any.
+    """
+    try:
+        from lachesis.plugins.tinker.routes import Routes
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("tinker", "zstandard"):
+            raise
+        raise DependencyError(
+            "lachesis tinker-server needs the package of the client, whose messages it reads and writes",
+            remedy="install it: pip install 'lachesis[tinker]'",
+        ) from error
+    service = _service(options)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            service.close()
+
+    return Starlette(
+        routes=Routes(service, api_key=api_key).table(),
+        lifespan=lifespan,
+        middleware=[Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts))],
+    )
+
+
+def _service(options: TinkerOptions) -> Any:
+    from lachesis.plugins.tinker.adapters import AdapterBank
+    from lachesis.plugins.tinker.checkpoints import CheckpointStore
+    from lachesis.plugins.tinker.sampling import Sampler
+    from lachesis.plugins.tinker.service import Service
+    from lachesis.plugins.tinker.training import Base
+
+    config = ModelConfig(path=options.model, device=options.device, dtype=options.dtype)
+    limit = context_length(config)
+    longest = limit if options.max_model_len is None else options.max_model_len
+    if longest > limit:
+        raise ConfigError(f"--max-model-len {longest} is more than the model's {limit} positions", remedy="lower it")
+    loaded = load_model(config, NoAdapterConfig())
+    model, tokenizer = loaded.transformer.eval(), loaded.tokenizer
+    name = options.name or options.model
+    place = Path(options.model)
+    bank = AdapterBank(model, name=name)
+    pad = tokenizer.pad_token_id
+    engine = EmbeddedEngine(
+        model,
+        eos_token_ids=eos_token_ids(loaded),
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        max_batch_size=options.max_num_seqs,
+        max_context=longest,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        special_token_ids=tokenizer.all_special_ids,
+    )
+    base = Base(
+        bank=bank,
+        plan=plan_forward(model, packing="auto"),
+        device=model.device,
+        vocab_size=model.config.get_text_config().vocab_size,
+        max_context=longest,
+        max_tokens=options.max_tokens_per_microbatch,
+    )
+    return Service(
+        base,
+        Sampler(engine, bank),
+        CheckpointStore(options.dir),
+        name=name,
+        tokenizer=str(place.resolve()) if place.is_dir() else options.model,
+        session_s=options.session_timeout,
+        seed=options.seed,
+    )

@@ -1,0 +1,401 @@
+"""What the server knows: sessions, runs and samplers; each request becomes a job of the worker."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from tinker import types
+from torch import Tensor
+
+from lachesis.common.errors import DataError, LachesisError
+from lachesis.plugins.tinker import wire
+from lachesis.plugins.tinker.checkpoints import CheckpointStore, Saved
+from lachesis.plugins.tinker.records import LoraShape, PassResult
+from lachesis.plugins.tinker.sampling import Sampler, Weights
+from lachesis.plugins.tinker.training import Base, TrainingRun
+from lachesis.plugins.tinker.worker import Answer, Failure, Futures, Job, SampleJob, Sequenced, Worker
+
+T = TypeVar("T")
+
+# Weights that were saved for a sampling client without a name live as long as so many newer ones have not come.
+_UNNAMED_KEPT = 4
+
+
+class Unknown(LachesisError):
+    """A session, run or sampler that is not there, or no more."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A training run: what it computes with, once the worker has made it, and the order of its requests.
+
+    ``failed`` says why it could not be made.
+    """
+
+    session_id: str
+    requests: Sequenced
+    training: TrainingRun | None = None
+    failed: str = ""
+    user_metadata: Mapping[str, str] | None = None
+    last_request: float = field(default_factory=time.time)
+    unnamed: OrderedDict[str, Mapping[str, Tensor]] = field(default_factory=OrderedDict)
+
+    @property
+    def made(self) -> TrainingRun:
+        """Raises DataError where it could not be made."""
+        if self.training is None:
+            raise DataError(f"this run does not exist: {self.failed}", remedy="create another one")
+        return self.training
+
+
+@dataclass(slots=True)
+class SamplingSession:
+    """What a sampling client samples with; no weights mean the base model."""
+
+    session_id: str
+    weights: Weights | None = None
+    path: str | None = None
+    clients: int = 0
+    number: int = 0
+
+
+class Service:
+    """All of it; its methods are called by the routes, in the thread of the event loop.
+
+    Args:
+        base: the model.
+        name: what clients call it.
+        tokenizer: where they load the tokenizer from.
+        session_s: seconds of silence after which a session's runs are forgotten; what they saved stays.
+        seed: of what clients give no seed for; ``None`` draws one.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        sampler: Sampler,
+        store: CheckpointStore,
+        *,
+        name: str,
+        tokenizer: str,
+        session_s: float,
+        seed: int | None,
+    ) -> None:
+        self.store = store
+        self.name = name
+        self.futures = Futures()
+        self.runs: dict[str, Run] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.max_context = base.max_context
+        self._base = base
+        self._tokenizer = tokenizer
+        self._session_s = session_s
+        self._sampler = sampler
+        self._heard: dict[str, float] = {}
+        self._seed = random.getrandbits(62) if seed is None else seed
+        self._made_samplers = 0
+        self._worker = Worker(sampler)
+
+    # --- sessions ---------------------------------------------------------------------------------------------
+
+    def create_session(self) -> str:
+        """A new session's id; those that have been silent for too long are forgotten."""
+        now = time.monotonic()
+        for silent in [one for one, heard in self._heard.items() if heard < now - self._session_s]:
+            self.finish_session(silent)
+        session_id = uuid.uuid4().hex
+        self._heard[session_id] = now
+        return session_id
+
+    def hear(self, session_id: str) -> None:
+        """It is alive. Raises Unknown for one that is not, or no more."""
+        if session_id not in self._heard:
+            raise Unknown(f"there is no session {session_id}, or it has ended", remedy="make a new ServiceClient")
+        self._heard[session_id] = time.monotonic()
+
+    def finish_session(self, session_id: str) -> None:
+        """Forget it with its runs and samplers; what they saved stays."""
+        self._heard.pop(session_id, None)
+        for run_id in [run_id for run_id, run in self.runs.items() if run.session_id == session_id]:
+            run = self.runs.pop(run_id)
+            self._worker.submit(Job(partial(_close, run), lambda _: Answer(b"{}")))
+        for sampler_id in [key for key, one in self.samplers.items() if one.session_id == session_id]:
+            del self.samplers[sampler_id]
+
+    def close(self) -> None:
+        """End after what is being computed."""
+        self._worker.close()
+
+    # --- runs -------------------------------------------------------------------------------------------------
+
+    def create_run(self, body: types.CreateModelRequest) -> str:
+        """The id of the request; the run's own follows from the session and its number there."""
+        self._check_base(body.base_model)
+        wire.check_optimizer(body.optimizer_config)
+        shape = wire.lora_shape(body.lora_config, seed=self._drawn("adapter", len(self._heard), body.model_seq_id))
+        return self._make_run(
+            body,
+            lambda: TrainingRun(self._base, shape),
+            lambda run_id: wire.json_answer(types.CreateModelResponse(model_id=run_id)),
+        )
+
+    def load_run(self, body: types.LoadWeightsRequest) -> str:
+        """The id of a request that loads a checkpoint, into a run or as a new one."""
+        wire.check_optimizer(body.optimizer_config)
+        if body.model_id is not None:
+            run = self._run(body.model_id)
+            work = partial(self._load, run, body)
+            return self._in_order(run, body.seq_id, work, partial(_loaded, body.path, body.model_id))
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        return self._make_run(body, partial(self._restored, body), lambda run_id: _loaded(body.path, run_id, None))
+
+    def pass_through(self, message: wire.PassMessage) -> str:
+        """The id of a forward or forward_backward."""
+        run = self._run(message.model_id)
+
+        def work() -> PassResult:
+            try:
+                asked = wire.read_pass(message.read)
+            except DataError as error:
+                if not message.read.forward_only:
+                    run.made.drop_gradient(error)
+                raise
+            return run.made.forward_backward(asked)
+
+        return self._in_order(run, message.seq_id, work, wire.pass_answer)
+
+    def step(self, body: types.OptimStepRequest) -> str:
+        """The id of an optimizer step."""
+        run = self._run(body.model_id)
+        return self._in_order(
+            run,
+            body.seq_id,
+            lambda: run.made.step(wire.adam_step(body.optim_params)),
+            lambda metrics: wire.json_answer(types.OptimStepResponse(metrics=metrics)),
+        )
+
+    def save(self, body: types.SaveWeightsRequest) -> str:
+        """The id of a request that saves weights and optimizer."""
+        run = self._run(body.model_id)
+        work = partial(self._save, run, body, optimizer=True)
+        return self._in_order(
+            run, body.seq_id, work, lambda saved: wire.json_answer(types.SaveWeightsResponse(path=saved.path))
+        )
+
+    def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> str:
+        """The id of a request that saves weights to sample with: as files, or for one sampling client."""
+        run = self._run(body.model_id)
+        if body.path is None:
+            key = uuid.uuid4().hex
+            sampler = SamplingSession(run.session_id, Weights(key, partial(_unnamed, run, key)))
+            response = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=self._add_sampler(sampler))
+            answer = wire.json_answer(response)
+            return self._in_order(run, body.seq_id, partial(_keep, run, key, kind=body.kind), lambda _: answer)
+        work = partial(self._save, run, body, optimizer=False)
+        return self._in_order(run, body.seq_id, work, _sampler_saved)
+
+    def unload(self, body: types.UnloadModelRequest) -> str:
+        """The id of a request that forgets a run."""
+        run = self._run(body.model_id)
+        del self.runs[body.model_id]
+        answer = wire.json_answer(types.UnloadModelResponse(model_id=body.model_id))
+        return self._submit(partial(_close, run), lambda _: answer)
+
+    def info(self, run_id: str) -> types.GetInfoResponse:
+        """What a run is. Raises Unknown, or DataError where it could not be made."""
+        shape = self._run(run_id).made.shape
+        data = types.ModelData(
+            arch=type(self._base.bank.model).__name__, model_name=self.name, tokenizer_id=self._tokenizer
+        )
+        return types.GetInfoResponse(
+            type="get_info", model_data=data, model_id=run_id, is_lora=True, lora_rank=shape.rank, model_name=self.name
+        )
+
+    # --- samplers ---------------------------------------------------------------------------------------------
+
+    def create_sampler(self, body: types.CreateSamplingSessionRequest) -> str:
+        """A sampling session's id, of the base model or of saved weights."""
+        self.hear(body.session_id)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        weights = None if body.model_path is None else self._saved_weights(body.model_path)
+        return self._add_sampler(SamplingSession(body.session_id, weights, body.model_path))
+
+    def sampler(self, sampler_id: str) -> SamplingSession:
+        """Raises Unknown where there is none."""
+        if (found := self.samplers.get(sampler_id)) is None:
+            raise Unknown(f"there is no sampling session {sampler_id}", remedy="create a sampling client anew")
+        return found
+
+    def sample(self, body: types.SampleRequest) -> str:
+        """The id of a request for completions. Raises LachesisError for one that cannot be sampled."""
+        number = 0
+        if body.sampling_session_id is not None:
+            sampler = self.sampler(body.sampling_session_id)
+            weights, number = sampler.weights, sampler.number
+        else:
+            if body.base_model is not None:
+                self._check_base(body.base_model)
+            weights = None if body.model_path is None else self._saved_weights(body.model_path)
+        request = wire.sample_request(
+            body, seed=self._drawn("sample", number, body.seq_id), max_context=self.max_context
+        )
+        self._sampler.check(request)
+        job = SampleJob(weights, request, wire.sample_answer)
+        self._worker.submit(job)
+        return self.futures.add(job.future)
+
+    def failed(self, error: LachesisError) -> str:
+        """The id of a request that has failed before there was anything to compute."""
+        future: Future[Answer | Failure] = Future()
+        future.set_result(Failure(str(error), "user"))
+        return self.futures.add(future)
+
+    # --- what jobs do, in the worker's thread -----------------------------------------------------------------
+
+    def _restored(self, body: types.LoadWeightsRequest) -> TrainingRun:
+        saved, weights, optimizer = self._read(body)
+        made = TrainingRun(self._base, saved.shape, weights)
+        made.load(weights, optimizer)
+        return made
+
+    def _load(self, run: Run, body: types.LoadWeightsRequest) -> None:
+        _, weights, optimizer = self._read(body)
+        run.made.load(weights, optimizer)
+
+    def _read(self, body: types.LoadWeightsRequest) -> tuple[Saved, Mapping[str, Tensor], Mapping[str, Tensor] | None]:
+        saved = self.store.find(body.path)
+        self._check_base(saved.base_model)
+        return saved, self.store.weights(body.path), self.store.optimizer(body.path) if body.optimizer else None
+
+    def _save(
+        self, run: Run, body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest, *, optimizer: bool
+    ) -> Saved:
+        training = run.made
+        return self.store.save(
+            body.model_id,
+            "weights" if optimizer else "sampler_weights",
+            body.path or uuid.uuid4().hex,
+            base_model=self.name,
+            shape=training.shape,
+            config=self._base.bank.config(training.adapter),
+            weights=training.weights(),
+            optimizer=training.optimizer_state() if optimizer else None,
+            ttl_s=body.ttl_seconds,
+            overwrite=isinstance(body, types.SaveWeightsRequest) and body.overwrite,
+            user_metadata=body.user_metadata,
+        )
+
+    # --- small parts ------------------------------------------------------------------------------------------
+
+    def _make_run(
+        self,
+        body: types.CreateModelRequest | types.LoadWeightsRequest,
+        make: Callable[[], TrainingRun],
+        answer: Callable[[str], Answer],
+    ) -> str:
+        """The id of the request that makes a run; asked for twice, as by a client that lost the answer, it is one."""
+        if body.session_id is None or body.model_seq_id is None:
+            raise DataError("the request names no run", remedy="send model_id, or session_id and model_seq_id")
+        self.hear(body.session_id)
+        run_id = f"{body.session_id}:train:{body.model_seq_id}"
+        if run_id not in self.runs:
+            texts = {name: str(value) for name, value in (body.user_metadata or {}).items()}
+            run = Run(body.session_id, Sequenced(self._worker.submit), user_metadata=texts or None)
+            run.requests.ids[0] = self._submit(partial(_make, run, make), lambda _: answer(run_id))
+            self.runs[run_id] = run
+        return self.runs[run_id].requests.ids[0]
+
+    def _run(self, run_id: str) -> Run:
+        if (run := self.runs.get(run_id)) is None:
+            remedy = "create it anew, from a saved state where there is one"
+            raise Unknown(f"there is no run {run_id}, or no more: its session has ended", remedy=remedy)
+        self._heard[run.session_id] = time.monotonic()
+        run.last_request = time.time()
+        return run
+
+    def _submit(self, work: Callable[[], T], encode: Callable[[T], Answer]) -> str:
+        job = Job(work, encode)
+        self._worker.submit(job)
+        return self.futures.add(job.future)
+
+    def _in_order(self, run: Run, number: int | None, work: Callable[[], T], encode: Callable[[T], Answer]) -> str:
+        if not number:
+            return self._submit(work, encode)
+        if number not in run.requests.ids:
+            job: Job[Any] = Job(work, encode)
+            run.requests.ids[number] = self.futures.add(job.future)
+            run.requests.add(number, job)
+        return run.requests.ids[number]
+
+    def _add_sampler(self, sampler: SamplingSession) -> str:
+        self._made_samplers += 1
+        sampler.number = self._made_samplers
+        sampler_id = f"{sampler.session_id}:sample:{sampler.number}"
+        self.samplers[sampler_id] = sampler
+        return sampler_id
+
+    def _saved_weights(self, path: str) -> Weights:
+        saved = self.store.find(path)
+        self._check_base(saved.base_model)
+        # A checkpoint that was overwritten has the same path and another time.
+        return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)))
+
+    def _drawn(self, *place: object) -> int:
+        """A seed for what a client gave none, which the server's own seed and the place of the request decide."""
+        return random.Random(f"{self._seed} {place}").getrandbits(62)
+
+    def _check_base(self, name: str) -> None:
+        if name != self.name:
+            raise DataError(
+                f"the base model {name!r} is not served here, but {self.name!r}",
+                remedy=f"ask for it, or start a server with --model {name}",
+            )
+
+
+def _make(run: Run, make: Callable[[], TrainingRun]) -> None:
+    try:
+        run.training = make()
+    except LachesisError as error:
+        run.failed = str(error)
+        raise
+
+
+def _close(run: Run) -> None:
+    if run.training is not None:
+        run.training.close()
+
+
+def _keep(run: Run, key: str, *, kind: str) -> None:
+    """Remember a run's weights of now for one sampling client, and forget those of old ones."""
+    if kind != "snapshot":
+        raise DataError(f"weights of the kind {kind!r} are not served", remedy="save a snapshot")
+    run.unnamed[key] = run.made.weights()
+    while len(run.unnamed) > _UNNAMED_KEPT:
+        run.unnamed.popitem(last=False)
+
+
+def _unnamed(run: Run, key: str) -> tuple[LoraShape, Mapping[str, Tensor]]:
+    if key not in run.unnamed:
+        raise DataError(
+            f"the weights of this sampling client are gone: its run has saved {_UNNAMED_KEPT} newer ones",
+            remedy="keep weights with save_weights_for_sampler(name) to sample with them later",
+        )
+    return run.made.shape, run.unnamed[key]
+
+
+def _loaded(path: str, run_id: str, _: object) -> Answer:
+    return wire.json_answer(types.LoadWeightsResponse(path=path, model_id=run_id, type="load_weights"))
+
+
+def _sampler_saved(saved: Saved) -> Answer:
+    return wire.json_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.path))

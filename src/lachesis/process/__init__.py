@@ -1,0 +1,1 @@
+"""Processes and threads: children that end with their parent, supervision, workers."""

@@ -1,0 +1,505 @@
+"""A child process that this process starts, watches, and stops; and no other."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from lachesis.common.deadline import Deadline, Retry, wait_until
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.files import open_log
+from lachesis.common.http import server_url
+from lachesis.process.forkserver import ForkServer, receive_supervisor
+
+_TAIL_BYTES = 64 << 10
+_LINES, _CAUSES, _WIDTH = 12, 3, 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CAUSE = re.compile(r"\b\w*(Error|Exception)\b: .")
+_REMEDIES = {
+    "out of memory": "lower --gpu-memory-utilization or --max-model-len, or free the device",
+    "Free memory on device": "lower --gpu-memory-utilization, or stop what else uses the device",
+    "No available memory for the cache blocks": "raise --gpu-memory-utilization or lower --max-model-len",
+    "address already in use": "choose another port",
+    # A fault of vLLM's CPU build: a prompt with a seed that is read in two steps ends it.
+    "CPU Generator does not use offset": "raise --max-num-batched-tokens, so that prompts are read in one step",
+    "unrecognized arguments": "correct the arguments; `vllm serve --help=all` lists them",
+}
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+# What the supervisor itself may take, besides the grace that its command gets.
+_SUPERVISOR_S = 30.0
+_HEALTH_S = 5.0
+# How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
+_REAP_S, _REAP_LOOK_S = 20.0, 0.02
+
+
+def last_lines(path: Path, *, start: int = 0) -> list[str]:
+    """The last lines from byte ``start`` on, after those before them that name an error, which are causes often.
+
+    Raises:
+        EngineError: the log cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        raise EngineError(f"the log {path} cannot be read: {error.strerror}") from error
+    # Of a progress bar only what it showed last.
+    lines = [_COLOUR.sub("", line.rsplit("\r", 1)[-1]).rstrip()[:_WIDTH] for line in text.split("\n")]
+    lines = [line for line in lines if line]
+    end = lines[-_LINES:]
+    causes = [line for line in lines[:-_LINES] if names_an_error(line)]
+    return [*dict.fromkeys(causes[-_CAUSES:]), *end]
+
+
+def names_an_error(line: str) -> bool:
+    """Whether a line of a log has an error of Python's with its message."""
+    return _CAUSE.search(line) is not None
+
+
+def remedy_of(lines: Sequence[str], *, killed: bool) -> str:
+    """What to do about a server that ended with these lines; empty if nothing is known about it."""
+    text = "\n".join(lines).lower()
+    for sign, advice in _REMEDIES.items():
+        if sign.lower() in text:
+            return advice
+    return "if nobody killed it, the machine ran out of memory: look at its kernel log" if killed else ""
+
+
+OnDeath = Callable[[EngineError], None]
+
+
+class ManagedProcess:
+    """Runs a command in a process group of its own; see :mod:`lachesis.process.supervisor` for how.
+
+    However this process ends, kill -9 included, the command's group is ended too. Thread-safe, except that one
+    thread at a time may start and stop.
+
+    Args:
+        log_path: its output is appended here.
+        url: where it is going to listen; ``None`` if it does not, and then it is ready as soon as it is started.
+        health: the path at ``url`` that answers when it is able to serve.
+        name: what messages call it; the server at ``url`` if unset.
+        env: added to this process's environment; ``None`` as a value removes a variable.
+        grace_s: how long it may take to end before it is killed, in seconds.
+        on_death: called from another thread, once a start, if it ends without having been asked to.
+        after: what has to be ready before it starts, where they start together (:func:`launch_together`).
+        forkserver: forks ``python -m MODULE ...`` as long as it is open, once its imports are done.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        url: str | None = None,
+        health: str = "/health",
+        name: str = "",
+        env: Mapping[str, str | None] | None = None,
+        grace_s: float = 20.0,
+        on_death: OnDeath | None = None,
+        after: ManagedProcess | None = None,
+        forkserver: ForkServer | None = None,
+    ) -> None:
+        self.after = after
+        self._forkserver = forkserver
+        self.command = tuple(map(str, command))
+        self.url = None if url is None else server_url(url)
+        self.name = name or f"the server at {self.url}"
+        self.log_path = Path(log_path)
+        self._health_url = None if self.url is None else f"{self.url}{health}"
+        self._env = dict(env or {})
+        self._grace_s = grace_s
+        self._on_death = on_death
+        self._life: _Life | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the command, which leads its process group; ``None`` while it does not run, or is still to be forked."""
+        life = self._life
+        return None if life is None or life.ended.is_set() else life.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last run, negative for a signal; ``None`` while it runs, and where it is not known."""
+        life = self._life
+        return life.code if life is not None and life.ended.is_set() else None
+
+    def start(self, *, deadline: Deadline) -> None:
+        """Start it and wait until it is able to serve. If that fails, it is stopped again.
+
+        Raises:
+            EngineError: its port is taken, the command cannot be run, or it died; with the last lines of its log.
+            DeadlineExceeded: it was not able to serve in time.
+        """
+        self.launch()
+        try:
+            self.wait_ready(deadline=deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def launch(self) -> None:
+        """Start it without waiting for it. Raises EngineError as :meth:`start`."""
+        if self._life is not None and not self._life.ended.is_set():
+            raise EngineError(f"{self.name} runs already (pid {self.pid})", remedy="stop it first")
+        if self.url is not None:
+            check_port_free(self.url)
+        environment = {key: value for key, value in {**os.environ, **self._env}.items() if value is not None}
+        if shutil.which(self.command[0], path=environment.get("PATH")) is None:
+            raise EngineError(
+                f"the command {self.command[0]!r} of {self.name} is not there",
+                remedy="install it, or give its full path",
+            )
+        forkserver = self._forkserver if self._forkserver is not None and self._forkserver.is_open else None
+        self._life = _Life(
+            self.command,
+            log_path=self.log_path,
+            env=environment,
+            grace_s=self._grace_s,
+            died=self._died,
+            forkserver=forkserver,
+        )
+        _running.add(self)
+
+    def wait_ready(self, *, deadline: Deadline) -> None:
+        """Return once it is able to serve. Raises as :meth:`start`."""
+        if self._health_url is None:
+            return
+        assert self._life is not None
+        retry = Retry(deadline, first_s=0.05, longest_s=0.5)
+        try:
+            with httpx.Client(trust_env=False) as client:
+                wait_until(lambda: self._why_not_ready(client), retry, sleep=self._life.ended.wait)
+        except DeadlineExceeded as error:
+            log_path, lines = self._last_lines(self._life)
+            raise DeadlineExceeded(
+                f"{error.message}; the end of its log {log_path}:{_shown(lines)}", remedy=error.remedy
+            ) from error
+        self.check()  # another server may have answered while this one died
+
+    def _why_not_ready(self, client: httpx.Client) -> str:
+        self.check()
+        url = self._health_url or ""
+        if self.pid is None:
+            return f"{self.name} is to be forked, once what it needs has been imported"
+        return "" if answers(client, url) else f"{url} does not answer, pid {self.pid} still runs"
+
+    def check(self) -> None:
+        """Raise EngineError, with the last lines of the log, unless it runs."""
+        if self._life is None or self._life.stopping or self._life.ended.is_set():
+            raise self.death()
+
+    def death(self) -> EngineError:
+        """How it ended, with the last lines of the log."""
+        life = self._life
+        if life is None or life.stopping:
+            return EngineError(f"{self.name} was not started, or was stopped", remedy="start it")
+        return self._death(life)
+
+    def restart(self, command: Sequence[str] | None = None, *, deadline: Deadline) -> None:
+        """Stop it and start it again, with another command if one is given. Raises as :meth:`start`."""
+        self.stop()
+        if command is not None:
+            self.command = tuple(map(str, command))
+        self.start(deadline=deadline)
+
+    def stop(self) -> None:
+        """End its process group: SIGTERM, after ``grace_s`` SIGKILL. Idempotent."""
+        life = self._life
+        if life is not None:
+            life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
+        _running.discard(self)
+
+    def last_lines(self) -> list[str]:
+        """The end of what it has written since its last start."""
+        return self._last_lines(self._life)[1]
+
+    def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
+        """With the log that they are of: where it was to be forked and was not, that of the imports."""
+        if life is not None and life.forkserver is not None and life.pid is None:
+            return life.forkserver.log_path, last_lines(life.forkserver.log_path, start=life.forkserver.log_start)
+        return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)
+
+    def _died(self, life: _Life) -> None:
+        if self._on_death is not None:
+            self._on_death(self._death(life))
+
+    def _death(self, life: _Life) -> EngineError:
+        log_path, lines = self._last_lines(life)
+        if life.pid is None:
+            return EngineError(
+                f"{self.name} did not begin, as what it is forked from ended during its imports; the end of its log "
+                f"{log_path}:{_shown(lines)}",
+                remedy=f"read {log_path}",
+            )
+        return EngineError(
+            f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
+            f"the end of its log {log_path}:{_shown(lines)}",
+            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {log_path}",
+        )
+
+
+def launch_together(processes: Iterable[ManagedProcess]) -> None:
+    """Start them without waiting, but for those that come after another. Raises EngineError as one does."""
+    for process in processes:
+        if process.after is None:
+            process.launch()
+
+
+def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) -> None:
+    """Return once all that were launched together are able to serve, in an order in which each follows its ``after``.
+
+    Raises:
+        EngineError, DeadlineExceeded: as :meth:`ManagedProcess.start`.
+    """
+    for process in processes:
+        if process.after is not None:
+            process.launch()
+        process.wait_ready(deadline=deadline)
+
+
+class _Supervisor(Protocol):
+    """What is asked of it: as of Popen's."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
+class _Life:
+    """One run of the command, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown.
+
+    ``pid`` is the command's, and ``None`` until it has been forked where a fork server is to do that.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str],
+        grace_s: float,
+        died: Callable[[_Life], None],
+        forkserver: ForkServer | None,
+    ) -> None:
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.forkserver = forkserver
+        self.stopping = False
+        self.ended = threading.Event()
+        self._owner = os.getpid()
+        self._started = time.monotonic()
+        self._lifetime_s = 0.0
+        self._died = died
+        self._link, theirs = socket.socketpair()
+        with theirs, open_log(log_path) as log:
+            self.log_start = log.seek(0, os.SEEK_END)
+            if forkserver is None:
+                self._supervisor: _Supervisor | None = _start_supervisor(
+                    command, link=theirs, log=log, env=env, grace_s=grace_s
+                )
+            else:
+                self._supervisor = None  # it is there once it is forked
+                forkserver.fork(command, link=theirs, log=log, env=env, grace_s=grace_s)
+        self._lines = self._link.makefile("r")
+        if self._supervisor is not None:
+            self._begin(self._first_word(self._supervisor, command=command))
+        threading.Thread(target=self._watch, name=f"lachesis-process-{self.pid}", daemon=True).start()
+
+    def _begin(self, pid: int) -> None:
+        self._server, self.pid = _process(pid), pid
+
+    def _first_word(self, supervisor: _Supervisor, *, command: Sequence[str]) -> int:
+        """The pid, which the supervisor says. Raises EngineError where it could not run the command, or is silent."""
+        self._link.settimeout(_SUPERVISOR_S)
+        try:
+            word, _, value = self._lines.readline().strip().partition(" ")
+        except TimeoutError:
+            word, value = "failed", f"its supervisor said nothing for {_SUPERVISOR_S:g} s"
+        if word == "started":
+            self._link.settimeout(None)
+            return int(value)
+        self._link.close()
+        supervisor.kill()
+        supervisor.wait()
+        raise EngineError(
+            f"the server's command {shlex.join(command[:3])} cannot be run: {value or 'its supervisor ended'}",
+            remedy="correct the command",
+        )
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        after = f"{self._lifetime_s:.1f} s after its start"
+        if self.code is None:
+            return f"lost its supervisor {after} and was killed"
+        if self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name} {after}"
+        return f"ended with exit code {self.code} {after}"
+
+    def stop(self, *, timeout_s: float) -> None:
+        # A forked copy of this process has the object too, but not the right to stop the server.
+        if os.getpid() != self._owner:
+            return
+        self.stopping = True
+        with suppress(OSError):  # it has ended
+            self._link.shutdown(socket.SHUT_WR)
+        if self.pid is None and self.forkserver is not None:
+            self.forkserver.kill()  # its imports may take long
+        if not self.ended.wait(timeout_s):
+            self._kill()
+            self.ended.wait(_SUPERVISOR_S)
+
+    def _watch(self) -> None:
+        with suppress(ConnectionError):  # as the end of the stream
+            if self._supervisor is None:
+                self._supervisor = receive_supervisor(self._link)
+            for line in self._lines:
+                word, _, value = line.partition(" ")
+                if word == "started":
+                    self._begin(int(value))
+                elif word == "exited":
+                    self.code = int(value)
+        # End of the stream: the supervisor has ended, or was killed and can end nothing any more.
+        if self.code is None:
+            self._kill()
+        if self._supervisor is not None:
+            self._supervisor.wait()
+        self._lifetime_s = time.monotonic() - self._started
+        self._link.close()
+        self.ended.set()
+        if not self.stopping:
+            self._died(self)
+
+    def _kill(self) -> None:
+        """Without the supervisor's help: its group, if that is still the one we started, and wait until it is gone."""
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        if self.pid is None:  # nothing has been forked
+            return
+        leader = _process(self.pid)
+        if leader is not None and leader != self._server:
+            return  # another process has got that pid, so none is left that had the group
+        with suppress(ProcessLookupError):  # it ended by itself just now
+            os.killpg(self.pid, signal.SIGKILL)
+        # What is not our child nobody tells us of; a port, or a GPU's memory, is free once all have ended.
+        until = time.monotonic() + _REAP_S
+        while _has_members(self.pid) and time.monotonic() < until:
+            time.sleep(_REAP_LOOK_S)
+
+
+def _start_supervisor(
+    command: Sequence[str], *, link: socket.socket, log: IO[bytes], env: Mapping[str, str], grace_s: float
+) -> _Supervisor:
+    """The process that starts the command, with its end of the link."""
+    arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
+    # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[link.fileno()],
+        start_new_session=True,
+    )
+
+
+def check_port_free(url: str) -> None:
+    """Raise EngineError, naming who listens, if something listens where a server is to be started.
+
+    An address of another machine passes: whether it is free shows when the server starts.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", 80 if parts.port is None else parts.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"the host of {url} is not known: {error}", remedy="correct the address") from error
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Connections of a server that has just ended do not keep its port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return
+            raise EngineError(
+                f"port {port} of {host} is taken by {who_listens(port)}",
+                remedy="stop that process if it is yours, or choose another port",
+            ) from error
+
+
+def who_listens(port: int) -> str:
+    """The pid and command of the process that listens on a port, as far as this user may know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.pid and tuple(connection.laddr)[1:2] == (port,):
+                return f"pid {connection.pid} ({shlex.join(psutil.Process(connection.pid).cmdline()) or '?'})"
+    except psutil.Error:
+        pass
+    return "a process of another user"
+
+
+# Whether a process of that number runs on this machine, also one of another user.
+process_exists = psutil.pid_exists
+
+
+def answers(client: httpx.Client, url: str) -> bool:
+    """Whether a server is able to serve, as its page of health says."""
+    try:
+        return client.get(url, timeout=_HEALTH_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _shown(lines: Sequence[str]) -> str:
+    return "".join(f"\n  | {line}" for line in lines) or " (nothing)"
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """The process with the time of its start, by which it is told from a later one with the same pid."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _has_members(group: int) -> bool:
+    """Whether a process of the group has not ended. A zombie has, once none of its threads is left to close files."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and (
+                process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+            ):
+                return True
+    return False
+
+
+_running: weakref.WeakSet[ManagedProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for process in list(_running):
+        process.stop()

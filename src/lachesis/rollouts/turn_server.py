@@ -1,0 +1,206 @@
+"""A server in front of a run's engine for environments that speak HTTP: it keeps every turn that the engine sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import LachesisError
+from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.routed_experts import joined_routes
+from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
+from lachesis.engines.serving.bodies import Refused, parse
+from lachesis.engines.serving.generation import GenerateBody
+from lachesis.engines.serving.server import guarded, read_body, while_connected
+from lachesis.engines.serving.tokens import TokensAnswer, TokensBody, generate_body, token_choice
+from lachesis.rollouts.call_batcher import Completer
+from lachesis.rollouts.generation import TextDecoder, request_seed
+
+logger = logging.getLogger(__name__)
+
+SESSION = "x-session-id"
+"""The header that says to which conversation a request belongs."""
+MODEL = "policy"
+# A connection that the server closes as a request comes in on it would be a failed rollout.
+_KEEP_ALIVE_S = 3600
+_FIELDS = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "detokenize",
+})  # fmt: skip
+_PARAMS = _FIELDS - {"seed", "skip_special_tokens", "detokenize"}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion as the engine sampled it, with the prompt that it was asked to continue."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+class TurnServer:
+    """``/inference/v1/generate`` on a port of its own, over any engine. Its coroutines run on one event loop.
+
+    Args:
+        calls: who completes the prompts.
+        params: what is sampled with where a request does not say; ``max_tokens`` is the most of one turn.
+        max_context: most tokens of prompt and completion together; the last turn gets what is left.
+        vocab_size: no token id of a prompt may reach it.
+    """
+
+    def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
+        self.calls = calls
+        self.url = ""
+        self.failure: LachesisError | None = None
+        self._params = params
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port of this host."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            self.app(), log_config=None, access_log=False, ws="none", lifespan="off", loop="asyncio",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def app(self) -> Starlette:
+        """What it serves, to names of this machine only."""
+        routes = [
+            Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
+            Route("/v1/models", guarded(self._models), methods=["GET"]),
+        ]
+        return Starlette(routes=routes, middleware=[Middleware(OwnHostOnly)])
+
+    async def stop(self) -> None:
+        """Close the port, and wait for the engine's last call. Idempotent."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._server = None
+        await self.calls.ended()
+        self.calls.close()
+
+    def begin(self, deadline: Deadline) -> None:
+        """More rollouts begin: the engine's calls have a new limit, and what it failed with before is past."""
+        self.calls.deadline = deadline
+        self.failure = None
+
+    def check(self) -> None:
+        """Raise what the engine failed with: then it is no fault of the rollout that it failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def take(self, session: str) -> tuple[Turn, ...]:
+        """The turns of a conversation, which is forgotten."""
+        return tuple(self._turns.pop(session, ()))
+
+    async def _models(self, request: Request) -> Response:
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lachesis"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._max_context}]})
+
+    async def _generate(self, request: Request) -> Response:
+        body = parse(TokensBody, await read_body(request))
+        wanted = generate_body(body, sampling_fields=_FIELDS)
+        session = request.headers.get(SESSION, "")
+        if not session:
+            raise Refused("the request names no conversation", remedy=f"send the header {SESSION}")
+        asked = replace(self._request(wanted, turn=len(self._turns[session])), conversation=session)
+        try:
+            completion = await while_connected(request, self.calls.complete(asked))
+        except LachesisError as error:
+            if not isinstance(error, Refused):
+                self.failure = error
+            raise
+        self._turns[session].append(Turn(asked.prompt_ids, completion))
+        answer = TokensAnswer(
+            request_id=wanted.request_id or uuid.uuid4().hex,
+            prompt_token_ids=asked.prompt_ids,
+            choices=[token_choice(completion, index=0)],
+        )
+        return JSONResponse(answer.model_dump(mode="json"))
+
+    def _request(self, wanted: GenerateBody, *, turn: int) -> GenerationRequest:
+        """The engine's request. Refused (400) where the prompt leaves no room for a token."""
+        prompt_ids = wanted.prompt_token_ids or ()
+        room = self._max_context - len(prompt_ids)
+        if room < 1:
+            raise Refused(
+                f"the prompt has {len(prompt_ids)} tokens; this model's maximum context length is "
+                f"{self._max_context} tokens",
+                remedy="end the conversation earlier",
+            )
+        if max(prompt_ids) >= self._vocab_size:
+            raise Refused(f"token id {max(prompt_ids)} is not below {self._vocab_size}", remedy="use its own tokenizer")
+        if wanted.n != 1:
+            raise Refused(f"n is {wanted.n}: a turn has one completion", remedy="leave n out")
+        given = {name: value for name, value in wanted.sampling.items() if name in _PARAMS}
+        given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if name in given}
+        given["max_tokens"] = min(room, self._params.max_tokens, given.get("max_tokens", room))
+        given["top_k"] = max(0, given.get("top_k", self._params.top_k))
+        seed = request_seed(wanted.sampling.get("seed", 0), turn)
+        return GenerationRequest(prompt_ids, replace(self._params, **given), n=1, seed=seed)
+
+
+def joined(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) -> list[Sample]:
+    """The turns of a conversation as samples without rewards: one, or several where a prompt does not continue.
+
+    A prompt continues if it begins with all tokens before it; what it adds is masked. A sample begins with the
+    prompt of its first turn.
+    """
+    samples: list[Sample] = []
+    runs: list[list[Turn]] = []
+    for turn in turns:
+        before = runs[-1][-1] if runs else None
+        known = () if before is None else before.prompt_ids + before.completion.token_ids
+        if before is not None and turn.prompt_ids[: len(known)] == known:
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+    for run in runs:
+        samples.append(_sample(run, decode=decode, temperature=temperature))
+    return samples
+
+
+def _sample(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) -> Sample:
+    prompt = turns[0].prompt_ids
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    for turn in turns:
+        added = turn.prompt_ids[len(prompt) + len(ids) :]
+        sampled = turn.completion
+        ids += [*added, *sampled.token_ids]
+        logprobs += [*(0.0 for _ in added), *sampled.logprobs]
+        mask += [*(0 for _ in added), *(1 for _ in sampled.token_ids)]
+    last = turns[-1].completion
+    return Sample(
+        prompt_ids=prompt,
+        completion_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        finish_reason=last.finish_reason,
+        versions=VersionSpan(turns[0].completion.versions.first, last.versions.last),
+        text=decode([ids])[0],
+        mask=None if all(mask) else tuple(mask),
+        temperature=temperature,
+        routed=joined_routes([turn.completion.routed for turn in turns]),
+    )

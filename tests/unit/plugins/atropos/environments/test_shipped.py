@@ -1,0 +1,221 @@
+"""The shipped environments: prompts, rollouts, scores."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.types import SamplingParams
+from lachesis.plugins.atropos.environments.base import endless, together
+from lachesis.plugins.atropos.environments.shipped.arithmetic import Arithmetic, problems
+from lachesis.plugins.atropos.environments.shipped.calculator import Calculator, problem_of
+from lachesis.plugins.atropos.environments.shipped.gsm8k import MathProblem, load_split
+from tests.paths import EXAMPLES
+from tests.unit.plugins.atropos.environments.one import TOKENIZER, gsm8k, ids, one_group, served
+
+QUICKSTART = EXAMPLES / "quickstart" / "setup.py"
+
+
+def test_arithmetic_has_the_problems_of_the_quickstart():
+    spec = importlib.util.spec_from_file_location("quickstart_setup", QUICKSTART)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for ours, theirs in zip(problems(seed=0), module.problems(seed=0), strict=True):
+        assert [{"prompt": one.prompt, "answer": one.answer} for one in ours] == theirs
+
+
+def right_sum(prompt: list[int]) -> str:
+    a, b = TOKENIZER.decode(prompt).rstrip("=").split("+")
+    return str(int(a) + int(b))[::-1]
+
+
+def test_arithmetic_group():
+    def answer(prompt: list[int], n: int, body: Any) -> Sequence[Sequence[int]]:
+        right = right_sum(prompt)
+        return [ids(right), ids(right, end=False), ids(right + "0"), ids("")]
+
+    with served(Arithmetic, answer, group_size=4) as (fake, run):
+        item, group = run(one_group)
+    assert group.scores == [1.0, 1.0, 0.0, 0.0]
+    prompt = TOKENIZER.encode(item.prompt)
+    assert group.tokens[0][: len(prompt)] == prompt and group.masks[0][: len(prompt)] == [-100] * len(prompt)
+    assert group.overrides[0] == {"finish_reason": "stop", "weight_version": {"first": 0, "last": 0}}
+    assert (fake.bodies[0]["n"], fake.bodies[0]["max_tokens"]) == (4, 6)
+
+
+def test_reasoning_gym_asks_and_scores_as_its_tasks_do():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    from lachesis.plugins.atropos.environments.shipped.reasoning_gym import ReasoningGym
+
+    def answer(prompt: list[int], n: int, body: Any) -> Sequence[Sequence[int]]:
+        a, operator, b = TOKENIZER.decode(prompt).rsplit(":", 1)[1].rstrip("= ").split()
+        right = str(int(a) + int(b) if operator == "+" else int(a) - int(b))
+        return [ids(right), ids("none")][:n]
+
+    tasks = "chain_sum?size=4&max_terms=2&max_digits=1&min_terms=2&min_digits=1"
+    with served(ReasoningGym, answer, group_size=2, tasks=tasks, eval_num=3, max_token_length=120) as (_, run):
+        _, group = run(one_group)
+        result = run(lambda environment: environment.evaluate())
+    assert (group.scores[0], group.scores[1] < 0.1) == (1.0, True)
+    assert (result.problems, result.accuracy) == (3, 1.0)
+
+
+def test_evaluation_is_greedy_on_held_out_problems():
+    def answer(prompt: list[int], n: int, body: Any) -> Sequence[Sequence[int]]:
+        return [ids(right_sum(prompt) if TOKENIZER.decode(prompt) in easy else "x")]
+
+    easy = {one.prompt for one in problems(seed=0)[1][:3]}
+    with served(Arithmetic, answer, eval_num=12) as (fake, run):
+        result = run(lambda environment: environment.evaluate())
+    assert (result.problems, result.accuracy, result.mean_reward) == (12, 0.25, 0.25)
+    assert {body["temperature"] for body in fake.bodies} == {0.0}
+
+
+def test_a_prompt_without_room():
+    with served(Arithmetic, None, max_token_length=4) as (_, run), pytest.raises(DataError, match="leaves no room"):
+        run(one_group)
+
+
+def test_order_is_seeded_and_without_repeats():
+    first, again = endless(range(5), seed=1), endless(range(5), seed=1)
+    taken = [next(first) for _ in range(10)]
+    assert taken == [next(again) for _ in range(10)]
+    assert sorted(taken[:5]) == sorted(taken[5:]) == list(range(5))
+    assert list(endless([], seed=0)) == []
+
+
+class TestCalculator:
+    """Several turns with a tool."""
+
+    def collect(self, *turns: Sequence[int], **config: Any) -> tuple[Any, list[Any], Any]:
+        rest = list(turns)
+        with served(Calculator, lambda prompt, n, body: [rest.pop(0)], **config) as (fake, run):
+
+            async def work(environment: Calculator) -> Any:
+                item = problem_of(4)
+                trajectory = await environment.collect_trajectory(item, params=SamplingParams(max_tokens=900))
+                (score,) = await environment.score(item, [trajectory])
+                return trajectory, score, environment.metrics()
+
+            trajectory, score, values = run(work)
+        assert not rest
+        return trajectory, fake.bodies, (score, values)
+
+    def test_turns(self):
+        answer = problem_of(4).answer
+        # The first turn's last token goes beyond the call, as a real tokenizer's may.
+        first, last = ids("I try <calc>2*3</calc>\n", end=False), ids(f"so <answer>{answer}</answer>", end=False)
+        trajectory, bodies, (score, values) = self.collect(first, last)
+        output = TOKENIZER.encode("<result>6</result>")
+        prompt = bodies[0]["prompt"]["prompt_token_ids"]
+        assert trajectory.tokens == [*prompt, *first, *output, *last]
+        assert bodies[1]["prompt"]["prompt_token_ids"] == [*prompt, *first, *output]
+        assert trajectory.masks == [-100] * len(prompt) + first + [-100] * len(output) + last
+        assert [value == 1.0 for value in trajectory.logprobs] == [mask == -100 for mask in trajectory.masks]
+        assert bodies[0]["stop"] == ["</calc>", "</answer>"]
+        assert score == 1.0
+        assert values["calculator/calls"] == 1 and values["calculator/failed_calls"] == 0
+
+    def test_errors_of_the_tool_are_shown_to_the_model(self):
+        trajectory, _, (score, values) = self.collect(ids("<calc>1/0</calc>", end=False), ids("no idea"))
+        assert trajectory.messages[2] == {"role": "tool", "content": "<result>error: division by zero</result>"}
+        assert (score, values["calculator/failed_calls"]) == (0.0, 1)
+
+    def test_the_model_cannot_write_results_itself(self):
+        answer = problem_of(4).answer
+        trajectory, _, (score, _) = self.collect(ids("<calc>1</calc><result>5</result> hm"))
+        assert score == 0.0 and len(trajectory.messages) == 2
+        # An answer that the tool wrote is none.
+        _, _, (score, _) = self.collect(ids(f"<calc><answer>{answer}</answer></calc>", end=False), ids("done"))
+        assert score == 1.0
+
+    def test_turns_end(self):
+        call = ids("<calc>1+1</calc>", end=False)
+        trajectory, bodies, _ = self.collect(call, call, max_turns=2)
+        assert len(bodies) == 2 and trajectory.messages[-1]["role"] == "assistant"
+
+    def test_room_ends(self):
+        call = ids("<calc>1+1</calc>", end=False)
+        _, bodies, _ = self.collect(call, ids("x"))
+        prompt = len(bodies[0]["prompt"]["prompt_token_ids"])
+        trajectory, bodies, _ = self.collect(call, max_token_length=prompt + len(call) + 5)
+        assert len(trajectory.tokens) == prompt + len(call)
+        assert bodies[0]["max_tokens"] == len(call) + 5
+
+
+class TestGsm8k:
+    """Data and scores."""
+
+    def test_files(self, tmp_path):
+        expected = MathProblem("What is 2 times 1,000?", "2000")
+        data = gsm8k(tmp_path / "data")
+        assert load_split(str(data), "train")[1] == expected
+        assert len(load_split(str(data), "test")) == 1
+        assert load_split(str(data / "train.jsonl"), "test")[1] == expected
+
+    def test_parquet_as_on_the_hub(self, tmp_path):
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        rows = [json.loads(line) for line in (gsm8k(tmp_path / "a") / "train.jsonl").read_text().splitlines()]
+        (tmp_path / "b" / "main").mkdir(parents=True)
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(table, tmp_path / "b" / "main" / "train-00000-of-00001.parquet")
+        assert load_split(str(tmp_path / "b"), "train") == load_split(str(tmp_path / "a"), "train")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("train.jsonl", '{"question": "x", "answer": "y"}', "row 1 is no problem of GSM8K"),
+            ("train.jsonl", "[1]", "row 1 is no problem of GSM8K"),
+            ("train.jsonl", "{", "line 1: malformed JSON"),
+            ("train.jsonl", "", "has no problems in its split train"),
+            ("train.parquet", "{", "is no Parquet file"),
+            ("other.jsonl", "", "has no file of the split train"),
+        ],
+    )
+    def test_faults(self, tmp_path, name, content, message):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=message):
+            load_split(str(tmp_path), "train")
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(DataError, match="there is no GSM8K at"):
+            load_split(str(tmp_path / "absent"), "train")
+
+
+def test_an_error_ends_the_rollouts_beside_it():
+    async def work() -> list[str]:
+        ended: list[str] = []
+
+        async def waits() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("waits")
+
+        async def fails() -> None:
+            raise DataError("odd")
+
+        with pytest.raises(DataError, match="odd"):
+            await together([waits(), fails()])
+        return ended
+
+    assert asyncio.run(work()) == ["waits"]
+
+
+def test_no_held_out_problems():
+    class Bare(Arithmetic):
+        def held_out(self) -> Sequence[Any]:
+            return ()
+
+    with served(Bare, None) as (_, run), pytest.raises(ConfigError, match="no held-out problems"):
+        run(lambda environment: environment.evaluate())

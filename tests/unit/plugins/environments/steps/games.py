@@ -1,0 +1,140 @@
+"""Small environments in the interfaces that are stepped, and players of them over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lachesis.common.objects import Giving
+from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.episodes import Played, PolicyAccess
+from lachesis.rollouts.rewards.rewarder import Rewarder
+from tests.fakes import FakeEngine
+from tests.tiny import EOS_ID, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+class Scripted(FakeEngine):
+    """Says these texts, one a turn, each with an end token unless it ends in ``|``."""
+
+    def __init__(self, *turns: str) -> None:
+        super().__init__(self.turn)
+        self.turns = list(turns)
+
+    def turn(self, request: GenerationRequest, index: int) -> Sequence[int]:
+        text = self.turns.pop(0)
+        return ids(text[:-1]) if text.endswith("|") else [*ids(text), EOS_ID]
+
+
+def players(
+    env: Any,
+    engine: FakeEngine,
+    *,
+    max_tokens: int = 50,
+    max_context: int = 200,
+    rewarder: Rewarder | None = None,
+    **settings: Any,
+):
+    """Players of an environment that is given as an object."""
+    giving = Giving()
+    policy = PolicyAccess(
+        calls=GatheredCalls(engine, at_once=1), tokenizer=TOKENIZER, model="tiny",
+        params=SamplingParams(max_tokens=max_tokens), max_context=max_context, vocab_size=len(TOKENIZER),
+    )  # fmt: skip
+    settings = {"environment": giving.give("env", env), "max_tasks": 3} | settings
+    made = step_players(policy, StepSettings(**settings), rewarder=rewarder)
+    made.keep = giving
+    return made
+
+
+def play(env: Any, *turns: str, task: int = 1, **options: Any) -> Played:
+    """One episode of a task in which the model says these turns."""
+
+    async def whole() -> Played:
+        made = players(env, Scripted(*turns), **options)
+        try:
+            return await made.play(made.split()[0][task], seed=7)
+        finally:
+            await made.stop()
+
+    return asyncio.run(whole())
+
+
+class Count:
+    """Gymnasium's: rewards the length of what is said, and ends with ``end``."""
+
+    closed: list[int] = []  # noqa: RUF012
+
+    def reset(self, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.seed = seed
+        return f"{seed}?", options
+
+    def step(self, action: str) -> Any:
+        return "ok", len(action), action == "end", False, {}
+
+    def close(self) -> None:
+        self.closed.append(self.seed)
+
+
+class Prompts:
+    """tinker-cookbook's: gives these prompts, one after the other."""
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self.prompts = list(prompts)
+        self.actions: list[Any] = []
+
+    async def initial_observation(self) -> Any:
+        return SimpleNamespace(to_ints=lambda: self.prompts.pop(0)), ["!"]
+
+    async def step(self, action: list[int], *, extra: Any = None) -> Any:
+        self.actions.append((action, extra))
+        following = self.prompts.pop(0) if self.prompts else []
+        return SimpleNamespace(
+            reward=0.5, episode_done=not following, next_observation=following, next_stop_condition=[5],
+            metrics={"steps": 1},
+        )  # fmt: skip
+
+
+class Talk:
+    """tinker-cookbook's of messages, which gives the whole conversation each time."""
+
+    async def initial_observation(self) -> list[dict[str, str]]:
+        self.talk = [{"role": "user", "content": "hi"}]
+        return list(self.talk)
+
+    async def step(self, message: dict[str, str]) -> Any:
+        self.talk += [message, {"role": "user", "content": "go"}]
+        done = message["content"] == "end"
+        return SimpleNamespace(reward=1.0, episode_done=done, next_messages=list(self.talk))
+
+
+class Tools:
+    """TRL's."""
+
+    def reset(self, **columns: Any) -> str:
+        self.total = 0
+        return " (begin)"
+
+    def add(self, number: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            number: which
+        """
+        if number < 0:
+            raise ValueError("too little")
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)

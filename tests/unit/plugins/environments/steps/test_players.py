@@ -1,0 +1,128 @@
+"""Episodes token by token: what is masked, what ends them, and what is left of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.rollouts.episodes import RolloutFailed
+from lachesis.rollouts.rewards.functions import Excluded
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from tests.tiny import EOS_ID
+from tests.unit.plugins.environments.steps.games import TOKENIZER, Count, Prompts, Scripted, Talk, ids, play, players
+from tests.waiting import until
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}" + (
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_gymnasium_observations_are_masked_and_rewards_add_up():
+    played = play(Count, "a", "bc", "end")
+    (sample,) = played.samples
+    assert sample.prompt_ids == tuple(ids("1?"))
+    said = [*ids("a"), EOS_ID, *ids("ok"), *ids("bc"), EOS_ID, *ids("ok"), *ids("end"), EOS_ID]
+    assert list(sample.completion_ids) == said
+    assert sample.mask == (1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1)
+    assert sample.rewards == (6.0,) and sample.finish_reason == "stop"
+    assert played.metrics == {"turns": 3, "truncated": 0}
+    until(lambda: Count.closed[-1:] == [1])  # on a thread that nobody waits for
+
+
+def test_a_rollout_ends_where_turns_or_tokens_do():
+    played = play(Count, "a", "b", max_turns=2)
+    assert played.metrics == {"turns": 2, "truncated": 1} and played.samples[0].finish_reason == "stop"
+    played = play(Count, "abc", max_tokens=6)  # 4 tokens and 2 of the hint leave none
+    assert played.metrics == {"turns": 1, "truncated": 1} and played.samples[0].finish_reason == "length"
+    played = play(Count, "ab", "end", turn_tokens=1, max_turns=2)
+    assert played.samples[0].rewards == (2.0,) and played.samples[0].finish_reason == "stop"
+    with pytest.raises(RolloutFailed, match="leaves no room"):
+        play(Count, "a", max_context=2)
+
+
+def test_a_chat_template_renders_what_is_new_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", TEMPLATE)
+    (sample,) = play(Count, "a", "end|").samples
+    assert list(sample.prompt_ids) == [*ids("u:1?"), EOS_ID, *ids("a:")]
+    between = [*ids("u:ok"), EOS_ID, *ids("a:")]
+    assert list(sample.completion_ids) == [*ids("a"), EOS_ID, *between, *ids("end")]
+
+
+def test_prompts_of_tokens_are_taken_as_they_are_and_begin_another_sample_where_they_do_not_continue():
+    first = [10, 11]
+    further = [10, 11, *ids("a"), EOS_ID, 12]
+    made: list[Prompts] = []
+
+    def make() -> Prompts:
+        made.append(Prompts([first, further, [13]]))
+        return made[-1]
+
+    played = play(make, "a", "b|", "c")
+    one, two = played.samples
+    assert one.prompt_ids == (10, 11) and list(one.completion_ids) == [*ids("a"), EOS_ID, 12, *ids("b")]
+    assert one.mask == (1, 1, 0, 1) and two.prompt_ids == (13,) and two.mask is None
+    assert one.reward == two.reward == 1.5 and played.metrics["steps"] == 3
+    assert [extra for _, extra in made[-1].actions] == [{"stop_reason": "stop"}] * 3
+
+
+def test_stop_conditions_hold_for_the_next_turn():
+    engine = Scripted("a", "b")
+
+    async def whole() -> None:
+        made = players(lambda: Prompts([[10], [11]]), engine)
+        await made.play(made.split()[0][0], seed=1)
+        await made.stop()
+
+    asyncio.run(whole())
+    (first,), (second,) = engine.requests
+    assert (first.params.stop, first.params.stop_token_ids) == (("!",), ())
+    assert (second.params.stop, second.params.stop_token_ids) == ((), (5,))
+
+
+def test_messages_of_a_whole_conversation_that_goes_on_are_one_sample():
+    (sample,) = play(Talk, "a", "end").samples
+    assert list(sample.completion_ids) == [*ids("a"), EOS_ID, *ids("go"), *ids("end"), EOS_ID]
+
+
+def test_tokens_of_another_vocabulary_are_refused():
+    with pytest.raises(ConfigError, match="shows token ids from 10 to 5000"):
+        play(lambda: Prompts([[10, 5000]]), "a")
+
+
+def test_a_greedy_episode_that_a_function_cannot_judge_has_failed():
+    async def whole() -> None:
+        rewarder = Rewarder([NamedReward("judge", lambda completions: [Excluded("judge", "it fell")])])
+        made = players(Count, Scripted("a", "end"), rewarder=rewarder)
+        with pytest.raises(RolloutFailed, match="could not be judged: it fell") as failed:
+            await made.play(made.split()[0][0], seed=1, greedy=True)
+        assert failed.value.cause == "judge"
+        await made.stop()
+
+    asyncio.run(whole())
+
+
+class Broken(Count):
+    def step(self, action: str) -> Any:
+        if action == "late":
+            raise TimeoutError("too late")
+        return {"number": 3.0, "tuple": ("ok", "much", False, False, {})}.get(action, ({"x": 1}, 0.0, False, False, {}))
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "cause"),
+    [
+        ("late", "step raised TimeoutError: too late", "timeout"),
+        ("number", "step returned no", "environment"),
+        ("tuple", "a reward is 'much', no number", "environment"),
+        ("x", "an observation is a dict, neither a text nor messages", "environment"),
+    ],
+)
+def test_what_an_environment_does_wrong_fails_its_rollout(said: str, message: str, cause: str):
+    closed = len(Count.closed)
+    with pytest.raises(RolloutFailed, match=message) as raised:
+        play(Broken, said)
+    assert raised.value.cause == cause
+    until(lambda: len(Count.closed) > closed)
