@@ -1,4 +1,4 @@
-"""Draws rooms.svg from the source: the rooms in import order, what each is for, and which imports which."""
+"""Draws rooms.svg from the source: plug-ins, the core's rooms in import order, and which imports which."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def rooms() -> list[str]:
 
 
 ROOMS = rooms()
-ROW, LEFT, TEXT, CELL = 44, 24, 150, 26
+PLUGINS = sorted(f"plugins/{path.parent.name}" for path in (PACKAGE / "plugins").glob("*/__init__.py"))
+ROW, LEFT, TEXT, CELL = 44, 24, 190, 26
 COLUMNS = TEXT + 560  # where the dots begin
-WIDTH, HEIGHT = COLUMNS + CELL * len(ROOMS) + 24, 100 + ROW * len(ROOMS) + 16
+WIDTH, HEIGHT = COLUMNS + CELL * len(ROOMS) + 24, 100 + ROW * (len(PLUGINS) + len(ROOMS)) + 16
 
 
 def purpose(room: str) -> str:
@@ -58,7 +59,7 @@ def row(number: int, room: str) -> list[str]:
         if other == room:
             parts.append(f'<rect class="own" x="{x - 5:g}" y="{middle - 5:g}" width="10" height="10"/>')
         elif other in imported_rooms(room):
-            kind = "dot" if column > number else "anywhere"
+            kind = "dot" if column > number - len(PLUGINS) else "anywhere"
             parts.append(f'<circle class="{kind}" cx="{x:g}" cy="{middle:g}" r="5"/>')
     return parts
 
@@ -69,11 +70,11 @@ def picture() -> str:
         f'<text class="head" transform="translate({COLUMNS + CELL * (n + 0.5) + 4:g},90) rotate(-60)">{room}</text>'
         for n, room in enumerate(ROOMS)
     ]
-    rows = [part for number, room in enumerate(ROOMS) for part in row(number, room)]
+    rows = [part for number, room in enumerate([*PLUGINS, *ROOMS]) for part in row(number, room)]
     body = "\n  ".join([text(LEFT, 90, "room", "head"), text(TEXT, 90, "what it is for", "head"), *heads, *rows])
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t"
      font-family="system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif" font-size="14">
-  <title id="t">The rooms in import order; a dot where the room of the row imports that of the column</title>
+  <title id="t">Plug-ins and the core's rooms in import order; a dot where a row imports the room of a column</title>
   <style>
     svg {{ --panel: #ffffff; --odd: #f6f8fa; --ink: #1f2328; --soft: #57606a; --dot: #0969da; --own: #9a6700; }}
     @media (prefers-color-scheme: dark) {{

@@ -3,9 +3,11 @@
 What Python programs use is here by name, and loaded when it is asked for: ``lachesis.train``, ``lachesis.load``,
 ``lachesis.parts`` and the classes and functions of :data:`__all__`; docs/python.md shows them.
 
-Its rooms, from the top down; each imports from those below it:
-cli, run, tinker, config, train, bridges, pipeline, rollouts, environments, engines, transport, api, metrics, web,
-common.
+It has two storeys. Plug-ins, the folders of ``plugins``, may import any room of the core. A run loads those that its
+configuration names.
+
+The core's rooms, from the top down; each imports from those below it:
+cli, run, plan, config, train, bridges, pipeline, rollouts, engines, transport, metrics, web, process, common.
 """
 
 from __future__ import annotations

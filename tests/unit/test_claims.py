@@ -46,9 +46,11 @@ SHOWN = {
     "keep the trainer from waiting for ever": "unit/plugins/atropos/api/test_batching.py::"
     "test_mixes_on_which_the_original_waits_for_ever",
     "the step never goes back": "unit/plugins/atropos/api/test_state.py::test_a_registration_takes_no_step_back",
-    "one token for every 64 bytes": "unit/plugins/atropos/api/test_batching.py::test_weight_bounds_the_bytes_of_a_token",
+    "one token for every 64 bytes": "unit/plugins/atropos/api/test_batching.py::"
+    "test_weight_bounds_the_bytes_of_a_token",
     "its `env_id` was never registered": "unit/plugins/atropos/api/test_state.py::test_strict_sets_aside_and_counts",
-    "a post that could never fit gets 413": "unit/plugins/atropos/api/test_state.py::test_full_queue_refuses_whole_posts",
+    "a post that could never fit gets 413": "unit/plugins/atropos/api/test_state.py::"
+    "test_full_queue_refuses_whole_posts",
     "an earlier trainer never acknowledged": "unit/plugins/atropos/source/test_source.py::"
     "test_a_trainer_that_dies_before_its_step_leaves_the_batch_to_the_next",
     "The code's process never has the test": "contracts/test_code_attacks.py::test_no_attack_passes_any_test",

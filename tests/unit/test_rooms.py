@@ -1,4 +1,4 @@
-"""The rooms of the architecture: imports point down, and what may live where."""
+"""The two storeys of the architecture, and the rooms of the core: what may import what, and what may live where."""
 
 from __future__ import annotations
 
@@ -15,15 +15,70 @@ from tests.paths import PACKAGE
 
 # From the top down, as the package's docstring lists them.
 ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").replace("\n", " ").split(", ")
+# Products beside the core, each a folder; they may import any room of it.
+PLUGINS = ("atropos", "cluster", "dialects", "environments", "sandbox", "sinks", "tinker")
+# Files of the core that import plug-ins when they are loaded, and why. Every line is a seam that is still to be cut.
+CORE_IMPORTS_PLUGINS = {
+    "cli.doctor": "tries the walls of the sandbox",
+    "cli.inspection": "`translate` writes files of other trainers in our keys",
+    "cli.serving": "`tinker-server` takes its options from the plug-in",
+    "config.explain": "explains keys of other trainers",
+    "config.load": "reads files of other trainers",
+    "config.problems": "names keys as the file that was read does",
+    "rollouts.datasets.check": "reads tests of code as the rewards do",
+    "rollouts.rewards.registry": "knows the rewards that run code by name",
+    "run.checkup.network": "asks the rollout API whether it is there",
+    "run.feeds": "builds the source of the rollout API",
+    "run.parts": "builds the source of the rollout API",
+    "run.serve": "reads the keys of Axolotl's servers",
+    "run.sinks": "builds all sinks",
+    "run.sources": "builds all sources",
+}
+# Plug-ins that use another, and why.
+PLUGIN_IMPORTS_PLUGIN = {
+    ("atropos", "cluster"): "`lachesis run` places its processes by Ray",
+    ("atropos", "dialects"): "its commands take the flags that the dialect translates",
+    ("atropos", "environments"): "serves steps and verifiers over the rollout API",
+    ("cluster", "atropos"): "starts its API and environments on nodes",
+}
 # What any room may import, wherever it stands.
 ANYWHERE = ("config.schema",)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(module: str) -> int:
-    """Its place from the top; the package's own two files are above all rooms."""
+    """Return the place of a module's room from the top; the package's own two files are above all rooms."""
     name = module.split(".")[0]
     return -1 if name in ("__init__", "__main__") else ROOMS.index(name)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def plugin_of(module: str) -> str | None:
+    """Return the plug-in that a module belongs to; None for the core."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "plugins" and len(parts) > 1 else None
+
+
+def at_import(path: Path) -> set[str]:
+    """Return what a file imports of this package when it is loaded: neither in functions nor for types alone."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lachesis":
+            base = (node.module or "").removeprefix("lachesis").lstrip(".")
+            found |= {".".join(filter(None, (base, alias.name))) for alias in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _for_types(node):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def anywhere(module: str) -> bool:
@@ -61,23 +116,23 @@ def folders(path: Path) -> list[Path]:
 
 
 def test_the_rooms_are_the_folders():
-    assert {entry.name for entry in folders(PACKAGE)} == set(ROOMS)
+    assert {entry.name for entry in folders(PACKAGE)} == {*ROOMS, "plugins"}
+    assert tuple(entry.name for entry in folders(PACKAGE / "plugins")) == PLUGINS
     assert {entry.name for entry in PACKAGE.iterdir() if entry.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
 
 
 # Files of one name in neighbouring folders, and what each of them is there.
 SAME = {
+    "backend.py": "the engine behind a server's routes: the contract, and those that have it",
     "base.py": "the base classes of a folder",
     "build.py": "how what a folder has is put together from the configuration",
     "canary.py": "the canary: how an engine reads it, and how two readings are compared",
+    "client.py": "the client of a server: of inference, or of the rollout API",
     "check.py": "the command that tries data, or rewards, before a run does",
     "custom.py": "parts that users write, of the kind of that folder",
-    "distributed.py": "what a configuration says of several ranks: translated, and checked",
     "environments.py": "the command `lachesis env`, and what it does",
     "fleet.py": "the command `lachesis fleet`, and what it does",
     "gate.py": "who may use an engine's model, and when",
-    "player.py": "what plays the rollouts of a source",
-    "served.py": "the engine behind a server's routes: the contract, and those that have it",
     "training.py": "sections of the configuration, and the rules over them",
 }
 
@@ -86,7 +141,8 @@ def neighbours() -> Iterator[tuple[Path, Path]]:
     """Rooms that follow each other, and folders of one room."""
     rooms = [PACKAGE / room for room in ROOMS]
     yield from pairwise(rooms)
-    for room in [folder.parent for folder in PACKAGE.rglob("__init__.py") if folder.parent != PACKAGE]:
+    inner = {file.parent for file in PACKAGE.rglob("__init__.py")} - {PACKAGE, PACKAGE / "plugins"}
+    for room in sorted(inner):
         yield from combinations(folders(room), 2)
 
 
@@ -96,17 +152,32 @@ def test_what_has_one_name_in_neighbouring_folders_is_one_thing():
     assert set().union(*found) - {"__init__.py"} == SAME.keys()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+CORE = [path for path in FILES if plugin_of(module_of(path)) is None and module_of(path) != "plugins"]
+
+
+def test_no_file_of_the_core_imports_a_plug_in():
+    found = {module_of(path) for path in CORE if any(module.startswith("plugins") for module in at_import(path))}
+    assert found == CORE_IMPORTS_PLUGINS.keys()
+
+
+def test_no_plug_in_imports_another():
+    pairs = {(plugin_of(module_of(path)), plugin_of(module)) for path in FILES for module in imports(path)}
+    found = {(own, other) for own, other in pairs if own is not None and other is not None and own != other}
+    assert found == PLUGIN_IMPORTS_PLUGIN.keys()
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path):
     own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    upward = [m for m in imports(path) if not anywhere(m) and room_of(m) < room_of(own)]
+    upward = [m for m in imports(path) if not anywhere(m) and not m.startswith("plugins") and room_of(m) < room_of(own)]
     assert not upward, f"{own} imports {upward} from rooms above it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_command_line_prints_or_exits(path):
+def test_only_commands_print_or_exit(path):
     # What is forked from a process that has imported much must not end as that one does.
-    if path.parent.name != "cli" and path.relative_to(PACKAGE) != Path("process/fork_main.py"):
+    commands = path.parent.name in ("cli", "commands") or path.name == "commands.py"
+    if not commands and path.relative_to(PACKAGE) != Path("process/fork_main.py"):
         assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 

@@ -12,40 +12,42 @@ from typer.core import TyperGroup
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``module`` of this room makes it known; ``summary`` is the line of `lachesis --help`."""
+    """A command that ``module`` defines; ``summary`` is its line in `lachesis --help`."""
 
     module: str
     summary: str
 
 
 COMMANDS: Mapping[str, Command] = {
-    "init": Command("training", "Write a first run, which runs at once: configuration, reward, model, problems."),
-    "train": Command("training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
-    "plan": Command("training", "Say what a run will do and the memory it takes; --fit says what fits."),
-    "translate": Command("inspection", "Print another trainer's file in our keys."),
-    "run": Command("grpo", "Start rollout API, engine, environment and trainer, and stop them."),
-    "grpo": Command("grpo", "Train with the Atropos trainer's flags."),
-    "status": Command("inspection", "Say how a run stands and what it waits for."),
-    "fleet": Command("fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."),
-    "cluster": Command("cluster", "Files that start a run on several nodes: cluster slurm, kubernetes; and preflight."),
-    "report": Command("inspection", "Write report.html of a run anew."),
-    "watch": Command("inspection", "Show runs while they go on, and those that have ended, on a live page."),
-    "compare": Command("inspection", "Write a page that shows runs side by side."),
-    "rollouts": Command("rollouts", "Search a run's rollouts, read one turn by turn, compare two steps of a prompt."),
-    "trace": Command("inspection", "Write a run's steps as a timeline."),
-    "export": Command("training", "Write a checkpoint as a model or an adapter."),
-    "push": Command("training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
-    "serve": Command("serving", "Serve a model whose weights trainers can change."),
-    "vllm-serve": Command("serving", "Serve the model of a configuration."),
-    "run-api": Command("serving", "Serve the rollout API of Atropos' environments."),
-    "tinker-server": Command("serving", "Serve a model that clients of Tinker train and sample."),
-    "env": Command("environments", "Serve, process or evaluate an environment."),
-    "data": Command("inspection", "Look for what is wrong with a dataset: data check."),
-    "rewards": Command("inspection", "Try reward functions on right and wrong answers: rewards check."),
-    "explain": Command("inspection", "Say what a key or flag means, ours or another trainer's."),
-    "doctor": Command("inspection", "Check the installation, and prove that training learns."),
-    "scripts": Command("scripts", "Write the scripts of other trainers' documents."),
-    "version": Command("inspection", "Print the version."),
+    "init": Command("cli.training", "Write a first run, which runs at once: configuration, reward, model, problems."),
+    "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
+    "plan": Command("cli.training", "Say what a run will do and the memory it takes; --fit says what fits."),
+    "translate": Command("cli.inspection", "Print another trainer's file in our keys."),
+    "run": Command("plugins.atropos.commands.grpo", "Start API, engine, environment and trainer, and stop them."),
+    "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
+    "status": Command("cli.inspection", "Say how a run stands and what it waits for."),
+    "fleet": Command("cli.fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."),
+    "cluster": Command(
+        "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."
+    ),
+    "report": Command("cli.inspection", "Write report.html of a run anew."),
+    "watch": Command("cli.inspection", "Show runs while they go on, and those that have ended, on a live page."),
+    "compare": Command("cli.inspection", "Write a page that shows runs side by side."),
+    "rollouts": Command("cli.rollouts", "Search a run's rollouts, read one by turns, compare two steps of a prompt."),
+    "trace": Command("cli.inspection", "Write a run's steps as a timeline."),
+    "export": Command("cli.training", "Write a checkpoint as a model or an adapter."),
+    "push": Command("cli.training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
+    "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),
+    "vllm-serve": Command("cli.serving", "Serve the model of a configuration."),
+    "run-api": Command("cli.serving", "Serve the rollout API of Atropos' environments."),
+    "tinker-server": Command("cli.serving", "Serve a model that clients of Tinker train and sample."),
+    "env": Command("plugins.atropos.commands.environments", "Serve, process or evaluate an environment."),
+    "data": Command("cli.inspection", "Look for what is wrong with a dataset: data check."),
+    "rewards": Command("cli.inspection", "Try reward functions on right and wrong answers: rewards check."),
+    "explain": Command("cli.inspection", "Say what a key or flag means, ours or another trainer's."),
+    "doctor": Command("cli.inspection", "Check the installation, and prove that training learns."),
+    "scripts": Command("plugins.dialects.commands.scripts", "Write the scripts of other trainers' documents."),
+    "version": Command("cli.inspection", "Print the version."),
 }
 
 
@@ -64,4 +66,4 @@ def load(words: Sequence[str] | None = None) -> None:
     """Make the command of a command line known; all of them where it names none of them, for those that are near."""
     named = COMMANDS if words is None else [word for word in words if not word.startswith("-")][:1]
     for name in named if all(name in COMMANDS for name in named) else COMMANDS:
-        importlib.import_module(f"lachesis.cli.{COMMANDS[name].module}")
+        importlib.import_module(f"lachesis.{COMMANDS[name].module}")

@@ -22,7 +22,7 @@ from lachesis.common.objects import given, is_given
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
 _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
-_BUILT_IN_ROOM = "lachesis.rollouts.rewards"
+_BUILT_IN_ROOM = "lachesis.plugins.sandbox.rewards"
 
 
 def installed_version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Modules that files of users import under the names that they had in version 0.1."""
+"""Modules that users import, under the names that they have in users' files."""
 
 from __future__ import annotations
 
@@ -10,38 +10,61 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Public packages, and where they are; what is in them is found by its public name too.
+PUBLIC = {
+    "lachesis.environments": "lachesis.plugins.atropos.environments",
+    "lachesis.rollouts.agent": "lachesis.plugins.environments.agents",
+    "lachesis.rollouts.rewards.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
+}
 RENAMED = {
     "lachesis.types": "lachesis.common.types",
     "lachesis.errors": "lachesis.common.errors",
-    "lachesis.environments.arithmetic": "lachesis.environments.shipped.arithmetic",
-    "lachesis.environments.calculator": "lachesis.environments.shipped.calculator",
-    "lachesis.environments.gsm8k": "lachesis.environments.shipped.gsm8k",
-    "lachesis.rollouts.grpo_code": "lachesis.rollouts.rewards.grpo_code",
-    "lachesis.rollouts.rewards.grpo_code.execution": "lachesis.rollouts.rewards.execution",
+    "lachesis.environments.arithmetic": "lachesis.plugins.atropos.environments.shipped.arithmetic",
+    "lachesis.environments.calculator": "lachesis.plugins.atropos.environments.shipped.calculator",
+    "lachesis.environments.gsm8k": "lachesis.plugins.atropos.environments.shipped.gsm8k",
+    "lachesis.rollouts.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
+    "lachesis.rollouts.rewards.grpo_code.execution": "lachesis.plugins.sandbox.rewards.execution",
 }
 
 
-class _Renamed(Loader):
-    """Finds a module by its old name, and loads it by the new one: there is one module, with one set of classes."""
+def module_of(name: str) -> str | None:
+    """Return the module that is imported as ``name``; None where the name is no alias."""
+    if name in RENAMED:
+        return RENAMED[name]
+    for public, place in PUBLIC.items():
+        if name == public or name.startswith(f"{public}."):
+            return place + name[len(public) :]
+    return None
+
+
+class _Aliases(Loader):
+    """Finder and loader of aliases: a module has one set of classes, whatever name it is imported by."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in RENAMED else None
+        return ModuleSpec(name, self) if module_of(name) is not None else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = RENAMED[spec.name]
-        warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
-        module = import_module(new)
+        place = module_of(spec.name)
+        assert place is not None
+        if spec.name in RENAMED:
+            warnings.warn(f"{spec.name} is now {place}", DeprecationWarning, stacklevel=2)
+        try:
+            module = import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name != place:
+                raise
+            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Python has written the old name into it; it ran when it was imported under the new one.
+        # Python has written the alias into it; it ran when it was imported under its own name.
         module.__spec__ = self._spec
 
 
 def keep_old_names() -> None:
-    """Let imports find the modules of :data:`RENAMED`. Idempotent."""
-    if not any(isinstance(finder, _Renamed) for finder in sys.meta_path):
-        sys.meta_path.append(_Renamed())
+    """Let imports find the modules of :data:`PUBLIC` and :data:`RENAMED`. Idempotent."""
+    if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Aliases())  # before the one of files, which would load a second copy

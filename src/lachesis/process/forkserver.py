@@ -1,7 +1,7 @@
 """Servers that need the same imports, which may take ten seconds: one process has them, and they are forked from it.
 
-The other side is :mod:`lachesis.process.fork_main`. Python's own forkserver is one to a process, so that its imports are
-settled by who uses it first, and each process that comes of it imports the program that asked once more.
+The other side is :mod:`lachesis.process.fork_main`. Python's own forkserver is one to a process, so that its imports
+are settled by who uses it first, and each process that comes of it imports the program that asked once more.
 """
 
 from __future__ import annotations

@@ -19,6 +19,26 @@ def test_an_old_name_is_the_same_module(old):
     assert new.__name__ == RENAMED[old] and new.__spec__.name == RENAMED[old]
 
 
+@pytest.mark.parametrize(
+    ("public", "place"),
+    [
+        ("lachesis.environments.base", "lachesis.plugins.atropos.environments.base"),
+        ("lachesis.environments.shipped.calculator", "lachesis.plugins.atropos.environments.shipped.calculator"),
+        ("lachesis.rollouts.agent.rewards", "lachesis.plugins.environments.agents.rewards"),
+        ("lachesis.rollouts.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
+        ("lachesis.rollouts.rewards.grpo_code.rewards", "lachesis.plugins.sandbox.rewards.grpo_code.rewards"),
+    ],
+)
+def test_a_public_name_is_the_same_module(public, place):
+    assert import_module(public) is import_module(place)
+    assert import_module(place).__name__ == place
+
+
+def test_a_module_that_a_public_package_has_not_is_missed_by_its_public_name():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'lachesis\.environments\.nothing'"):
+        import_module("lachesis.environments.nothing")
+
+
 def test_names_are_taken_from_it():
     from lachesis.errors import ConfigError as Old
 

@@ -1,7 +1,7 @@
 """The state of one training run and the rules about it. No input or output: a request in, its change out.
 
-Methods that alter anything return the :class:`~lachesis.plugins.atropos.api.entries.Change` that the store has to make durable
-before the reply goes out. Time is an argument, in seconds on one monotonic clock.
+Methods that alter anything return the :class:`~lachesis.plugins.atropos.api.entries.Change` that the store has to make
+durable before the reply goes out. Time is an argument, in seconds on one monotonic clock.
 """
 
 from __future__ import annotations

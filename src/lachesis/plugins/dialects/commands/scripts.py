@@ -70,7 +70,7 @@ def scripts_command(
 
 def documented_files(directory: Path) -> dict[Path, str]:
     """What is written, by path."""
-    shipped = sorted(files("lachesis.cli").joinpath("documented").iterdir(), key=lambda file: file.name)
+    shipped = sorted(files("lachesis.plugins.dialects").joinpath("documented").iterdir(), key=lambda file: file.name)
     found = {directory / file.name: file.read_text(encoding="utf-8") for file in shipped}
     found[directory / "simple_test_transforms.py"] = _TRANSFORMS
     found[directory / "example_trainer" / "requirements.txt"] = _REQUIREMENTS

@@ -38,9 +38,9 @@ def code_execution_reward_func(
 ) -> list[float | Excluded | None]:
     """The share of tests that the code passes, run in a sandbox: where the code has no say in what passes.
 
-    Tests are in any of the columns of :mod:`lachesis.plugins.sandbox.rewards.code_tests`. Without: the share of the functions
-    and classes of ``response`` that the code defines when it runs, 0 where that raises. ``None`` where there is neither
-    a test nor a name to look for. A completion whose sandbox failed is excluded.
+    Tests are in any of the columns of :mod:`lachesis.plugins.sandbox.rewards.code_tests`. Without: the share of the
+    functions and classes of ``response`` that the code defines when it runs, 0 where that raises. ``None`` where there
+    is neither a test nor a name to look for. A completion whose sandbox failed is excluded.
 
     An answer to a follow-up question counts whether it is the whole class or the new method alone.
 
