@@ -161,7 +161,7 @@ def test_the_end_of_the_interpreter_waits_for_what_was_begun_aside_but_not_for_e
     seconds: float, limit_s: float, said: str
 ):
     program = (
-        f"import time\nfrom lachesis.common import threads\nthreads._AT_EXIT_S = {limit_s}\n"
+        f"import time\nfrom lachesis.process import threads\nthreads._AT_EXIT_S = {limit_s}\n"
         f"threads.call_aside(lambda: (time.sleep({seconds}), print('there is still an interpreter')), name='aside')\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG_S, capture_output=True, text=True)

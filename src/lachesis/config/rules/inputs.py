@@ -69,7 +69,7 @@ def _agent(config: LachesisConfig) -> Iterator[Said]:
     if config.source.kind != "agent":
         return
     named = [given if isinstance(given, str) else str(given.get("function")) for given in config.rewards.functions]
-    by_code = [spec for spec in named if spec.endswith("agent.rewards.exit_code")]
+    by_code = [spec for spec in named if spec.endswith(("agent.rewards.exit_code", "agents.rewards.exit_code"))]
     if by_code and config.source.nonzero_exit == "exclude":
         yield problem(
             f"{by_code[0]} scores exit codes, and source.nonzero_exit exclude leaves out all but 0; set it to score"
