@@ -1,21 +1,24 @@
 """The proof of sync on real weights: false alarms over healthy updates, and how many planted faults it finds.
 
     PYTHONPATH=src python benchmarks/proof.py MODEL [MODEL ...] [--only MODE ...] [--updates N] [--faults N]
-        [--each SECONDS] [--out F]
+        [--each SECONDS] [--vllm] [--out F]
+    PYTHONPATH=src python benchmarks/proof.py --tiny
 
 Each mode is an engine with a bridge. The policy takes real gradient steps on sums that it is to answer, at learning
 rates from 1e-7 to 1e-4 in turn; every update is transferred and proved. Then each fault is planted, one transfer at a
-time, at a learning rate of 1e-6 for full weights and 1e-5 for an adapter, with two healthy updates before it:
+time, at a learning rate of 1e-6 for full weights and 1e-4 for an adapter, with two healthy updates before it:
 
 - the weights are changed for the time of a transfer (one update behind, one layer not sent, two tensors swapped, one
   scaled by 1.01, another run's);
 - an engine that holds the adapter answers with the logprobs of its base model;
-- a vLLM plugin keeps the prefix cache over an update.
+- a vLLM plugin takes away both guards of the prefix cache: requests are found whatever their salt, and the cache
+  outlives an update.
 
 Where engine and trainer share their weights nothing travels, and only the last is planted. "Canary alone" leaves the
 digests out, as with a foreign server.
 
-With a GPU the engine is vLLM; without one it is the embedded engine's server, whose other kernels stand in for it.
+With a GPU the engine is vLLM; without one it is the embedded engine's server, whose other kernels stand in for it, or
+with ``--vllm`` vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from bridges import make_model
 from torch import Tensor
 
 from lachesis.bridges.base import Bridge
@@ -92,10 +96,11 @@ MODES = {
 }
 
 
-def configuration(mode: Mode, model: Path, *, directory: Path, port: int) -> LachesisConfig:
-    on_gpu = torch.cuda.is_available()
-    engine: dict[str, Any] = {"kind": "embedded_server", "port": port, "max_model_len": 128}
-    if on_gpu:
+def configuration(mode: Mode, model: Path, *, directory: Path, port: int, vllm: bool) -> LachesisConfig:
+    engine: dict[str, Any] = {"kind": "embedded_server", "port": port, "max_model_len": 256}
+    if vllm and not torch.cuda.is_available():
+        engine |= {"kind": "vllm", "dtype": mode.dtype, "gpu_memory_utilization": 0.25, "enforce_eager": True}
+    elif vllm:
         # A cache of a given size: memory is not measured, so that modes may run side by side on one card.
         cache = ["--kv-cache-memory-bytes", "1000000000"]
         engine |= {"kind": "vllm", "gpu_memory_utilization": 0.1, "enforce_eager": True, "extra_args": cache}
@@ -290,7 +295,9 @@ def kept_cache(rig: Rig) -> Iterator[None]:
         rig.keeps_cache.unlink()
 
 
-def faults_of(rig: Rig, mode: Mode, *, first: dict[str, Tensor], base: Sequence[float]) -> dict[str, Planted]:
+def faults_of(
+    rig: Rig, mode: Mode, *, first: dict[str, Tensor], base: Sequence[float], vllm: bool
+) -> dict[str, Planted]:
     """The faults that can be planted in a mode, by name; each is called with a seed and returns what was said."""
     planted: dict[str, Planted] = {}
     if not mode.shares:
@@ -298,18 +305,20 @@ def faults_of(rig: Rig, mode: Mode, *, first: dict[str, Tensor], base: Sequence[
             planted[name] = lambda seed, fault=fault: with_faulty_tensors(rig, fault, seed=seed, first=first)
     if mode.bridge["kind"] in ("lora_only", "lora_nccl"):
         planted["an adapter not applied"] = lambda seed: said_of(rig, lambda: unused_adapter(rig, base))
-    if torch.cuda.is_available():
+    if vllm:
         planted["the cache of the weights before"] = lambda seed: said_of(rig, lambda: kept_cache(rig))
     return planted
 
 
-# Patches vLLM's cache manager so that it keeps the prefix cache while the file that {flag} names is there.
+# Patches vLLM so that salts do not keep cached prefixes apart, and no cache is emptied while the file {flag} is there.
 _PLUGIN = """
 from pathlib import Path
 
 def keep():
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    reset = KVCacheManager.reset_prefix_cache
+    from vllm.v1.request import Request
+    start, reset = Request.__init__, KVCacheManager.reset_prefix_cache
+    Request.__init__ = lambda self, *args, **options: start(self, *args, **options | {{"cache_salt": None}})
     KVCacheManager.reset_prefix_cache = lambda self: True if Path({flag!r}).exists() else reset(self)
 """
 
@@ -340,15 +349,27 @@ def words(message: str) -> str:
     return next((short for said, short in WORDS.items() if said in message), message[:80])
 
 
-def measure(mode: Mode, model: Path, *, updates: int, faults: int, seconds: float, port: int) -> dict[str, Any]:
+def measure(
+    mode: Mode, model: Path, *, updates: int, faults: int, seconds: float, rates: float, port: int, vllm: bool
+) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         flag = install_cache_fault(Path(directory))
-        config = configuration(mode, model, directory=Path(directory), port=port)
+        config = configuration(mode, model, directory=Path(directory), port=port, vllm=vllm)
         place = RunPlace(directory=Path(directory) / "proof", engine_log=Path(directory) / "engine.log", owner="proof")
         place.directory.mkdir()
         side = build_engine_side(config, place=place, canary_prompt=())
         try:
-            return _measure(config, side, mode, updates=updates, faults=faults, seconds=seconds, keeps_cache=flag)
+            return _measure(
+                config,
+                side,
+                mode,
+                updates=updates,
+                faults=faults,
+                seconds=seconds,
+                rates=rates,
+                keeps_cache=flag,
+                vllm=vllm,
+            )
         except Exception:
             say(place.engine_log.read_text()[-3000:] if place.engine_log.exists() else "the engine has no log")
             raise
@@ -364,11 +385,13 @@ def _measure(
     updates: int,
     faults: int,
     seconds: float,
+    rates: float,
     keeps_cache: Path,
+    vllm: bool,
 ) -> dict[str, Any]:
     policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
     lora = mode.adapter["kind"] == "lora"
-    rig = Rig(side=side, policy=policy, rate=1e-5 if lora else 1e-6, keeps_cache=keeps_cache)
+    rig = Rig(side=side, policy=policy, rate=rates * (1e-4 if lora else 1e-6), keeps_cache=keeps_cache)
     if not mode.digests:
         rig.proof.wanted = NO_DIGESTS
     side.bridge.sync(0)
@@ -381,14 +404,14 @@ def _measure(
         if started > ends:
             break
         try:
-            ratios.append(rig.update(rate=RATES[number // 5 % len(RATES)]))
+            ratios.append(rig.update(rate=rates * RATES[number // 5 % len(RATES)]))
         except StaleWeights as error:
             alarms.append(error.message)
         else:
             report = side.bridge.last_report
             errors.append(report.canary_error if report and report.canary_error is not None else float("nan"))
         durations.append(time.perf_counter() - started)
-    planted = faults_of(rig, mode, first=first, base=base)
+    planted = faults_of(rig, mode, first=first, base=base, vllm=vllm)
     found: dict[str, Counter[str]] = {}
     for place, (name, plant) in enumerate(planted.items()):
         share = (ends + seconds / 2 - time.perf_counter()) / (len(planted) - place)
@@ -438,17 +461,31 @@ def say(*lines: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+    parser.add_argument("models", type=Path, nargs="*", metavar="MODEL")
+    parser.add_argument("--rates", type=float, default=1.0, help="multiplies all learning rates")
+    parser.add_argument("--tiny", action="store_true", help="8 updates and 2 of each fault on a model made here")
     parser.add_argument("--only", nargs="+", choices=sorted(MODES), default=list(MODES), metavar="MODE")
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--each", type=float, default=float("inf"), help="seconds a mode may take, its start left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mode after so long")
+    parser.add_argument("--vllm", action="store_true", default=torch.cuda.is_available(), help="on a CPU too")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: list[dict[str, Any]] = []
+    with TemporaryDirectory() as directory:
+        if options.tiny:
+            make_model(Path(directory) / "tiny", tiny=True)
+            options.models, options.updates, options.faults, options.rates = [Path(directory) / "tiny"], 8, 2, 10.0
+        results = list(measured_modes(options))
+    say(
+        *table(results), f"missed: {sum(map(missed, results))}, false alarms: {sum(r['false alarms'] for r in results)}"
+    )
+
+
+def measured_modes(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     started = time.perf_counter()
+    results: list[dict[str, Any]] = []
     for model in options.models:
         for name in options.only:
             if time.perf_counter() - started > options.seconds:
@@ -460,13 +497,20 @@ def main() -> None:
                 updates=options.updates,
                 faults=options.faults,
                 seconds=options.each,
+                rates=options.rates,
                 port=options.port,
+                vllm=options.vllm,
             )
             results.append({"model": model.name, "mode": name} | measured)
             say(*list(table(results[-1:]))[2:], *results[-1]["alarms"])
             if options.out is not None:
                 options.out.write_text(json.dumps(results, indent=1))
-    say(*table(results))
+            yield results[-1]
+
+
+def missed(result: dict[str, Any]) -> int:
+    """Return how many planted faults the proof said nothing of."""
+    return sum(counts["not found"] for counts in result["found"].values())
 
 
 if __name__ == "__main__":

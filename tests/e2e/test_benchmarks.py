@@ -32,6 +32,7 @@ RUN_HERE = {
     "multi_turn": ([], "rollouts"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
     "packing": ([], "| 128 | ragged | 4 | as they are |"),
+    "proof": (["--port", PORT, "--only", "broadcast, bf16", "LoRA by file"], "missed: 0, false alarms: 0"),
     "reasoning_tasks": (["--only", "chain_sum"], "| chain_sum | 2 |"),
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
                            "| **longer than the engine alone** |"),
@@ -98,7 +99,8 @@ def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 @pytest.mark.parametrize("name", sorted(RUN_HERE))
 def test_it_runs(name: str, tmp_path: Path):
     arguments, words = RUN_HERE[name]
-    given = [str(tmp_path / "work") if one == WORK else one for one in arguments]
+    named = {WORK: str(tmp_path / "work"), PORT: str(free_ports(2))}
+    given = [named.get(one, one) for one in arguments]
     done = script(name, "--tiny", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert words in done.stdout

@@ -153,6 +153,8 @@ class NoiseScale:
 _RESOLVED = 2.0
 _UNEXPLAINED = 1.3
 _FEWEST_WOBBLES = 3
+# Rounding alone moves a 16-bit trainer by about the usual difference of both sides, and never by so many times that.
+_BEYOND_ROUNDING = 1.5
 _VERSIONS = 3
 
 
@@ -168,10 +170,12 @@ class History:
 
     Args:
         floor: the least that the difference of both sides is thought to move by on its own, in nats of logit noise.
+        absorbs: the engine may round a small update away whole, so that its bits stand still although nothing is wrong.
     """
 
-    def __init__(self, *, floor: float) -> None:
+    def __init__(self, *, floor: float, absorbs: bool = False) -> None:
         self._floor = floor
+        self._absorbs = absorbs
         self._first: _Reading | None = None
         self._recent: deque[_Reading] = deque(maxlen=_VERSIONS)
         self._wobbles: deque[float] = deque(maxlen=_REMEMBERED)
@@ -192,8 +196,9 @@ class History:
 
         An engine without the update computes what it computed before. The same kernels on the same weights even
         give the same bits: that no logprob of the engine changes by chance when most of the trainer's do is out of
-        the question. Where other requests share its batch the bits differ, and movements decide: with correct weights
-        the engine moves as the trainer does, up to rounding.
+        the question. Where the engine ``absorbs`` updates, the trainer must also have moved by more than rounding does.
+        Where other requests share its batch the bits differ, and movements decide: with correct weights the engine
+        moves as the trainer does, up to rounding.
         """
         now = _Reading(0, tuple(trainer), tuple(engine))
         wobble = 2 * usual
@@ -204,9 +209,11 @@ class History:
         for before in earlier:
             if len(before.trainer) != len(now.trainer) or len(before.engine) != len(now.engine):
                 continue
-            if now.engine == before.engine and _share_moved(before.trainer, now.trainer) > 0.5:
-                return before.version
             movement = _Movement.between(before, now)
+            least = _BEYOND_ROUNDING * usual if self._absorbs else 0.0
+            moved = _share_moved(before.trainer, now.trainer) > 0.5 and movement.trainer > least
+            if moved and now.engine == before.engine:
+                return before.version
             resolved = movement.trainer > _RESOLVED * wobble
             if resolved and movement.unexplained > _UNEXPLAINED * movement.engine:
                 return before.version

@@ -105,6 +105,7 @@ class SyncProof:
         session_id: the engine session this run works with.
         dtype: of the weights, or "tf32" where an engine multiplies in it; limits what rounding can do.
         quantization: of one side where the other is not quantized; widens that limit.
+        adapter: the engine adds an adapter to its weights. In 16 bits that rounds small updates of it away.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         wanted: by which names the engine holds them; none without ``trainer_digests``.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
@@ -117,6 +118,7 @@ class SyncProof:
     session_id: str
     dtype: str
     quantization: str = "none"
+    adapter: bool = False
     trainer_digests: Digests = dict
     wanted: DigestRequest = NO_DIGESTS
     concurrent: bool = False
@@ -129,7 +131,8 @@ class SyncProof:
     def __post_init__(self) -> None:
         limit = max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
         self._scale = NoiseScale(limit=limit, floor=_FLOOR[self.dtype])
-        self._history = History(floor=_FLOOR[self.dtype])
+        absorbs = self.adapter or self.quantization != "none"
+        self._history = History(floor=_FLOOR[self.dtype], absorbs=absorbs)
 
     def confirm(self, *, version: int) -> Proved:
         """Ask both sides and judge what they say. Raises as :meth:`judge`."""
@@ -488,6 +491,7 @@ def _server_proof(
         # The coarser of the two sets what can be expected of them.
         dtype=max((ours, engine_arithmetic(info)), key=tuple(TOLERANCE).index),
         quantization=coarser_quantization(config, rounds=info.model.rounds),
+        adapter=config.bridge.capabilities.adapter_only,
         trainer_digests=mine,
         wanted=wanted,
         concurrent=True,

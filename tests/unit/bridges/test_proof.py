@@ -4,6 +4,7 @@ import logging
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,7 @@ class Pair:
         noise: float = 0.02,
         step: float = 0.05,
         evidence: DigestRequest | None = NONE,
+        adapter: bool = False,
         seed: int = 0,
     ) -> None:
         self._random = random.Random(seed)
@@ -65,6 +67,7 @@ class Pair:
             session_id="mine",
             dtype=dtype,
             quantization=quantization,
+            adapter=adapter,
             **({} if evidence is None else {"wanted": evidence, "trainer_digests": lambda: self.digests}),
         )
 
@@ -171,6 +174,26 @@ def test_an_update_too_small_for_16_bits_is_found_by_an_engine_whose_bits_do_not
     pair.train(transferred=False)
     with pytest.raises(StaleWeights, match="computes what it computed at version 4"):
         pair.confirm()
+
+
+@pytest.mark.parametrize("evidence", [NONE, ADAPTER])
+@pytest.mark.parametrize("options", [{"adapter": True}, {"quantization": "int8"}], ids=["adapter", "int8"])
+def test_an_update_that_the_engine_rounds_away_is_no_engine_that_stands_still(
+    evidence: DigestRequest | None, options: dict[str, Any]
+):
+    pair = Pair(step=1e-4, noise=0.0, evidence=evidence, **options)
+    pair.confirm()
+    pair.train(transferred=False)
+    assert not pair.confirm().doubt
+
+
+def test_an_engine_that_never_used_its_adapter_is_found_by_bits_before_movements_are_clear():
+    pair = Pair(step=0.02, noise=0.0, evidence=ADAPTER, adapter=True)
+    pair.confirm()
+    with pytest.raises(StaleWeights, match="although it holds the adapter: it does not use it"):
+        for _ in range(8):
+            pair.train(transferred=False)
+            pair.confirm()
 
 
 def test_an_adapter_that_was_never_used_is_found_once_it_has_moved_enough():
