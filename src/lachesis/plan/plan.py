@@ -155,7 +155,7 @@ def plan(
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
-        checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
+        checkpoints_kept=config.checkpoint.keep_last if config.saves_on_the_way else 1,
         notes=(
             *_card_notes(config, device=chosen, devices=devices),
             *_notes(config, batches, lengths=lengths, found=found),
@@ -237,11 +237,6 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
         start_steps=start,
         answers=config.sft.batch_size if start else 0,
     )
-
-
-def _saves(config: LachesisConfig) -> bool:
-    """Whether there are checkpoints on the way."""
-    return config.checkpoint_interval > 0 or config.checkpoint.every_epochs is not None
 
 
 def _count_problems(config: LachesisConfig) -> int | None:

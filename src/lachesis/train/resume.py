@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lachesis")
 
+# Seconds between two checkpoints whose number their cost decides, at least: less work than this is soon done again.
+LEAST_S = 30.0
+# Bytes a second at which the first checkpoint of a run is expected to be written, until one has been measured.
+EXPECTED_SPEED = 1e9
 # Seconds between two looks at whether all ranks have written their parts, at first and at most.
 _LOOK_S = (0.005, 0.5)
 
@@ -136,13 +140,57 @@ class SaveInParts(Save):
             raise
 
 
+class Budget:
+    """Decides when there is a checkpoint so that saving takes at most a share of the time.
+
+    The next one is due when the seconds for which the last one held training up are at most ``share`` of those since
+    it. The cost of the first is estimated from its size.
+
+    Args:
+        share: of the time; 0 where there are none.
+        clock: seconds that have passed, from any start.
+    """
+
+    def __init__(self, share: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = share
+        self._clock = clock
+        self._since = clock()
+        self._cost: float | None = None
+
+    def due(self, num_bytes: Callable[[], int]) -> bool:
+        """Return True if one may be saved now; the first is of ``num_bytes``."""
+        passed = self._clock() - self._since
+        if self._share <= 0 or passed < LEAST_S:
+            return False
+        if self._cost is None:
+            self._cost = num_bytes() / EXPECTED_SPEED
+        return self._cost <= self._share * passed
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure what a checkpoint costs: the block saves one."""
+        began = self._clock()
+        yield
+        self._since = self._clock()
+        self._cost = self._since - began
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Add what the last one costs later: the block waits until it is written."""
+        began = self._clock()
+        yield
+        if self._cost is not None:
+            self._cost += self._clock() - began
+
+
 class RunCheckpoints:
     """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
 
     Args:
         manager: where they go.
         policy, feed: whose state it is.
-        every_steps: how often; 0 only when the run is asked to stop.
+        every_steps: how often; 0 only when the run is asked to stop, or as ``max_share`` allows.
+        max_share: the most of the time that saving may take, where that decides how often; else 0.
         asked: whether somebody wants one now.
         asynchronous: go on as soon as there is a copy in host memory.
         whole: also where the policy is sharded one process writes all of it.
@@ -155,6 +203,7 @@ class RunCheckpoints:
         policy: Policy,
         feed: Feed[Batch],
         every_steps: int,
+        max_share: float = 0.0,
         asked: Callable[[], bool] = lambda: False,
         asynchronous: bool = False,
         whole: bool = False,
@@ -164,6 +213,7 @@ class RunCheckpoints:
         self._policy = policy
         self._feed = feed
         self._every_steps = every_steps
+        self._budget = Budget(max_share)
         self._asynchronous = asynchronous
         self._in_parts = policy.strategy.sharded and not whole
         self._writing: Save | None = None
@@ -186,7 +236,7 @@ class RunCheckpoints:
             seen.unlink()
 
     def maybe_save(self, step: int, *, stopping: bool = False, recorded: Callable[[], object] = lambda: None) -> None:
-        """Save if step N·every_steps is done, the run stops, or somebody has asked for it.
+        """Save if step N·every_steps is done, ``max_share`` allows it, the run stops, or somebody has asked for it.
 
         Args:
             step: the last one that is done.
@@ -196,7 +246,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it could not be written, or the one before could not; the last one is untouched.
         """
-        due = self._every_steps > 0 and step % self._every_steps == 0
+        due = step % self._every_steps == 0 if self._every_steps > 0 else self._budget.due(self._num_bytes)
         wanted = self._asked() or stopping or due
         if self._asynchronous and not wanted:
             self._reserve()
@@ -214,17 +264,28 @@ class RunCheckpoints:
         if self._in_parts:
             self._policy.reserve_copies()
         else:
-            held = (self._policy.weights(), self._policy.optimizer_state(), self._policy.reference_state())
-            self._host_memory.reserve(leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
+            self._host_memory.reserve(self._held())
+
+    def _num_bytes(self) -> int:
+        """Of a checkpoint."""
+        if self._in_parts:
+            return self._policy.parts_bytes()
+        return sum(leaf.nbytes for leaf in self._held())
+
+    def _held(self) -> Iterator[Tensor]:
+        held = (self._policy.weights(), self._policy.optimizer_state(), self._policy.reference_state())
+        return (leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 
     def _save(self, step: int, *, wanted: bool, recorded: Callable[[], object], waits: bool = False) -> None:
         if wanted or (self._writing is not None and self._writing.written()):
-            self.wait()
-        if wanted:
-            recorded()
-            self._writing = self._begin(step)
-            if waits or not self._asynchronous:
+            with self._budget.finishing():
                 self.wait()
+        if wanted:
+            with self._budget.saving():
+                recorded()
+                self._writing = self._begin(step)
+                if waits or not self._asynchronous:
+                    self.wait()
 
     def wait(self) -> None:
         """Return once what is being written is a checkpoint. Raises CheckpointError where it cannot be one."""

@@ -67,18 +67,27 @@ def test_as_many_batches_are_ahead_as_keep_samples_young(every, depth, iteration
 
 
 def test_a_run_that_shares_its_weights_with_an_engine_has_checkpoints():
-    """They die with the engine; a tenth of the run is what is lost at most."""
+    """They die with the engine. How often is a matter of what saving costs, unless the configuration says."""
     sections = {
         "run": {"steps": 100}, "model": {"path": "m"}, "data": {"path": "p"}, "rewards": {"functions": ["r.f"]},
         "engine": {"kind": "vllm"},
     }  # fmt: skip
 
-    def interval(**more: object) -> int:
-        return LachesisConfig.model_validate(sections | more).checkpoint_interval
+    def often(**more: object) -> tuple[int, float]:
+        config = LachesisConfig.model_validate(sections | more)
+        assert config.saves_on_the_way is any((config.checkpoint_interval, config.checkpoint_share))
+        return config.checkpoint_interval, config.checkpoint_share
 
-    assert interval(bridge={"kind": "shared_vllm"}) == 10
-    assert interval(bridge={"kind": "shared_vllm"}, checkpoint={"every_steps": 0}) == 0
-    assert interval(bridge={"kind": "broadcast"}) == 0
-    assert interval(engine={"kind": "embedded"}) == 0
+    shared = {"kind": "shared_vllm"}
+    assert often(bridge=shared) == (0, 0.02)
+    assert often(bridge=shared, run={"steps": 1, "stages": ["sft", "grpo"]}, sft={"steps": 470}) == (0, 0.02)
+    assert often(bridge=shared, checkpoint={"every_steps": 0}) == (0, 0)
+    assert often(bridge=shared, checkpoint={"every_steps": 7, "max_share": 0.1}) == (7, 0)
+    assert often(bridge=shared, checkpoint={"max_share": 0}) == (0, 0)
+    assert often(bridge={"kind": "broadcast"}) == (0, 0)
+    assert often(bridge={"kind": "broadcast"}, checkpoint={"max_share": 0.1}) == (0, 0.1)
+    assert often(engine={"kind": "embedded"}) == (0, 0)
     lora = {"kind": "lora_only", "share_base": True}
-    assert interval(bridge=lora, adapter={"kind": "lora"}) == 10
+    assert often(bridge=lora, adapter={"kind": "lora"}) == (0, 0.02)
+    by_epochs = LachesisConfig.model_validate(sections | {"bridge": shared, "checkpoint": {"every_epochs": 0.5}})
+    assert by_epochs.saves_on_the_way and by_epochs.checkpoint_share == 0

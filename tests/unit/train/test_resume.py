@@ -17,7 +17,7 @@ from lachesis.train.batch import pack
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.host_memory import HostMemory
 from lachesis.train.policy import Policy
-from lachesis.train.resume import RunCheckpoints
+from lachesis.train.resume import LEAST_S, Budget, RunCheckpoints
 from tests.losses import loss_options
 from tests.unit.train.model.test_forward import random_groups
 from tests.unit.train.test_policy import make_policy
@@ -244,6 +244,63 @@ def test_ranks_that_write_parts_need_one_directory(tmp_path: Path):
 def slow(directory: Path, policy: Policy, feed: Any) -> tuple[SlowManager, RunCheckpoints]:
     manager = SlowManager(directory)
     return manager, RunCheckpoints(manager, policy=policy, feed=feed, every_steps=2, asynchronous=True)
+
+
+class Time:
+    """A clock that is set forward."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestBudget:
+    @pytest.mark.parametrize("later", [0.0, 2.0], ids=["waited for", "written later"])
+    @pytest.mark.parametrize(("step_s", "cost_s"), [(0.18, 3.4), (2.2, 4.2), (60.0, 0.1), (1.0, 200.0)])
+    def test_saving_takes_two_percent_of_the_time_whatever_the_length_of_a_step(
+        self, step_s: float, cost_s: float, later: float
+    ):
+        budget, saved, passed = Budget(0.02, clock=(clock := Time())), 0, 0.0
+        for _ in range(int(40_000 / step_s)):
+            clock.now += step_s
+            if budget.due(lambda: int(cost_s * 1e9)):
+                with budget.saving():
+                    clock.now += cost_s
+                if later:
+                    clock.now += step_s
+                    with budget.finishing():
+                        clock.now += later
+                saved, passed = saved + 1, clock.now - 1000.0
+        spent = saved * (cost_s + later)
+        assert saved >= 2 and spent / passed <= 0.02 * (1 + later / cost_s if saved < 5 else 1.1)
+        due_s = max(LEAST_S, (cost_s + later) / 0.02)
+        assert saved >= 0.8 * passed / (due_s + cost_s + 2 * step_s)
+
+    def test_without_a_share_there_are_none(self):
+        budget = Budget(0.0, clock=(clock := Time()))
+        clock.now += 1e6
+        assert not budget.due(lambda: 1)
+
+    def test_the_first_waits_for_what_its_size_may_cost(self):
+        budget = Budget(0.02, clock=(clock := Time()))
+        clock.now += 99.0
+        assert not budget.due(lambda: 2 * 10**9)
+        clock.now += 2.0
+        assert budget.due(lambda: 2 * 10**9)
+
+
+def test_checkpoints_are_saved_as_their_share_of_the_time_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    policy, clock = make_policy(options=loss_options()), Time()
+    monkeypatch.setattr("lachesis.train.resume.Budget", lambda share: Budget(share, clock=clock))
+    manager = CheckpointManager(tmp_path, keep_last=9)
+    saving = RunCheckpoints(manager, policy=policy, feed=PlaceInData(), every_steps=0, max_share=0.02)
+    train(policy, steps=1)
+    for step in range(1, 9):
+        clock.now += 20.0
+        saving.maybe_save(step)
+    assert saved(tmp_path) == ["step_000002", "step_000004", "step_000006", "step_000008"]
 
 
 class TestAsynchronous:

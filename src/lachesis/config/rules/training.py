@@ -371,7 +371,7 @@ def _deadlines(config: LachesisConfig) -> Iterator[Said]:
 
 def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
     checkpoint, steps = config.checkpoint, config.run.steps
-    periodic = config.checkpoint_interval > 0 or checkpoint.every_epochs is not None
+    periodic = config.saves_on_the_way
     if not checkpoint.save_final and not periodic:
         yield warning("checkpoint.save_final is false and every_steps 0: a run that ends leaves no trained weights")
     if checkpoint.hub is not None and not checkpoint.save_final:
@@ -385,6 +385,8 @@ def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
         yield note("checkpoint.keep_last does nothing while checkpoint.every_steps is 0")
     if checkpoint.every_steps is not None and checkpoint.every_epochs is not None:
         yield note("checkpoint.every_epochs does nothing beside every_steps, which counts")
+    if checkpoint.max_share is not None and (checkpoint.every_steps is not None or checkpoint.every_epochs is not None):
+        yield note("checkpoint.max_share does nothing beside every_steps or every_epochs, which count")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (

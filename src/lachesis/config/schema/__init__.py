@@ -82,6 +82,9 @@ from lachesis.config.schema.rollouts import (
 )
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
 
+# The share of the time that checkpoints take where an engine that dies takes the weights with it, and nothing is set.
+CHECKPOINT_SHARE = 0.02
+
 
 class LachesisConfig(Section):
     """The whole configuration."""
@@ -135,8 +138,22 @@ class LachesisConfig(Section):
 
         ``every_epochs`` is not among it until it is known how many steps an epoch has (``with_steps``).
         """
-        if self.checkpoint.every_steps is not None:
-            return self.checkpoint.every_steps
+        return self.checkpoint.every_steps or 0
+
+    @property
+    def checkpoint_share(self) -> float:
+        """The share of the time that saving resumable checkpoints may take; 0 where it does not decide."""
+        checkpoint = self.checkpoint
+        if checkpoint.every_steps is not None or checkpoint.every_epochs is not None:
+            return 0.0
+        if checkpoint.max_share is not None:
+            return checkpoint.max_share
         # What an engine of its own process shares with the trainer dies with it.
         shared = self.bridge.capabilities.shares_storage or getattr(self.bridge, "share_base", False)
-        return max(1, (self.run.steps or 0) // 10) if shared and self.engine.place != "trainer" else 0
+        return CHECKPOINT_SHARE if shared and self.engine.place != "trainer" else 0.0
+
+    @property
+    def saves_on_the_way(self) -> bool:
+        """Whether there are resumable checkpoints without anyone asking for them."""
+        by_time = self.checkpoint_share > 0
+        return by_time or self.checkpoint_interval > 0 or self.checkpoint.every_epochs is not None

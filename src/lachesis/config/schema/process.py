@@ -72,11 +72,18 @@ class CheckpointConfig(Section):
 
     every_steps: NonNegativeInt | None = Field(
         default=None,
-        description="Save a resumable checkpoint every N steps; 0: only on stop. If unset 0, and a tenth of the run "
-        "where trainer and engine share one copy of the weights: an engine that dies takes them with it.",
+        description="Save a resumable checkpoint every N steps; 0: only on stop. If unset, `max_share` decides.",
     )
     every_epochs: PositiveFloat | None = Field(
         default=None, description="The same in epochs of the dataset, where `every_steps` is unset."
+    )
+    max_share: float | None = Field(
+        default=None,
+        ge=0.0,
+        lt=1.0,
+        description="Where `every_steps` and `every_epochs` are unset: save as often as holds training up for at most "
+        "this share of the time, counted over all stages; 0: only on stop. If unset 0.02 where trainer and engine "
+        "share one copy of the weights, for an engine that dies takes them with it, and else 0.",
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     asynchronous: bool = Field(
