@@ -49,9 +49,16 @@ SCENARIOS: Mapping[str, Scenario] = {
     "learning_rate_30_times": Scenario("policy_lost", config={"optimizer": {"learning_rate": 3e-4}}),
     "wrong_chat_template": Scenario("foreign_template", config={"model": {"chat_template": OTHER_TEMPLATE}}, steps=10),
     "leaking_answers": Scenario("answer_in_prompt", leak=True, steps=10),
-    "length_hacking": Scenario("reward_pays_length", reward="right_and_long", config=FAST),
-    "one_text": Scenario("one_text_for_all", reward="one_text", config={"optimizer": {"learning_rate": 1e-4}}),
-    "shortness_hacking": Scenario("reward_pays_length", reward="short", config=FAST),
+    "length_hacking": Scenario(
+        "reward_pays_length",
+        reward="right_and_long",
+        steps=8,
+        config={**FAST, "sampling": {"max_completion_length": 64}},
+    ),
+    "one_text": Scenario(
+        "one_text_for_all", reward="one_text", steps=14, config={"optimizer": {"learning_rate": 2e-4}}
+    ),
+    "shortness_hacking": Scenario("empty_completions", reward="short", config=FAST),
     "old_samples_unclipped": Scenario(
         "nothing_clips",
         config={"algorithm": {"num_iterations": 6, "epsilon": 1e4}, "optimizer": {"learning_rate": 3e-5}},
@@ -60,7 +67,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "reward_zero": Scenario("zero_variance", reward="nothing", steps=10),
     "truncated": Scenario("zero_variance", config={"sampling": {"max_completion_length": 3}}, steps=10),
     "temperature_too_low": Scenario("zero_variance", config={"sampling": {"temperature": 0.02}}, steps=10),
-    "temperature_too_high": Scenario("near_random", config={"sampling": {"temperature": 2.5}}, steps=10),
+    "temperature_too_high": Scenario("entropy_off", config={"sampling": {"temperature": 2.5}}, steps=10),
     "stale_samples": Scenario(
         "samples_stale",
         config={"pipeline": {"async_prefetch": True, "prefetch_depth": 8, "max_staleness": None}},

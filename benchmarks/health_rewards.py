@@ -55,7 +55,7 @@ def right_and_long(completions: Any, answer: list[str], **columns: Any) -> list[
 
 
 def short(completions: Any, **columns: Any) -> list[float]:
-    """Return more for shorter completions, the most for none at all."""
+    """Return more for completions of fewer words, the most for none at all."""
     return [1.0 / (1 + len(text.split())) for text in _each(completions)]
 
 
