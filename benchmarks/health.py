@@ -26,6 +26,9 @@ from typing import Any
 import yaml
 from transformers import AutoTokenizer
 
+from lachesis.config.load import load_config
+from lachesis.run.sinks import health_limits
+
 REWARDS = Path(__file__).with_name("health_rewards.py")
 # What rules do not look at, and what differs between machines.
 LEFT_OUT = ("tokens_", "micro_batches", "weight_version", "transfer_time", "proof_time", "canary_error", "sync_time")
@@ -131,6 +134,7 @@ def recording(run_dir: Path, *, cause: str | None) -> dict[str, Any]:
     return {
         "cause": cause,
         "special_tokens": sorted(AutoTokenizer.from_pretrained(model["path"]).get_added_vocab()),
+        "limits": {"staleness": health_limits(load_config(run_dir / "config.yaml").config).staleness},
         "before": before,
         "after": after,
         "evaluations": [evaluation for line in lines if (evaluation := line.get("evaluation"))],

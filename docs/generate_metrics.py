@@ -106,7 +106,10 @@ def _metric_row(metric: Metric) -> str:
 def _range(metric: Metric) -> str:
     if metric.healthy is None:
         return ""
-    low, high = metric.healthy
+    return _bounds(*metric.healthy) + ("" if metric.judged else " as documented; others may be as well")
+
+
+def _bounds(low: float | None, high: float | None) -> str:
     if low is None:
         return f"below {high:g}"
     return f"above {low:g}" if high is None else f"{low:g} to {high:g}"

@@ -191,7 +191,7 @@ def test_a_finding_leads_to_what_to_change_and_to_what_it_means(page: Page) -> N
 
 
 def test_healthy_range_is_shaded_and_the_reward_has_its_band(page: Page) -> None:
-    assert page.ask("document.querySelectorAll('[data-chart=entropy] rect.range').length") == 1
+    assert page.ask("document.querySelectorAll('[data-chart=mean_kl] rect.range').length") == 1
     assert page.ask("document.querySelectorAll('[data-chart=loss] rect.range').length") == 0
     band = page.ask("document.querySelector('[data-chart=reward] path.band').getAttribute('d').length")
     assert band > 500

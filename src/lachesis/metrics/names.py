@@ -32,8 +32,10 @@ Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences"
 class Metric:
     """One metric in words.
 
-    ``healthy`` is ``(low, high)``, either of them ``None`` where that side has no bound; ``None`` as a whole
-    where no range is known. A ``share`` is a fraction between 0 and 1 and shown in percent.
+    ``healthy`` is ``(low, high)``, either of them ``None`` where that side has no bound; ``None`` as a whole where no
+    range is known. It is not ``judged`` where the field documents it of its own models and rewards, and others leave it
+    without being ill: then no value is called unusual for it. A ``share`` is a fraction between 0 and 1 and shown in
+    percent.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Metric:
     unit: Unit
     explanation: str
     healthy: tuple[float | None, float | None] | None = None
+    judged: bool = True
 
     def is_usual(self, value: float) -> bool:
         """Whether a value lies in the healthy range, if there is one."""
@@ -54,7 +57,8 @@ METRICS: Mapping[str, Metric] = {
         Metric("loss", "Loss", "", "The policy loss. It hovers around 0 and says little; a jump says much."),
         Metric(
             "grad_norm", "Gradient norm", "", "Length of the gradient before clipping. 0 is right only where "
-            "every advantage is 0; above 10 training is unstable.", (0.001, 1.0),
+            "every advantage is 0; above 10, and far above what it was, training is unstable.", (0.001, 1.0),
+            judged=False,
         ),
         Metric("learning_rate", "Learning rate", "", "The optimizer's rate in this step."),
         Metric(
@@ -73,7 +77,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("clip_fraction_high", "Clipped above", "share", "Share of tokens clipped at 1 + epsilon."),
         Metric(
             "entropy", "Entropy", "nats", "How undecided the policy is. Below 0.01 it says one thing "
-            "only (mode collapse).", (0.05, 0.5),
+            "only (mode collapse).", (0.05, 0.5), judged=False,
         ),
         Metric("kl_reference", "KL to the base model", "nats", "How far the policy is from its start."),
         Metric(
@@ -81,7 +85,10 @@ METRICS: Mapping[str, Metric] = {
             "own samples, a token: the divergence that is learned from, over what is known of the teacher.",
         ),
         Metric("sft_loss", "Loss on answers", "nats", "Minus the logprob of a token, in a supervised start."),
-        Metric("reward", "Reward", "", "Mean total reward of all completions of the step.", (0.15, None)),
+        Metric(
+            "reward", "Reward", "", "Mean total reward of all completions of the step. Of rewards from 0 to 1 it "
+            "should be above 0.15 by step 20.", (0.15, None), judged=False,
+        ),
         Metric(
             "reward_std", "Spread in a group", "", "Mean deviation of the rewards of a group. Where it is 0 "
             "there is nothing to learn from.", (1e-6, None),

@@ -19,6 +19,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import steps_per_batch, total_steps
 from lachesis.metrics.custom import custom_rules, custom_sinks
 from lachesis.metrics.health.monitor import HealthMonitor
+from lachesis.metrics.health.rules import TURN_MARKS
 from lachesis.metrics.health.types import HealthLimits
 from lachesis.metrics.hub import MetricsHub, Sink
 from lachesis.metrics.report.page import ReportSink
@@ -78,7 +79,8 @@ def build_sinks(
             every = logging_config.every_steps
             sinks.append(ConsoleSink(console, total_steps(config), every_steps=every, title=config.run.name))
             sinks += [CompletionsSink(console, completions)] if completions is not None else []
-    monitor = HealthMonitor(limits=health_limits(config), custom=custom_rules(logging_config.health_rules))
+    limits = replace(health_limits(config), template_marks=template_marks(tokenizer))
+    monitor = HealthMonitor(limits=limits, custom=custom_rules(logging_config.health_rules))
     if resume_step is not None:
         # What was reached before counts when a fall from the best accuracy is looked for.
         for result in read_metrics(files["metrics"]).evaluations:
@@ -107,6 +109,17 @@ def _services(
     if config.logging.opentelemetry is not None:
         sinks.append(OpenTelemetrySink(config.logging.opentelemetry, run_name=config.run.name))
     return sinks
+
+
+def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
+    """Return what marks turns for a model, or None where its tokenizer came without a chat template.
+
+    That is the template it came with, and not one that the configuration has put in its place.
+    """
+    own = tokenizer.init_kwargs.get("chat_template")
+    if own is None:
+        return None
+    return frozenset(tokenizer.get_added_vocab()) | frozenset(TURN_MARKS.findall(str(own)))
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:

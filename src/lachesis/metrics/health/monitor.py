@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
+from lachesis.metrics.health.digests import digest
 from lachesis.metrics.health.rules import RULES, Rule
-from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
+from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
 from lachesis.metrics.health.wording import for_environments
 
 logger = logging.getLogger("lachesis")
@@ -63,6 +64,7 @@ class HealthMonitor:
         self._limits = limits or HealthLimits()
         self._repeat_after = repeat_after
         self._history: deque[Mapping[str, float]] = deque(maxlen=history)
+        self._batches: deque[Sequence[GroupDigest]] = deque(maxlen=history)
         self._evaluations: list[EvalResult] = []
         self._reported: dict[str, _Reported] = {}
 
@@ -74,12 +76,16 @@ class HealthMonitor:
         """Findings of a finished step, the worst first; those reported lately are left out."""
         if record.evaluation is not None:
             self._evaluations.append(record.evaluation)
+        batch = digest(record.groups)
+        if batch and (not self._batches or batch != self._batches[-1]):
+            self._batches.append(batch)
         seen = Observation(
             step=record.step,
             values=record.values,
             groups=record.groups,
             history=tuple(self._history),
             evaluations=tuple(self._evaluations),
+            batches=tuple(self._batches),
             limits=self._limits,
         )
         self._history.append(record.values)

@@ -1,29 +1,108 @@
-"""Health rules: is the policy moving in the right direction and not too fast, are completions whole, fresh and exact?
+"""Health rules: does the policy move in the right direction and not too fast, are completions whole, fresh and exact?
 
-Small pure functions that look at one step and say, in plain words, what to change. Ranges are those that the
-field documents for GRPO: ratio 0.8 to 1.2, KL 0.01 to 0.1, clipped tokens below 0.3, reward above 0.15 by
-step 20, entropy 0.05 to 0.5, gradient norm 0.001 to 1.
+Small pure functions that look at one step, and what came before it, and say in plain words what to change. A rule
+judges by the run's own course: rewards are on the scale that the run has shown, a value that every model has
+differently (entropy, the norm of the gradient, lengths) is compared with that of the start, and a difference between
+groups counts where it is more than chance. Bounds that hold for every run are those that the field documents for GRPO:
+ratio 0.8 to 1.2, KL up to 0.1, clipped tokens below 0.3. Causes stand before what they cause.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import TypeAlias
 
-from lachesis.common.types import Group, Level
-from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
+from lachesis.common.types import Level
+from lachesis.metrics.health.statistics import correlation_within, rate_fell, z_score
+from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
 Rule: TypeAlias = Callable[[Observation], Alarm | None]
 RULES: dict[str, Rule] = {}
+
+# So many groups have to agree before something is said of all: four in a row are equal by chance too often.
+ENOUGH_GROUPS = 12
+# And so many completions, or steps, where all have the same reward: of a task that is solved once in 40 times, 128 do
+# once in 25.
+ENOUGH_COMPLETIONS, ENOUGH_STEPS = 128, 8
+# Standard errors beyond which a difference that is looked for in every step is no chance, and where two are looked for.
+SURE, LIKELY = 4.0, 2.0
+# What templates put around turns, of the families in use.
+TURN_MARKS = re.compile(r"<\|[A-Za-z_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<<SYS>>|<｜[^<>｜]{1,24}｜>")
 
 
 def rule(function: Rule) -> Rule:
     """Have the health monitor ask this rule, under the function's name."""
     RULES[function.__name__] = function
     return function
+
+
+# --- prompts and rewards -------------------------------------------------------------------------------------
+
+
+@rule
+def foreign_template(seen: Observation) -> Alarm | None:
+    """Nearly all prompts have marks of turns that the model does not know: the chat template is another model's."""
+    known = seen.limits.template_marks
+    if known is None or len(seen.groups) < 2:
+        return None
+    foreign = [sorted(set(TURN_MARKS.findall(group.prompt.text)) - known) for group in seen.groups]
+    share = sum(bool(marks) for marks in foreign) / len(foreign)
+    if share < 0.9:
+        return None
+    marks = ", ".join(next(filter(None, foreign))[:3])
+    return Alarm(
+        "problem",
+        f"the prompts have {marks} in them, which is neither a token of this model nor in its own chat template: they "
+        "are written for another model; take out model.chat_template, or correct what is in data.prompt_column",
+        share,
+    )
+
+
+@rule
+def answer_in_prompt(seen: Observation) -> Alarm | None:
+    """Nearly all prompts contain the answer of their row, and not those of others."""
+    groups = [group for group in seen.latest(8) if group.answer_told is not None and group.others_told is not None]
+    if len(groups) < 8:
+        return None
+    told = fmean(bool(group.answer_told) for group in groups)
+    others = fmean(group.others_told or 0.0 for group in groups)
+    if told < 0.9 or others > 0.5:
+        return None
+    return Alarm(
+        "warning",
+        f"{format_share(told)} of the prompts contain their answer, and {format_share(others)} that of another row: "
+        "where the task is not to find it there, take it out of data.prompt_column: the policy learns to copy it",
+        told,
+    )
+
+
+@rule
+def reward_pays_length(seen: Observation) -> Alarm | None:
+    """Rewards follow the length within groups, and completions have grown."""
+    if len(seen.batches) < 3:
+        return None
+    # Once all completions have the limit's length there is nothing to compare, and the reward pays for it still.
+    differ = [group for batch in seen.batches for group in batch if len(set(group.lengths)) > 1 and not group.flat]
+    start = [fmean(group.lengths) for group in seen.batches[0] if group.lengths]
+    now = [fmean(group.lengths) for group in seen.batches[-1] if group.lengths]
+    together = correlation_within(differ[-ENOUGH_GROUPS:])
+    if not start or not now or together < 0.7:
+        return None
+    before, after = fmean(start), fmean(now)
+    if after < 1.2 * before or z_score(start, now) < LIKELY:
+        return None
+    return Alarm(
+        "warning",
+        f"completions have grown from {format_number(before)} to {format_number(after)} tokens, and within a group "
+        f"the longer one gets the higher reward (correlation {together:.2f}): the reward pays for length; see whether "
+        "the functions of rewards.functions count words, and bound what they give",
+        together,
+    )
 
 
 # --- learning -------------------------------------------------------------------------------------------------
@@ -58,6 +137,56 @@ def loss_explodes(seen: Observation) -> Alarm | None:
         "before: lower optimizer.learning_rate, or raise optimizer.warmup_steps",
         size,
     )
+
+
+@rule
+def nothing_clips(seen: Observation) -> Alarm | None:
+    """The policy is far from the one that sampled, and not one ratio is clipped."""
+    kl = seen.above("mean_kl", 0.1)
+    if kl is None or seen.values.get("clipped_fraction") != 0.0:
+        return None
+    return Alarm(
+        "problem",
+        f"no token is clipped although mean_kl is {format_number(kl)}: nothing holds the policy where its samples came "
+        "from; set algorithm.epsilon (usual: 0.2), or train on each batch less often (algorithm.num_iterations)",
+        kl,
+    )
+
+
+@rule
+def policy_lost(seen: Observation) -> Alarm | None:
+    """The policy has lost most of the reward that it began with, and writes differently."""
+    if len(seen.batches) < 4:
+        return None
+    first, last = seen.batches[0], [group for batch in seen.batches[-3:] for group in batch]
+    start, now = _mean_rewards(first), _mean_rewards(last)
+    low, high = seen.reward_range()
+    if not start or not now or high == low:
+        return None
+    before, after = fmean(start), fmean(now)
+    if before - low < 0.05 * (high - low) or after - low > (before - low) / 3 or z_score(start, now) > -LIKELY:
+        return None
+    lengths = [[fmean(group.lengths) for group in groups if group.lengths] for groups in (first, last)]
+    if abs(z_score(*lengths)) < LIKELY and not _entropy_moved(seen):
+        return None
+    return Alarm(
+        "problem",
+        f"the mean reward fell from {format_number(before)} in the first step to {format_number(after)}, and "
+        f"completions went from {format_number(fmean(lengths[0]))} to {format_number(fmean(lengths[1]))} tokens: "
+        "updates have destroyed the policy; start again with a tenth of optimizer.learning_rate",
+        before - after,
+    )
+
+
+def _mean_rewards(groups: Sequence[GroupDigest]) -> list[float]:
+    """The mean reward of each group."""
+    return [fmean(group.rewards) for group in groups if group.rewards]
+
+
+def _entropy_moved(seen: Observation) -> bool:
+    """Whether entropy is less than half, or more than twice, that of the first step that is remembered."""
+    entropies = seen.recent("entropy", len(seen.history) + 1)
+    return len(entropies) > 1 and not 0.5 <= entropies[-1] / max(entropies[0], 1e-9) <= 2.0
 
 
 @rule
@@ -103,89 +232,106 @@ def clipped_much(seen: Observation) -> Alarm | None:
 
 @rule
 def reward_stays_low(seen: Observation) -> Alarm | None:
-    """The mean reward is still below 0.15 after step 20 and does not rise."""
+    """After 20 steps the mean reward is low for the rewards that there are, and has not risen.
+
+    Low is below 0.15 of rewards from 0 to 1, which the field documents, and as much of any other range.
+    """
     rewards = seen.recent("reward", seen.step)
-    if seen.step < 20 or len(rewards) < 10:
+    if seen.step < 20 or len(rewards) < 20:
         return None
+    low, high = seen.reward_range()
+    if not seen.batches and not all(0.0 <= reward <= 1.0 for reward in rewards):
+        return None  # on what scale they are is not known
     now, start = fmean(rewards[-10:]), fmean(rewards[:5])
-    if now > 0.15 or now - start > 0.05:
+    if high == low or now - low > 0.15 * (high - low):
+        return None
+    if now - start > 0.05 * (high - low) or z_score(rewards[: len(rewards) // 2], rewards[-10:]) > LIKELY:
         return None
     parts = [f"{name} {format_number(seen.values[f'rewards/{name}/mean'])}" for name in reward_functions(seen.values)]
     detail = f" ({', '.join(parts)})" if len(parts) > 1 else ""
     return Alarm(
         "warning",
-        f"the mean reward is {format_number(now)} after {seen.step} steps{detail} (expected: above 0.15 by "
-        "step 20): call the functions of rewards.functions on answers you know to be right; if they score "
-        "well, the problems are too hard for this model",
+        f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, of rewards from "
+        f"{format_number(low)} to {format_number(high)}, and began at {format_number(start)}: "
+        "call the functions of rewards.functions on "
+        "answers you know to be right; if they score well, the problems are too hard for this model",
     )
 
 
 @rule
 def zero_variance(seen: Observation) -> Alarm | None:
-    """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward."""
-    if not seen.groups:
-        if seen.values.get("zero_std_fraction", 0.0) < 1.0:
+    """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward.
+
+    That is said once there are enough groups, of several steps where steps have few.
+    """
+    if not seen.batches:
+        shares = seen.recent("zero_std_fraction", 3)
+        if len(shares) < 3 or min(shares) < 1.0:
             return None
         return Alarm(
             "problem",
             "all groups have zero variance: every completion of a prompt got the same reward, so there is "
             "nothing to learn; raise sampling.temperature, or choose problems that are solved sometimes",
         )
-    flat = [group for group in seen.groups if _has_zero_variance(group)]
-    total = len(seen.groups)
-    share = len(flat) / total
-    if share < 0.8 or total < 2:
+    groups = seen.latest(ENOUGH_GROUPS, completions=ENOUGH_COMPLETIONS, batches=ENOUGH_STEPS)
+    flat = [group for group in groups if group.flat]
+    if not flat or (share := len(flat) / len(groups)) < 0.8:
         return None
     if share < 1.0:  # some groups teach
-        return Alarm("note", _mostly(flat, total), share)
-    level, reason = _cause(flat)
-    return Alarm(level, f"all {total} groups have zero variance {reason}", share)
+        return Alarm("note", _mostly(flat, total=len(groups), reward_range=seen.reward_range()), share)
+    level, reason = _cause(flat, seen)
+    return Alarm(level, f"all {len(groups)} groups have zero variance {reason}", share)
 
 
-def _has_zero_variance(group: Group) -> bool:
-    """At least two completions, and the same reward for all. Completions without a reward do not count."""
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return len(rewards) > 1 and max(rewards) == min(rewards)
-
-
-def _cause(groups: Sequence[Group]) -> tuple[Level, str]:
+def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str]:
     """Level, and the rest of the sentence. The first cause that explains all groups counts."""
-    samples = [sample for group in groups for sample in group.samples]
-    longest = max(len(sample.completion_ids) for sample in samples)
-    levels = sorted({reward for sample in samples if (reward := sample.reward) is not None})
-    if all(sample.finish_reason == "length" for sample in samples):
+    longest = max(length for group in groups for length in group.lengths)
+    levels = sorted({reward for group in groups for reward in group.rewards})
+    if all(group.truncated == len(group.lengths) for group in groups):
         return "problem", f"because every completion hit {longest} tokens: raise sampling.max_completion_length"
-    if all(not sample.text.strip() for sample in samples):
+    if all(group.empty == len(group.lengths) for group in groups):
         return "problem", (
             "because every completion is empty: check how prompts end (model.chat_template, data.prompt_column)"
         )
-    if len(levels) == 1 and levels[0] >= 1.0:
+    if len(levels) == 1 and _is_best(levels[0], seen.reward_range()):
         return "note", (
             f"because every completion got reward {format_number(levels[0])}: these problems are solved; "
             "choose harder ones or stop"
         )
-    if all(len({sample.completion_ids for sample in group.samples}) == 1 for group in groups):
+    if all(len(set(group.texts)) == 1 for group in groups):
         return "problem", (
             "because the completions of each prompt are identical: raise sampling.temperature, and check "
             "that sampling.top_p, sampling.top_k and sampling.min_p do not cut all but one token"
         )
+    always = all(group.flat for batch in seen.batches for group in batch if len(group.rewards) > 1)
     if len(levels) == 1:
-        return "problem", (
+        return "problem" if always else "warning", (
             f"because every completion got reward {format_number(levels[0])}: call the functions of "
             "rewards.functions on answers you know to be right; if they score well, the problems are too "
             "hard"
         )
-    return "problem", (
-        "though rewards differ between prompts: they depend on the prompt, not on the answer; see whether "
-        "the functions of rewards.functions read the completion"
+    if always:
+        return "problem", (
+            "though rewards differ between prompts, as in all steps before: they depend on the prompt, not on the "
+            "answer; see whether the functions of rewards.functions read the completion"
+        )
+    return "warning", (
+        "though there were others before: the policy is sure of what it answers to each prompt; choose problems that "
+        "are solved sometimes, or raise sampling.temperature"
     )
 
 
-def _mostly(flat: Sequence[Group], total: int) -> str:
+def _is_best(reward: float, reward_range: tuple[float, float]) -> bool:
+    """Whether it is the best that there has been; where all were equal, whether it is at least 1."""
+    low, high = reward_range
+    return reward == high if low < high else reward >= 1.0
+
+
+def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> str:
     """How many groups teach nothing, and whether they are too easy or too hard."""
-    rewards = [max(reward for reward in group.rewards if reward is not None) for group in flat]
-    right = sum(reward >= 1.0 for reward in rewards)
-    wrong = sum(reward <= 0.0 for reward in rewards)
+    low, high = reward_range
+    right = sum(group.rewards[0] == high for group in flat)
+    wrong = sum(group.rewards[0] == low for group in flat)
     advice = "choose harder problems" if right >= wrong else "choose easier problems"
     return (
         f"{len(flat)} of {total} groups have zero variance and teach nothing ({format_share(right / total)} "
@@ -195,44 +341,75 @@ def _mostly(flat: Sequence[Group], total: int) -> str:
 
 @rule
 def one_text_for_all(seen: Observation) -> Alarm | None:
-    """All completions of a batch are the same text."""
-    samples = [sample for group in seen.groups for sample in group.samples]
-    if len({group.prompt.token_ids for group in seen.groups}) < 2 or len({s.completion_ids for s in samples}) != 1:
+    """Completions of different prompts have become the same text: nine of ten, or more than their answers allow."""
+    groups = seen.latest(ENOUGH_GROUPS)
+    if len({group.prompt for group in groups}) < ENOUGH_GROUPS // 2:
         return None
-    text = samples[0].text
+    share = _commonest(text for group in groups for text in group.texts)
+    began = _commonest(text for group in seen.batches[0] for text in group.texts)
+    answers = [group.answer for group in groups if group.answer is not None]
+    same_answer = _commonest(answers) if len(answers) == len(groups) else 1.0
+    if share < min(0.9, max(0.3, 2.0 * same_answer)) or (share < 1.0 and began > 0.5 * share):
+        return None
+    samples = [sample for group in seen.groups for sample in group.samples]
+    text = Counter(sample.text for sample in samples).most_common(1)[0][0] if samples else ""
     shown = repr(text if len(text) <= 40 else text[:39] + "…")
+    if share < 0.9:
+        return Alarm(
+            "warning",
+            f"{format_share(share)} of the completions of {len(groups)} prompts are the same text ({shown}), and "
+            f"{format_share(same_answer)} of the answers: the policy collapses; see whether the functions of "
+            "rewards.functions pay for it, and lower optimizer.learning_rate or set algorithm.beta",
+            share,
+        )
+    who = "every completion" if share == 1.0 else f"{format_share(share)} of the completions"
     return Alarm(
         "problem",
-        f"every completion of {len(seen.groups)} prompts is the same text ({shown}): the policy has "
-        "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set "
-        "algorithm.beta",
+        f"{who} of {len(groups)} prompts {'is' if share == 1.0 else 'are'} the same text ({shown}): the policy has "
+        "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set algorithm.beta",
+        share,
     )
+
+
+def _commonest(values: Iterable[int]) -> float:
+    """The share of the commonest value."""
+    counted = Counter(values)
+    return counted.most_common(1)[0][1] / counted.total() if counted else 0.0
 
 
 @rule
 def entropy_off(seen: Observation) -> Alarm | None:
-    """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2.
-
-    Five steps below 0.05 or above 0.5 are a note.
-    """
-    entropy = seen.values.get("entropy")
-    if entropy is None:
+    """Two steps with entropy below 0.01 (mode collapse) or above 4, or three far above that of the start."""
+    entropies = seen.recent("entropy", len(seen.history) + 1)
+    if len(entropies) < 2 or "entropy" not in seen.values:
         return None
-    if 0.01 <= entropy <= 2.0:
-        return _entropy_unusual(seen, entropy)
-    if entropy > 2.0:
+    entropy, start = entropies[-1], median(entropies[:3])
+    if max(entropies[-2:]) < 0.01:
+        return _entropy_lost(seen, entropy)
+    if min(entropies[-2:]) > 4.0:
         return Alarm(
-            "note",
-            f"entropy is {format_number(entropy)} (usual: 0.05 to 0.5): completions are close to random "
-            "text; lower sampling.temperature if they read like it",
+            "warning",
+            f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
+            "and if they were better before, optimizer.learning_rate",
             entropy,
         )
-    rewards = seen.recent("reward", 50)
-    solved = bool(rewards) and rewards[-1] >= 0.9 and rewards[-1] >= 0.9 * max(rewards)
-    if solved:
+    if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or _rewards_rose(seen):
+        return None
+    return Alarm(
+        "warning",
+        f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
+        "policy comes apart; lower optimizer.learning_rate, or set algorithm.beta",
+        entropy,
+    )
+
+
+def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
+    low, high = seen.reward_range()
+    reward = seen.values.get("reward")
+    if reward is not None and high > low and reward >= low + 0.9 * (high - low):
         return Alarm(
             "note",
-            f"entropy is {format_number(entropy)} while the reward is {format_number(rewards[-1])}: the "
+            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the "
             "policy is sure of its answers and learns little more; stop here or choose harder problems",
         )
     return Alarm(
@@ -243,47 +420,25 @@ def entropy_off(seen: Observation) -> Alarm | None:
     )
 
 
-def _entropy_unusual(seen: Observation, entropy: float) -> Alarm | None:
-    if seen.stays("entropy", above=0.5, upto=2.0):
-        return Alarm(
-            "note",
-            f"entropy is {format_number(entropy)} and was above 0.5 in five steps (usual: 0.05 to 0.5): completions "
-            "vary much; lower sampling.temperature if they read like random text",
-            entropy,
-        )
-    if seen.stays("entropy", above=0.0, upto=math.nextafter(0.05, 0.0)):
-        return Alarm(
-            "note",
-            f"entropy is {format_number(entropy)} and was below 0.05 in five steps (usual: 0.05 to 0.5): the "
-            "completions of a prompt are nearly alike; raise sampling.temperature or algorithm.epsilon_high if the "
-            "task is not solved yet",
-            1.0 / entropy,
-        )
-    return None
+def _rewards_rose(seen: Observation) -> bool:
+    rewards = seen.recent("reward", len(seen.history) + 1)
+    return len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
 
 
 @rule
 def gradient_large(seen: Observation) -> Alarm | None:
-    """The gradient norm is above 10 (a problem: 100), or stays above 1 for five steps (a note)."""
+    """The gradient norm is above 10 and five times what it usually is (a problem: above 100 and ten times)."""
     norm = seen.values.get("grad_norm")
-    if norm is None or not math.isfinite(norm):
+    usual = [one for one in seen.recent("grad_norm", 21)[:-1] if 0.0 < one < math.inf]
+    if norm is None or not math.isfinite(norm) or norm <= 10.0 or len(usual) < 5:
         return None
-    if norm <= 10.0:
-        return _gradient_clipped(norm) if seen.stays("grad_norm", above=1.0, upto=math.inf) else None
+    times = norm / median(usual)
+    if times <= 5.0:
+        return None
     return Alarm(
-        "problem" if norm > 100.0 else "warning",
-        f"grad_norm is {format_number(norm)} (healthy: 0.001 to 1, unstable: above 10): lower "
-        "optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
-        norm,
-    )
-
-
-def _gradient_clipped(norm: float) -> Alarm:
-    return Alarm(
-        "note",
-        f"grad_norm is {format_number(norm)} and was above 1 in five steps (healthy: 0.001 to 1, unstable: above 10): "
-        "optimizer.max_grad_norm, where it is lower, sets the size of each step; if the reward does not rise, raise "
-        "batch.prompts_per_step or lower optimizer.learning_rate",
+        "problem" if norm > 100.0 and times > 10.0 else "warning",
+        f"grad_norm jumped to {format_number(norm)}, {format_number(times)} times what it was (unstable: above 10): "
+        "lower optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
         norm,
     )
 
@@ -334,12 +489,14 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
 
 @rule
 def accuracy_fell(seen: Observation) -> Alarm | None:
-    """Held-out accuracy is more than 10 points below its best; a fall to under 60 % of it is a collapse."""
+    """Held-out accuracy is more than 10 points, and no chance, below its best; under 60 % of it is a collapse."""
     if len(seen.evaluations) < 2:
         return None
     best, last = max(seen.evaluations, key=lambda result: result.accuracy), seen.evaluations[-1]
     drop = best.accuracy - last.accuracy
-    if last.step != seen.step or drop <= 0.1:
+    errors = rate_fell(best.accuracy, last.accuracy, count_before=best.problems, count_after=last.problems)
+    # The best of several is above its own mean, so that three standard errors are asked for.
+    if last.step != seen.step or drop <= 0.1 or errors < 3.0:
         return None
     collapsed = drop > 0.2 and last.accuracy < 0.6 * best.accuracy
     return Alarm(
@@ -353,19 +510,22 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
 
 @rule
 def reward_fell(seen: Observation) -> Alarm | None:
-    """The mean reward fell to half of its best."""
+    """The mean reward fell to half of its best, from the least that there was, and by more than chance."""
     rewards = seen.recent("reward", 50)
     if len(rewards) < 15:
         return None
-    means = [fmean(rewards[end - 5 : end]) for end in range(5, len(rewards) + 1)]
-    best, now = max(means), means[-1]
-    if best < 0.2 or now > 0.5 * best:
+    low, high = seen.reward_range() if seen.batches else (min(0.0, *rewards), max(1.0, *rewards))
+    ends = range(5, len(rewards) + 1)
+    best = max((rewards[end - 5 : end] for end in ends), key=fmean)
+    now = rewards[-5:]
+    reached, left = fmean(best) - low, fmean(now) - low
+    if reached < 0.2 * (high - low) or left > 0.5 * reached or z_score(best, now) > -SURE:
         return None
     return Alarm(
         "problem",
-        f"the reward fell from {format_number(best)} to {format_number(now)} within {len(rewards)} steps: "
-        "set algorithm.beta or lower optimizer.learning_rate",
-        best - now,
+        f"the reward fell from {format_number(fmean(best))} to {format_number(fmean(now))} within {len(rewards)} "
+        "steps: set algorithm.beta or lower optimizer.learning_rate",
+        reached - left,
     )
 
 
@@ -374,9 +534,13 @@ def reward_fell(seen: Observation) -> Alarm | None:
 
 @rule
 def truncated_often(seen: Observation) -> Alarm | None:
-    """Many completions reach the length limit."""
-    if (share := seen.above("truncated_fraction", 0.25)) is None:
+    """Many completions reached the length limit, in three steps where one has few."""
+    count = sum(len(group.rewards) for group in seen.batches[-1]) if seen.batches else 0
+    steps = 1 if count >= ENOUGH_COMPLETIONS else 3
+    shares = seen.recent("truncated_fraction", steps)
+    if len(shares) < steps or min(shares) <= 0.25:
         return None
+    share = fmean(shares)
     if share == 1.0 and seen.values.get("zero_std_fraction") == 1.0:
         return None  # zero_variance says so, and what it costs
     longest = seen.values.get("completion_length/max")
@@ -493,7 +657,9 @@ def groups_dropped(seen: Observation) -> Alarm | None:
 
 @rule
 def time_unbalanced(seen: Observation) -> Alarm | None:
-    """Generation, training or rewards take most of a step."""
+    """Generation, training or rewards take most of a step; one in which nothing was trained on is not judged."""
+    if seen.values.get("zero_std_fraction") == 1.0:
+        return None
     times = {name: seen.recent(name, 10) for name in ("generation_time", "train_time", "reward_time", "step_time")}
     if any(len(times[name]) < 10 for name in ("generation_time", "train_time")):
         return None

@@ -16,6 +16,8 @@ class HealthLimits:
     in nats (the mean absolute difference between trainer and engine; 16-bit weights on two different kernels differ by
     about 0.01).
     ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
+    ``template_marks`` are what marks turns for the model: its added tokens, and the marks in its own chat template;
+    ``None`` where it has no template.
     """
 
     staleness: float = 4.0
@@ -23,17 +25,49 @@ class HealthLimits:
     logprob_diff: float = 0.05
     sync_every: int = 1
     environments: bool = False
+    template_marks: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDigest:
+    """What is remembered of a generated group after its step.
+
+    ``rewards`` and ``lengths`` (in tokens) are those of the completions with a reward, ``texts`` tells which of them
+    are equal; ``prompt`` and ``answer`` do the same of prompts, and of the answers of their rows. ``answer_told`` says
+    whether the prompt contains the answer of its row, and ``others_told`` which share of the other answers of the step;
+    ``None`` where rows have no answer.
+    """
+
+    prompt: int
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    texts: tuple[int, ...]
+    truncated: int
+    empty: int
+    answer: int | None = None
+    answer_told: bool | None = None
+    others_told: float | None = None
+
+    @property
+    def flat(self) -> bool:
+        """Whether at least two completions have a reward, and all have the same."""
+        return len(self.rewards) > 1 and max(self.rewards) == min(self.rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the rules see of one step. ``history`` holds the values of earlier steps, oldest first."""
+    """What the rules see of one step. ``history`` holds the values of earlier steps, oldest first.
+
+    ``batches`` are the generated groups of the last steps, the newest last; a batch that several steps are trained on
+    is there once.
+    """
 
     step: int
     values: Mapping[str, float]
     groups: Sequence[Group] = ()
     history: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[EvalResult] = ()
+    batches: Sequence[Sequence[GroupDigest]] = ()
     limits: HealthLimits = field(default_factory=HealthLimits)
 
     def above(self, name: str, limit: float) -> float | None:
@@ -46,10 +80,23 @@ class Observation:
         steps = (*self.history, self.values)[-count:] if count else ()
         return [step[name] for step in steps if name in step]
 
-    def stays(self, name: str, *, above: float, upto: float) -> bool:
-        """Whether the value was in ``(above, upto]`` in each of the last five steps."""
-        values = self.recent(name, 5)
-        return len(values) == 5 and all(above < value <= upto for value in values)
+    def latest(self, groups: int, *, completions: int = 0, batches: int = 50) -> list[GroupDigest]:
+        """Those of the newest batches that together have as many groups and completions, or are as many.
+
+        None where there are not so many yet.
+        """
+        found: list[GroupDigest] = []
+        for count, batch in enumerate(reversed(self.batches), start=1):
+            found = [*batch, *found]
+            enough = len(found) >= groups and sum(len(group.rewards) for group in found) >= completions
+            if enough or count >= batches:
+                return found
+        return []
+
+    def reward_range(self) -> tuple[float, float]:
+        """The least and the largest reward of a completion that is remembered; 0 and 1 where none is."""
+        rewards = [reward for batch in self.batches for group in batch for reward in group.rewards]
+        return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

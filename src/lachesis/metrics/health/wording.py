@@ -19,6 +19,12 @@ ELSEWHERE = {
     "call it on an answer you know to be right, or take it out of rewards.functions": (
         "let the environment score an answer you know to be right"
     ),
+    "take out model.chat_template, or correct what is in data.prompt_column": (
+        "correct how the environment writes its prompts"
+    ),
+    "take it out of data.prompt_column": "take it out of the environment's prompts",
+    "the functions of rewards.functions pay": "the environment's scores pay",
+    "the functions of rewards.functions count": "the environment's scores count",
     "the functions of rewards.functions read": "the environment's scores read",
     "see the log for the first error, and set rewards.on_error to fail to stop at it": (
         "see the environment's log for the first error"

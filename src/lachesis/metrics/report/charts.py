@@ -145,7 +145,7 @@ def chart_of(plan: ChartPlan) -> dict[str, Any]:
         "title": plan.title or metric.title,
         "unit": metric.unit,
         "explanation": metric.explanation,
-        "healthy": None if metric.healthy is None else list(metric.healthy),
+        "healthy": None if metric.healthy is None or not metric.judged else list(metric.healthy),
         **{name: getattr(plan, name) for name in ("wide", "log", "exact", "floor", "ceiling", "least")},
     }
 

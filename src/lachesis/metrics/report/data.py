@@ -187,7 +187,7 @@ def unusual(steps: Sequence[StepLine]) -> Unusual:
 
 
 def _is_off(value: float | None, metric: Metric) -> bool:
-    return value is not None and not (math.isfinite(value) and metric.is_usual(value))
+    return value is not None and not (math.isfinite(value) and (not metric.judged or metric.is_usual(value)))
 
 
 def _unusual_now(metric: Metric, value: float) -> str:

@@ -119,7 +119,7 @@ def test_charts_carry_series_band_and_healthy_range(tmp_path: Path) -> None:
         charts["reward"]["series"][0] | {"band": [0.3] * 3, "x": [1, 2, 3], "y": [0.5] * 3}
         == charts["reward"]["series"][0]
     )
-    assert charts["reward"]["healthy"] == [0.15, None]
+    assert charts["mean_kl"]["healthy"] == [0.0, 0.1] and charts["reward"]["healthy"] is None
     assert charts["evaluation/accuracy"]["series"][0]["x"] == [0, 3]
     assert charts["loss"]["series"][0]["y"] == [None] * 3
     assert [series["label"] for series in charts["rewards/a/mean"]["series"]] == ["a", "b"]
@@ -162,24 +162,25 @@ def health_of(directory: Path, *steps: dict[str, float]) -> str:
 def test_nothing_to_report_is_said_only_where_all_is_in_its_range(tmp_path: Path) -> None:
     usual = {"grad_norm": 0.5, "reward": 0.5}
     assert "Nothing to report" in health_of(tmp_path / "quiet", usual, usual)
-    said = health_of(tmp_path / "loud", usual, {"grad_norm": 3.0, "entropy": 0.9, "reward": 0.1})
+    said = health_of(tmp_path / "loud", usual, {"mean_kl": 0.3, "mean_ratio": 1.5, "entropy": 0.9, "grad_norm": 3.0})
     assert "Nothing to report" not in said
-    assert "step: gradient norm 3 (usual: 0.001 to 1); reward 0.1 (usual: at least 0.15); entropy 0.9 (usual: " in said
+    assert "kl to the sampler 0.3 (usual: 0 to 0.1)" in said and "probability ratio 1.5 (usual: 0.8 to 1.2)" in said
+    assert "entropy 0.9" not in said and "gradient norm 3" not in said, "documented of other models, not of this one"
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([{"grad_norm": 3.0}, {"grad_norm": 0.5}], "gradient norm 3 in step 1 (usual: 0.001 to 1)"),
+        ([{"mean_kl": 0.3}, {"mean_kl": 0.05}], "kl to the sampler 0.3 in step 1 (usual: 0 to 0.1)"),
         (
-            [{"reward": 0.1}, {"reward": 0.02}, {"reward": 0.2}, {"reward": 0.12}, {"reward": 0.9}],
-            "reward in steps 1 to 4 (3 times, at worst 0.02, usual: at least 0.15)",
+            [{"mean_ratio": ratio} for ratio in (0.7, 0.6, 1.0, 0.79, 0.9)],
+            "probability ratio in steps 1 to 4 (3 times, at worst 0.6, usual: 0.8 to 1.2)",
         ),
-        ([{"entropy": 0.9}, {"reward": 0.5}], "entropy 0.9 in step 1 (usual: 0.05 to 0.5)"),
+        ([{"truncated_fraction": 0.9}, {"reward": 0.5}], "truncated 0.9 in step 1 (usual: 0 to 0.25)"),
         ([{"grad_norm": math.nan}, {"grad_norm": 0.5}], "gradient norm NaN in step 1 (usual: 0.001 to 1)"),
         (
-            [{"grad_norm": 3.0}, {"grad_norm": math.inf}, {"grad_norm": 0.5}],
-            "gradient norm in steps 1 to 2 (2 times, at worst NaN, usual: 0.001 to 1)",
+            [{"mean_kl": 3.0}, {"mean_kl": math.inf}, {"mean_kl": 0.05}],
+            "kl to the sampler in steps 1 to 2 (2 times, at worst NaN, usual: 0 to 0.1)",
         ),
     ],
 )
@@ -198,13 +199,13 @@ def test_what_is_no_number_is_unusual_in_the_last_step_too(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("at", "name", "value"),
-    [(0, "entropy", 0.9), (1, "grad_norm", 3.0), (1500, "reward", 0.1), (2999, "entropy", 0.01)],
+    [(0, "mean_kl", 0.9), (1, "mean_kl", 3.0), (1500, "truncated_fraction", 0.4), (2999, "mean_kl", 0.2)],
 )
 def test_no_chart_shows_a_point_outside_of_a_healthy_range_beside_nothing_to_report(
     tmp_path: Path, at: int, name: str, value: float
 ) -> None:
     """Of 3,000 steps a chart has 2,000 points at most, among them the farthest of each stretch."""
-    steps = [{"grad_norm": 0.5, "reward": 0.5, "entropy": 0.3} for _ in range(3000)]
+    steps = [{"mean_kl": 0.01, "reward": 0.5, "truncated_fraction": 0.1} for _ in range(3000)]
     steps[at][name] = value
     said = health_of(tmp_path / "run", *steps)
     chart = next(one for one in data_of(tmp_path / "run" / "report.html")["charts"] if one["id"] == name)

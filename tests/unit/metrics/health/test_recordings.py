@@ -1,0 +1,40 @@
+"""What the health rules say of real runs: nothing that is not so of healthy ones, and of sick ones the cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from lachesis.common.types import LEVELS
+from tests.recordings import RECORDINGS, play, read
+
+NAMES = sorted(path.stem for path in RECORDINGS.glob("*.json"))
+HEALTHY = [name for name in NAMES if read(name)["cause"] is None]
+SICK = [name for name in NAMES if name not in HEALTHY]
+# Warnings that are so: half of the completions and more were cut off at the 20 to 32 tokens that these runs allow.
+TRUE_WARNINGS = {"truncated_often"}
+
+
+def test_there_are_runs_of_both_kinds() -> None:
+    assert len(HEALTHY) >= 3 and len(SICK) >= 6
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_problem_and_no_untrue_warning(name: str) -> None:
+    said = [one for one in play(read(name)) if one.finding.level != "note"]
+    assert {one.finding.rule for one in said} <= TRUE_WARNINGS
+    assert [one for one in said if one.finding.level == "problem"] == []
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_is_told_its_cause_first_within_ten_steps(name: str) -> None:
+    recording = read(name)
+    said = [one.finding for one in play(recording, steps=10) if one.finding.resolved is None]
+    said.sort(key=lambda finding: -LEVELS.index(finding.level))
+    assert said and said[0].rule == recording["cause"]
+    assert said[0].level != "note"
+
+
+def test_what_a_healthy_run_was_told_is_resolved_as_it_learns() -> None:
+    """Most completions of the first steps are cut off, until the model has learned to end."""
+    said = [one for one in play(read("healthy_full")) if one.finding.rule == "truncated_often"]
+    assert [one.finding.resolved is not None for one in said] == [False, True]
