@@ -71,10 +71,6 @@ SCENARIOS: Mapping[str, Scenario] = {
     "truncated": Scenario("zero_variance", config={"sampling": {"max_completion_length": 3}}, steps=10),
     "temperature_too_low": Scenario("zero_variance", config={"sampling": {"temperature": 0.02}}, steps=10),
     "temperature_too_high": Scenario("entropy_off", config={"sampling": {"temperature": 2.5}}, steps=10),
-    "stale_samples": Scenario(
-        "samples_stale",
-        config={"pipeline": {"async_prefetch": True, "prefetch_depth": 8, "max_staleness": None}},
-    ),
     "failing_reward": Scenario("groups_dropped", reward="fails_often", steps=6),
     "healthy_points": Scenario(None, reward="right_in_points", steps=24),
     "healthy_sentence": Scenario(None, reward="one_sentence", steps=20),

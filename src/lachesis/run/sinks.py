@@ -119,7 +119,8 @@ def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     own = tokenizer.init_kwargs.get("chat_template")
     if own is None:
         return None
-    return frozenset(tokenizer.get_added_vocab()) | frozenset(TURN_MARKS.findall(str(own)))
+    fast: Any = tokenizer  # the base class declares no added tokens
+    return frozenset(fast.get_added_vocab()) | frozenset(TURN_MARKS.findall(str(own)))
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:

@@ -155,7 +155,7 @@ def nothing_clips(seen: Observation) -> Alarm | None:
 
 @rule
 def policy_lost(seen: Observation) -> Alarm | None:
-    """The policy has lost most of the reward that it began with, and writes differently."""
+    """The policy has lost most of the reward that it had 50 batches before, or began with, and writes differently."""
     if len(seen.batches) < 4:
         return None
     first, last = seen.batches[0], [group for batch in seen.batches[-3:] for group in batch]
@@ -171,8 +171,8 @@ def policy_lost(seen: Observation) -> Alarm | None:
         return None
     return Alarm(
         "problem",
-        f"the mean reward fell from {format_number(before)} in the first step to {format_number(after)}, and "
-        f"completions went from {format_number(fmean(lengths[0]))} to {format_number(fmean(lengths[1]))} tokens: "
+        f"the mean reward fell from {format_number(before)} to {format_number(after)} in {len(seen.batches)} batches, "
+        f"and completions went from {format_number(fmean(lengths[0]))} to {format_number(fmean(lengths[1]))} tokens: "
         "updates have destroyed the policy; start again with a tenth of optimizer.learning_rate",
         before - after,
     )
@@ -252,7 +252,7 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
     return Alarm(
         "warning",
         f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, of rewards from "
-        f"{format_number(low)} to {format_number(high)}, and began at {format_number(start)}: "
+        f"{format_number(low)} to {format_number(high)}, and has not risen from {format_number(start)}: "
         "call the functions of rewards.functions on "
         "answers you know to be right; if they score well, the problems are too hard for this model",
     )

@@ -38,3 +38,21 @@ def test_what_a_healthy_run_was_told_is_resolved_as_it_learns() -> None:
     """Most completions of the first steps are cut off, until the model has learned to end."""
     said = [one for one in play(read("healthy_full")) if one.finding.rule == "truncated_often"]
     assert [one.finding.resolved is not None for one in said] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ({"staleness": 6.0}, "samples_stale"),
+        ({"logprob_diff_mean": 0.3}, "logprobs_differ"),
+        ({"canary_ratio": 1.5}, "canary_off"),
+        ({"grad_norm": 0.0}, "gradient_vanished"),
+    ],
+)
+def test_a_fault_of_the_machinery_in_a_healthy_run_is_told_first(values: dict[str, float], cause: str) -> None:
+    """What one machine does not show: an engine that has other weights than it says, or none that came."""
+    recording = read("healthy_full")
+    steps = [step | {"values": step["values"] | values} for step in recording["steps"]]
+    said = [one.finding for one in play({**recording, "steps": steps}, steps=10) if one.finding.resolved is None]
+    said.sort(key=lambda finding: -LEVELS.index(finding.level))
+    assert said[0].rule == cause
