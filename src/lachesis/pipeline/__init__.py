@@ -1,3 +1,4 @@
-"""From prompts to batches: groups of scored completions are asked for, filtered, kept for replay and handed to the
-trainer in order, while it trains on the ones before.
+"""Turn prompts into batches, in order, while the trainer works on earlier ones.
+
+Groups of scored completions are requested, filtered, kept for replay and handed to the trainer.
 """

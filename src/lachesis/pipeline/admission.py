@@ -1,4 +1,7 @@
-"""Admission: which groups may be generated now, and which finished ones are the next batch. No threads, no clock."""
+"""Admission of groups: which may be generated now, and which finished ones form the next batch.
+
+No threads, no clock.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lachesis.rollouts.base import Draw
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A group's place in line, from its admission until the step that trains on it is done.
+    """The place of a group in line, from its admission until the step that trains on it is done.
 
     ``number`` counts admissions. ``batch`` is the number of batches that were done when it was admitted, ``tries``
     how often another group stood in this place before and was put aside. ``group`` is there once it is finished.
@@ -28,7 +31,7 @@ class Place:
 
 
 class Admission:
-    """Bounds how old a group can be when it is trained on by when it may begin, so that none is ever too old.
+    """Bound on the age of groups at training, enforced by when each group may begin.
 
     A group holds one of ``(1 + ahead) * size`` slots from its admission until the step on it is done. A batch is the
     ``size`` oldest finished groups, so a slow one does not hold up the others; it is there once all that would
@@ -50,41 +53,41 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """All slots."""
+        """Return the number of slots."""
         return (1 + self.ahead) * self.size
 
     @property
     def room(self) -> int:
-        """Groups that may be admitted now."""
+        """Return the number of groups that may be admitted now."""
         in_training = (self._taken - self._done) * self.size
         return max(0, self.capacity - in_training - len(self._places))
 
     @property
     def finished(self) -> list[Place]:
-        """Those whose group is there, oldest first."""
+        """Return the places whose group is finished, oldest first."""
         return [place for place in self._places.values() if place.group is not None]
 
     @property
     def unfinished(self) -> list[Place]:
-        """Those whose group is still to come, oldest first."""
+        """Return the places whose group is not finished yet, oldest first."""
         return [place for place in self._places.values() if place.group is None]
 
     @property
     def next_batch(self) -> list[Place]:
-        """Those of whose groups the next batch would be made now."""
+        """Return the places whose groups would form the next batch if it were taken now."""
         return self.finished[: self.size]
 
     @property
     def done(self) -> int:
-        """Batches that were trained on."""
+        """Return the number of batches that have been trained on."""
         return self._done
 
     def oldest(self, place: Place) -> int:
-        """After how many batches that had to be admitted, at least, which may be trained on in this place in time."""
+        """Return the lowest batch count at admission for which this place is still trained on in time."""
         return max(place.batch, self._taken - self.ahead)
 
     def admit(self, draws: Sequence[Draw], *, tries: int = 0) -> list[Place]:
-        """Places at the end of the line; at most ``room`` of them."""
+        """Add places at the end of the line (at most ``room`` of them) and return them."""
         if len(draws) > self.room:
             raise ValueError(f"{len(draws)} groups for {self.room} slots")
         places = [Place(next(self._numbers), self._done, draw, tries) for draw in draws]
@@ -92,15 +95,15 @@ class Admission:
         return places
 
     def finish(self, number: int, group: Group) -> None:
-        """The group of that place is there."""
+        """Record the finished group of the place with this number."""
         self._places[number] = replace(self._places[number], group=group)
 
     def leave(self, number: int) -> None:
-        """Nothing comes of that place: its slot is free."""
+        """Give up the place with this number and free its slot."""
         del self._places[number]
 
     def ready(self) -> bool:
-        """Whether the next batch can be taken."""
+        """Return True if the next batch can be taken."""
         chosen = self.next_batch
         if len(chosen) < self.size:
             return False
@@ -112,7 +115,7 @@ class Admission:
         return in_time or not self.unfinished
 
     def take(self) -> list[Group]:
-        """The groups of the next batch, which has to be ready, in the order of their admission."""
+        """Take the groups of the next batch, which has to be ready, in the order of their admission."""
         chosen = self.next_batch
         for place in chosen:
             del self._places[place.number]
@@ -120,15 +123,15 @@ class Admission:
         return [place.group for place in chosen if place.group is not None]
 
     def train(self) -> None:
-        """The batch that was taken is trained on: its slots are free."""
+        """Record that the batch taken last was trained on, and free its slots."""
         self._done = self._taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Who is in line, in order, with the groups that are finished. JSON-serializable."""
+        """Return the line in order, with the groups that are finished; JSON-serializable. JSON-serializable."""
         return {"taken": self._taken, "done": self._done, "places": [_encode(one) for one in self._places.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self._taken, self._done = int(state["taken"]), int(state["done"])
         places = [_decode(line) for line in state["places"]]
         self._places = {place.number: place for place in places}
@@ -136,7 +139,7 @@ class Admission:
 
 
 def prompts_in_line(state: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts of :meth:`Admission.state_dict`, in order."""
+    """Return the prompts of :meth:`Admission.state_dict`, in order."""
     return [_decode(line).draw.prompt for line in state["places"]]
 
 

@@ -1,4 +1,4 @@
-"""From a source to the groups of one batch: refilling, and prompts that get another try later."""
+"""Collection of one batch of groups from a source, with refilling and later retries of failed prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from lachesis.rollouts.base import RolloutSource
 
 @dataclass(eq=False)
 class Collector:
-    """Takes groups from a source until a batch is full. One thread at a time.
+    """Collector that takes groups from a source until a batch is full; one thread at a time may use it.
+
+    One thread at a time.
 
     Args:
         refill_rounds: how often groups without signal are put aside and others sampled in their place; what is
@@ -33,7 +35,7 @@ class Collector:
     _counts: Counter[str] = field(default_factory=Counter[str], init=False)
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
-        """The groups of the next batch.
+        """Return the groups of the next batch.
 
         Raises:
             DeadlineExceeded, EngineError, RewardError, DataError: as the source does.
@@ -63,13 +65,16 @@ class Collector:
         return taken
 
     def requeue(self) -> None:
-        """Before each batch: prompts that failed entirely get their other try where it is time."""
+        """Put prompts that failed entirely back in line if their retry is due; called before each batch."""
         if self.reroll is not None:
             self._counts["rerolled_groups"] += self.reroll.requeue_into(self.source)
 
     def keeps(self, group: Group, *, tries: int) -> bool:
-        """Whether a group that is finished takes its place, or another is sampled for it: of groups one by one what
-        :meth:`collect` does in rounds. ``tries`` counts those put aside in this place before."""
+        """Return True if a finished group takes its place, False if another is to be sampled for it.
+
+        Decides group by group what :meth:`collect` does in rounds. ``tries`` counts the groups set aside in this place
+        before.
+        """
         if self.reroll is not None:
             self.reroll.note([group])
         kept = tries >= self.refill_rounds or self.signal(group)
@@ -77,24 +82,24 @@ class Collector:
         return kept
 
     def report_version(self, version: int) -> None:
-        """The policy moved on to ``version``."""
+        """Tell the source that the policy has moved on to ``version``."""
         self.source.report_version(version)
         if self.reroll is not None:
             self.reroll.step = version
 
     def counters(self) -> dict[str, float]:
-        """The source's, and ``refilled_groups`` and ``rerolled_groups`` where these are on."""
+        """Return the source's counters, plus ``refilled_groups`` and ``rerolled_groups`` where those options are on."""
         counts, self._counts = self._counts, Counter()
         mine = {"refilled_groups": self.refill_rounds > 0, "rerolled_groups": self.reroll is not None}
         return self.source.counters() | {name: float(counts[name]) for name, used in mine.items() if used}
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's state and the prompts waiting for another try."""
+        """Return the source's state and the prompts that wait for a retry."""
         state: dict[str, Any] = {"source": self.source.state_dict()}
         return state if self.reroll is None else state | {"reroll": self.reroll.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self.source.load_state_dict(state["source"])
         if self.reroll is not None and "reroll" in state:
             self.reroll.load_state_dict(state["reroll"])
@@ -105,7 +110,7 @@ class Collector:
 
 
 class WholeBatches(Collector):
-    """Takes the batches of a source that makes them itself, as they are."""
+    """Collector for a source that makes batches itself: it takes them unchanged."""
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
         return self.source.next_groups(self.count, deadline=deadline)
@@ -113,7 +118,7 @@ class WholeBatches(Collector):
 
 @dataclass(kw_only=True, eq=False)
 class Reroll:
-    """Prompts all of whose completions failed, waiting in line for a better policy.
+    """Queue of prompts all of whose completions failed, to be retried with a better policy.
 
     Args:
         start_step: first step at which they are tried again.
@@ -134,7 +139,7 @@ class Reroll:
                 self._waiting.append(group.prompt)
 
     def requeue_into(self, source: RolloutSource) -> int:
-        """Hand the oldest prompts back to the source if it is time; how many.
+        """Return the oldest prompts to the source if their retry is due, and return how many there were.
 
         Raises:
             ConfigError: the source cannot take prompts back.
@@ -150,11 +155,11 @@ class Reroll:
         return len(prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the waiting prompts. JSON-serializable."""
+        """Return the step and the waiting prompts; JSON-serializable. JSON-serializable."""
         waiting = [encode_group(Group(prompt=prompt, samples=())) for prompt in self._waiting]
         return {"step": self.step, "waiting": waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self.step = int(state["step"])
         self._waiting = deque(decode_group(line).prompt for line in state["waiting"])

@@ -1,4 +1,4 @@
-"""What the loop sees of the pipeline: the next batch, and a way to say that it was used."""
+"""Feeds: the trainer's view of the pipeline, which yields batches and is told when one was used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BatchT = TypeVar("BatchT")
 
 
 class Feed(ABC, Generic[BatchT]):
-    """Yields packed batches; back-pressure, staleness and deadlines live behind it."""
+    """Source of packed batches; back-pressure, staleness and deadlines are handled behind it."""
 
     @abstractmethod
     def next(self) -> BatchT:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             DeadlineExceeded: it was not there in time; the message names who waited for whom.
@@ -29,36 +29,36 @@ class Feed(ABC, Generic[BatchT]):
 
     @abstractmethod
     def advance(self, step: int) -> None:
-        """The batch was trained on and the weights are now those of ``step``: its slots are free."""
+        """Free the slots of the batch just trained on; the weights are now those of ``step``."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """Counts and seconds since the last call."""
+        """Return counts and seconds since the last call."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly. JSON-serializable."""
+        """Return all that is needed to resume exactly; JSON-serializable. JSON-serializable."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
 
     def saved(self) -> None:
-        """The state that was taken last is on disk: what it has in it will not be needed again."""
+        """Record that the last state taken is on disk, so that what it contains need not be kept."""
         return None
 
     def complete(self) -> None:
-        """The run has done its last step, and what it learned is saved: nothing will be asked for again."""
+        """Record that the run has done its last step and saved its result; no batch is asked for afterwards."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Stop whatever runs in the background. Idempotent."""
+        """Stop all background work. Idempotent. Idempotent."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Finisher(Generic[BatchT]):
-    """From the groups of a batch to the batch."""
+    """Last stage of the pipeline, which turns the groups of a batch into the packed batch."""
 
     advantages: Callable[[Sequence[Group]], list[Group]]
     pack: Callable[[Sequence[Group]], BatchT]
@@ -68,30 +68,34 @@ class Finisher(Generic[BatchT]):
     _replayed: int = field(default=0, init=False)
 
     def finish(self, groups: Sequence[Group]) -> BatchT:
-        """Replay, advantages, a teacher's word, packing. Raises RewardError where no sample has a reward."""
+        """Apply replay, compute advantages, add teacher logprobs, and pack.
+
+        Raises:
+            RewardError: no sample has a reward.
+        """
         if self.replay is not None:
             groups = self.replay.mix(groups)
             self._replayed += sum(group.replayed for group in groups)
         return self.pack(self.teach(self.advantages(groups)))
 
     def counters(self) -> dict[str, float]:
-        """``replayed_groups`` since the last call, where replay is on."""
+        """Return ``replayed_groups`` since the last call, where replay is on."""
         replayed, self._replayed = self._replayed, 0
         return {} if self.replay is None else {"replayed_groups": float(replayed)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The replay buffer's state."""
+        """Return the state of the replay buffer."""
         return {} if self.replay is None else {"replay": self.replay.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`; a checkpoint from before replay was turned on has none."""
+        """Restore what :meth:`state_dict` returned; empty if the checkpoint was made without replay."""
         if self.replay is not None and "replay" in state:
             self.replay.load_state_dict(state["replay"])
 
 
 @dataclass(kw_only=True, eq=False)
 class SynchronousFeed(Feed[BatchT]):
-    """Generates each batch when it is asked for: every sample is from the current weights."""
+    """Feed that generates each batch on request, so that every sample is from the current weights."""
 
     collector: Collector
     finisher: Finisher[BatchT]
@@ -113,7 +117,10 @@ class SynchronousFeed(Feed[BatchT]):
         return self.collector.state_dict() | self.finisher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`. Of a run that generated ahead the prompts that were in line come first."""
+        """Restore what :meth:`state_dict` returned.
+
+        If the run generated ahead, the prompts that were in line come first.
+        """
         self.collector.load_state_dict(state)
         self.finisher.load_state_dict(state)
         if "line" in state:

@@ -1,4 +1,4 @@
-"""Which groups teach something."""
+"""Filters that decide which groups carry a learning signal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lachesis.common.types import Group
 
 
 def has_signal(group: Group) -> bool:
-    """Whether something can be learned from the group.
+    """Return True if the group carries a learning signal.
 
     Its rewards differ, or an environment has given it advantages that are not all 0. Where all rewards are equal (or
     unknown) every advantage is 0.
@@ -16,18 +16,22 @@ def has_signal(group: Group) -> bool:
 
 
 def any_reward_differs(group: Group) -> bool:
-    """:func:`has_signal` where each function's rewards are normalized of their own: equal totals then may teach."""
+    """Return True if any single reward function's values differ within the group.
+
+    This is :func:`has_signal` for rewards that are normalized function by function, where equal totals may still
+    carry a signal.
+    """
     columns = zip(*(sample.rewards for sample in group.samples), strict=True)
     return has_signal(group) or any(len({value for value in column if value is not None}) > 1 for column in columns)
 
 
 def given_advantages(group: Group) -> list[float]:
-    """The advantages that came with the group's samples, of whole samples and of tokens; those to be computed not."""
+    """Return the advantages that came with the group's samples, of samples and of tokens, without computed ones."""
     of_samples = [sample.advantage for sample in group.samples if sample.advantage is not None]
     return of_samples + [value for sample in group.samples for value in sample.token_advantages or ()]
 
 
 def failed_entirely(group: Group) -> bool:
-    """Whether every completion got a reward of 0 (to 1e-6): a prompt to try again when the policy is better."""
+    """Return True if every completion got a reward of 0 (within 1e-6), so that the prompt is worth a later retry."""
     known = [reward for reward in group.rewards if reward is not None]
     return bool(known) and all(abs(reward) < 1e-6 for reward in known)

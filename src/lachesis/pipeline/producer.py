@@ -1,4 +1,4 @@
-"""Generation beside training, a group at a time: groups begin as slots are free, and a step when its batch is there."""
+"""Generation beside training, group by group: a group begins when a slot is free, a step when its batch is complete."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _JOIN_S = 10.0
 
 @dataclass(eq=False)
 class _Call:
-    """Groups that the engine was asked for together, and the thread that waits for them.
+    """Call to the engine for several groups at once, and the thread that waits for it.
 
-    ``era`` is that of the engine in which it began. An error of the engine is of its era alone: of one death each call
-    that is under way has an error, and where the engine was recovered or restarted with new weights what it lost is
-    asked for again, and nothing more is said of it.
+    ``era`` is the era of the engine in which the call began. An error counts only in its own era: when an engine dies,
+    every call under way fails; once the engine was recovered or restarted with new weights, the lost groups are
+    requested again and the remaining errors are ignored.
     """
 
     places: Sequence[Place]
@@ -39,24 +39,24 @@ class _Call:
 
 @dataclass(kw_only=True, eq=False)
 class AsynchronousFeed(Feed[BatchT]):
-    """While the trainer works on a batch, the groups of later ones are generated and scored.
+    """Feed that generates and scores later groups while the trainer works on a batch.
 
-    Each group is by itself from its admission to its batch (:class:`Admission` says when it may begin, and when a
-    batch is there). Whenever slots are free the groups for them are drawn and asked for, at most a batch in one call;
-    calls overlap, and weights may change under them. Nothing that is finished is dropped, but for what the collector
-    puts aside.
+    Each group is on its own from admission to batch (:class:`Admission` says when it may begin, and when a batch is
+    complete). Whenever slots are free, prompts for them are drawn and requested, at most a batch in one call; calls
+    overlap, and weights may change during them. No finished group is dropped, except those that the collector sets
+    aside.
 
-    What is resumed from a checkpoint is who was in line: finished groups as they are, the others generated again, but
-    for what was ``kept`` of them.
+    A checkpoint records the line: finished groups are restored unchanged, the others are generated again, except for
+    the parts that ``kept`` has stored.
 
     Args:
         source: where groups come from; also the collector's.
-        collector: says what is sampled again.
+        collector: decides which groups are sampled again.
         finisher: makes batches, in the caller's thread.
         ahead: batches generated ahead.
-        at_once: most calls at a time; ``None`` bounds them by nothing but the slots.
+        at_once: largest number of calls at a time; ``None`` leaves only the slots as a bound.
         whole_batches: draw no less than a batch at once.
-        kept: what is finished and not trained on yet, over a restart; it has to be open before the first batch.
+        kept: store of finished, untrained rollouts that survives a restart; open it before the first batch.
         clock: seconds.
     """
 
@@ -85,7 +85,10 @@ class AsynchronousFeed(Feed[BatchT]):
             self.source.keep(self.kept)
 
     def next(self) -> BatchT:
-        """The next batch. Errors of generation and scoring are raised here; after one it can be asked again."""
+        """Return the next batch.
+
+        Errors of generation and scoring are raised here; after one, the batch can be requested again.
+        """
         name = "the trainer's wait for a batch that is generated ahead"
         deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting(), self._changed:
@@ -126,7 +129,7 @@ class AsynchronousFeed(Feed[BatchT]):
         return f"{there} of {self._line.size} groups are there, {generating} others are being generated and scored"
 
     def _send(self) -> None:
-        """Ask for the groups that may be generated and are not."""
+        """Request all groups that may be generated and are not yet under way."""
         while self._running and not self._closed and self._error is None and self._may_call():
             count = min(self._line.room, self._line.size)
             if count == self._line.size or not self.whole_batches:
@@ -140,7 +143,7 @@ class AsynchronousFeed(Feed[BatchT]):
         self._idle_slots.change(self._line.room)
 
     def _begin_kept(self) -> None:
-        """Tell what is kept which groups are in line, before the first is begun."""
+        """Tell the store of partial rollouts which groups are in line, before the first of them begins."""
         if self.kept is None or self._kept_begun:
             return
         self._kept_begun = True
@@ -152,7 +155,7 @@ class AsynchronousFeed(Feed[BatchT]):
         )
 
     def _recall(self, places: Sequence[Place]) -> bool:
-        """Finish the groups among these that an earlier process has finished; whether there were any."""
+        """Finish those of these groups that an earlier process has completed, and return True if there were any."""
         if self.kept is None:
             return False
         found = False
@@ -190,7 +193,7 @@ class AsynchronousFeed(Feed[BatchT]):
             self._end(call, error)
 
     def _end(self, call: _Call, error: BaseException | None) -> None:
-        """What the call has not brought is to be asked for again."""
+        """Mark the groups that the call did not deliver as to be requested again."""
         self._calls = {number: one for number, one in self._calls.items() if one is not call}
         if error is not None and (call.era == self._era or not isinstance(error, EngineError)):
             self._error = self._error or error
@@ -240,7 +243,7 @@ class AsynchronousFeed(Feed[BatchT]):
             return counts | mine | (self.kept.counters() if self.kept is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """As of a checkpoint that is about to be written."""
+        """Return the state for a checkpoint that is about to be written."""
         with self._changed:
             if self.kept is not None:
                 self.kept.checkpoint()
@@ -248,7 +251,11 @@ class AsynchronousFeed(Feed[BatchT]):
             return self.collector.state_dict() | self.finisher.state_dict() | mine
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before the first batch only. Raises LachesisError once generation has begun."""
+        """Restore what :meth:`state_dict` returned, before the first batch.
+
+        Raises:
+            LachesisError: generation has begun.
+        """
         if self._running:
             raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
         self.collector.load_state_dict(state)
@@ -272,7 +279,7 @@ class AsynchronousFeed(Feed[BatchT]):
         self.collector.source.complete()
 
     def close(self) -> None:
-        """Stop generating; calls under way are given a few seconds to end, and left behind if they do not."""
+        """Stop generating; calls under way get a few seconds to end, and are abandoned otherwise."""
         with self._changed:
             self._closed = True
             threads = {call.thread for call in self._calls.values()}

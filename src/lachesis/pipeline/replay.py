@@ -1,4 +1,4 @@
-"""Replay: groups with signal are kept and take the place of groups without."""
+"""Replay buffer, whose groups with a learning signal replace groups without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lachesis.pipeline.filters import given_advantages, has_signal
 
 
 class ReplayBuffer:
-    """The groups that taught most, up to ``size``.
+    """Buffer of the up to ``size`` groups with the highest scores.
 
     A group's score is sum |R - mean R| over its completions, which is sum |A| · std (the score of TRL's and
     Axolotl's replay buffers) with advantages normalized by the group. A group is drawn in proportion to its
@@ -38,10 +38,10 @@ class ReplayBuffer:
         return len(self._kept)
 
     def mix(self, groups: Sequence[Group]) -> list[Group]:
-        """``groups`` with those without signal replaced, as far as there are others; those with signal are kept.
+        """Return ``groups`` with those that have no signal replaced, as far as the buffer has others.
 
-        Draws come before the new groups enter, so no group replaces its own neighbour, and are without
-        replacement within the batch. A group that comes from here says which one it ``replaces``.
+        Draws come before the new groups enter, so no group replaces its own neighbour, and are without replacement
+        within the batch. A group from the buffer says which one it ``replaces``.
         """
         drawn = iter(self._draw(sum(not self._signal(group) for group in groups)))
         mixed = [group if self._signal(group) else _instead(group, next(drawn, None)) for group in groups]
@@ -64,12 +64,12 @@ class ReplayBuffer:
             self._kept.remove(min(self._kept, key=score))
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups and the generator. JSON-serializable."""
+        """Return the groups and the state of the generator; JSON-serializable. JSON-serializable."""
         version, internal, gauss = self._random.getstate()
         return {"groups": [encode_group(group) for group in self._kept], "random": [version, list(internal), gauss]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`; a smaller buffer keeps the best.
+        """Restore what :meth:`state_dict` returned; a smaller buffer keeps the groups with the highest scores.
 
         Raises:
             CheckpointError: it is not a state of a replay buffer.
@@ -89,10 +89,10 @@ class ReplayBuffer:
 
 
 def score(group: Group) -> float:
-    """sum |R - mean R| over the completions that have a reward.
+    """Return sum |R - mean R| over the completions that have a reward.
 
-    Where the totals are equal, and yet there is signal, the largest of each reward function's, or sum |A| of the
-    advantages that an environment gave.
+    Where the totals are equal but there is a signal, return the largest such sum of a single reward function, or
+    sum |A| of the advantages that an environment gave.
     """
     columns = zip(*(sample.rewards for sample in group.samples), strict=True)
     given = sum(abs(value) for value in given_advantages(group))

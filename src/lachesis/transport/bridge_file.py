@@ -1,4 +1,4 @@
-"""The files by which a trainer finds an engine's tensors (single copy) and the channel to it (broadcast).
+"""Files that tell a trainer where an engine's tensors (single copy) or its channel (broadcast) are.
 
 ``vllm_bridge_config.json`` names the engine's parameters and how to map their memory;
 ``nccl_bridge_config.json`` records how trainer and engine meet. Both are this user's alone: whoever writes
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeFile:
-    """What an engine says about its shared tensors.
+    """Contents of a bridge file: an engine's description of its shared tensors.
 
     ``engine`` is as in "vllm 0.26.0"; ``tensors`` has the engine's own names. ``path`` is where it was read.
     """
@@ -52,7 +52,7 @@ class BridgeFile:
     path: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The documented fields, and after them ours."""
+        """Return the documented fields, followed by those of Lachesis."""
         on_gpu = {name: t.to_json() for name, t in self.tensors.items() if isinstance(t.storage, CudaStorage)}
         in_files = {name: t.to_json() for name, t in self.tensors.items() if name not in on_gpu}
         return {
@@ -77,12 +77,15 @@ class BridgeFile:
 
 
 def default_directory() -> Path:
-    """Where an engine writes its bridge file if it is told nothing: $LOGDIR, else the last place of the search."""
+    """Return the default directory of bridge files: $LOGDIR, else the last place of the search."""
     return Path(os.environ.get(LOGDIR) or DEFAULT_DIRECTORY)
 
 
 def asked_at_start() -> Path | None:
-    """Where an engine is to write its bridge file as it starts, the directory made; None if it is not told to."""
+    """Return the directory given to a starting engine for its bridge file, after creating it.
+
+    None if no directory was given.
+    """
     if os.environ.get(SHARED_VARIABLE, "0") in ("", "0"):
         return None
     directory = default_directory()
@@ -91,7 +94,7 @@ def asked_at_start() -> Path | None:
 
 
 def search_places(path: str | Path | None = None) -> list[Path]:
-    """Where the bridge file may be, best first: an explicit path alone, else $LOGDIR, here, the default.
+    """Return the paths where the bridge file may be, best first: an explicit path alone, else $LOGDIR, ``.``, default.
 
     An explicit path may be the file or its directory; ``auto`` is as none.
     """
@@ -103,7 +106,7 @@ def search_places(path: str | Path | None = None) -> list[Path]:
 
 
 def find_bridge_file(path: str | Path | None = None) -> Path:
-    """The first of :func:`search_places` that exists.
+    """Return the first of :func:`search_places` that exists.
 
     Raises:
         EngineError: there is none; the message lists the places.
@@ -119,7 +122,7 @@ def find_bridge_file(path: str | Path | None = None) -> Path:
 
 
 def write_bridge_file(path: Path, bridge: BridgeFile) -> None:
-    """Write atomically, for this user alone.
+    """Write the bridge file atomically, readable by this user alone.
 
     Raises:
         EngineError: the place cannot be written.
@@ -161,7 +164,7 @@ def read_bridge_file(path: Path) -> BridgeFile:
 
 
 def check_session(bridge: BridgeFile, *, session_id: str) -> None:
-    """Refuse the file of another server than the one that answers.
+    """Refuse a bridge file that another server wrote than the one that answers.
 
     Raises:
         EngineError: the file is stale.
@@ -188,7 +191,7 @@ def write_channel_file(
 ) -> Path:
     """Write ``nccl_bridge_config.json``, with the ``tensors`` of an update in order, into ``directory``.
 
-    For other programs to read: nothing of this package does. Raises EngineError as :func:`write_bridge_file`.
+    It is meant for other programs: nothing in this package reads it. Raises EngineError as :func:`write_bridge_file`.
     """
     path = Path(directory) / CHANNEL_FILE
     document = {
@@ -253,7 +256,7 @@ def _read_private(path: Path) -> dict[str, Any]:
 
 
 def _check_owner(path: Path) -> None:
-    """A trainer writes to the memory that the file names, so nobody else may have written the file."""
+    """Refuse a file of another user, because a trainer writes to the memory that the file names."""
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise EngineError(

@@ -1,6 +1,6 @@
-"""A one-way channel for weights, from a trainer to the workers of an engine.
+"""One-way channel for weights, from a trainer to the workers of an engine.
 
-It has process groups of its own and never touches torch's default one, so that it lives beside those of FSDP and
+It has its own process groups and never touches torch's default one, so it can be used beside those of FSDP and
 vLLM. An update goes bucket by bucket, several under way: they are packed into a ring one after the other::
 
     trainer                                   each engine worker
@@ -42,19 +42,19 @@ from lachesis.transport.transports import Collective, NoPartners, Partners, Shar
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What an update was: its bytes, and those of the buckets that were under way at a time, at most."""
+    """Size of an update in bytes, and the most bytes of buckets that were under way at a time."""
 
     num_bytes: int
     most_under_way: int
 
 
 class Channel:
-    """One end of a channel; made by :meth:`connect`. One thread at a time uses it, any may :meth:`abort` it.
+    """One end of a channel; made by :meth:`connect`. One thread at a time uses it; any may :meth:`abort` it.
 
     After an error inside an update the channel is broken and every later call says why: close it and connect both
-    sides anew. An update that was refused by its header breaks nothing.
+    sides anew. An update that was refused by its header leaves the channel intact.
 
-    ``read_ranks``, of rank 0: the trainer's rank whose bytes each worker read in the last update, by the worker's.
+    ``read_ranks`` (rank 0) maps each worker's rank to the trainer's rank whose bytes it read in the last update.
     """
 
     def __init__(self, *, rank: int, links: Links, transport: Transport) -> None:
@@ -79,7 +79,7 @@ class Channel:
         cancel: threading.Event | None = None,
         secret: str = "",
     ) -> Channel:
-        """Meet the others and build the transport; returns when all ranks are connected.
+        """Connect to the other ranks and build the transport; return when all are connected.
 
         Args:
             init_method: "tcp://host:port" of the trainer.
@@ -125,7 +125,7 @@ class Channel:
         window: int | None = None,
         partners: Partners | None = None,
     ) -> Sent:
-        """Rank 0: send one update; returns once every engine worker has loaded all of it.
+        """Send one update (rank 0); return once every engine worker has loaded all of it.
 
         Args:
             tensors: name and tensor in the order of ``specs``, on any device; taken one by one, so that they may
@@ -166,7 +166,7 @@ class Channel:
         partners: Partners,
         deadline: Deadline,
     ) -> int:
-        """Pack and send each as soon as its place in the ring is free; bytes that were under way, at most."""
+        """Pack and send each bucket once its place in the ring is free; return the most bytes under way at a time."""
         ring = self._transport.ring(ring_bytes(buckets))
         under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
         taken = most = 0
@@ -197,7 +197,9 @@ class Channel:
     def receive(
         self, specs: Sequence[ReceivedTensor], *, deadline: Deadline, keep: torch.device | None = None
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
-        """Other ranks: the tensors of one update, as they arrive::
+        """Yield the tensors of one update as they arrive (ranks other than 0).
+
+        Example::
 
             with channel.receive(specs, deadline=deadline) as tensors:
                 model.load_weights(tensors)
@@ -208,7 +210,7 @@ class Channel:
 
         Raises:
             EngineError: the trainer wants to send something else, failed or died.
-            DeadlineExceeded: the deadline passed. Where no update had begun the channel is as before.
+            DeadlineExceeded: the deadline passed. If no update had begun, the channel can still be used.
         """
         self._check(sending=False)
         header = self._await_header(deadline)
@@ -235,11 +237,11 @@ class Channel:
             self._transport.let_go()
 
     def abort(self, reason: str) -> None:
-        """End whatever this side waits for, with an EngineError; from any thread."""
+        """End whatever this side waits for with an EngineError; callable from any thread."""
         self._links.abort(reason)
 
     def close(self) -> None:
-        """Leave; the other side's waits end with an error. Idempotent."""
+        """Leave the channel; the other side's waits end with an error. Idempotent. Idempotent."""
         self._broken = self._broken or "it was closed"
         self._links.close()
         self._transport.close()
@@ -247,7 +249,7 @@ class Channel:
     def _offer(
         self, specs: Sequence[ReceivedTensor], *, bucket_bytes: int, window: int, deadline: Deadline
     ) -> str | None:
-        """Send the header; a reason if some worker refuses, after the others were told to forget it."""
+        """Send the header; return the reason if a worker refuses, after telling the others to forget the update."""
         self.updates += 1
         sizes = {"bucket_bytes": bucket_bytes, "window": window}
         self._links.send({"update": self.updates, "tensors": to_wire(specs), **sizes})
@@ -305,7 +307,7 @@ class Channel:
 
     @contextmanager
     def _breaking(self) -> Generator[None]:
-        """Whatever fails inside breaks the channel, and the peers are told."""
+        """Break the channel and tell the peers if the block fails."""
         try:
             yield
         except BaseException as error:
@@ -358,7 +360,7 @@ def pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -
 
 
 def _views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The tensors of a bucket as views of ``buffer`` [bytes]."""
+    """Return the tensors of a bucket as views of ``buffer`` [bytes]."""
     return [
         buffer[packed.offset : packed.offset + packed.num_bytes]
         .view(getattr(torch, packed.tensor.dtype))

@@ -1,7 +1,7 @@
 """Digests of tensors: exact proof that bytes arrived, at the price of reading them once.
 
-A digest is a sum, so it costs one pass at the speed of memory and can be computed where the tensor is. It is
-no cryptographic hash: it finds tensors that were lost, exchanged, shifted by rows, cut or rounded.
+A digest is a sum, so it costs one pass at the speed of memory and can be computed where the tensor is. It is not a
+cryptographic hash: it finds tensors that were lost, exchanged, shifted by rows, truncated or rounded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _BATCH_BYTES = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rectangle of a tensor.
+    """Rectangular part of a tensor.
 
     Attributes:
-        part: its elements, of as many dimensions as the tensor has.
-        shape: of the whole.
-        first_row: the place of its first row in the whole.
+        part: the elements of the part, with as many dimensions as the tensor.
+        shape: shape of the whole tensor.
+        first_row: index of the part's first row in the whole.
     """
 
     part: Tensor
@@ -39,20 +39,20 @@ class Share:
 
     @property
     def word_bytes(self) -> int:
-        """Width of the words as which rows of the whole are read."""
+        """Return the width in bytes of the words as which rows of the whole are read."""
         row_bytes = math.prod(self.shape[1:]) * self.part.element_size()
         return next(width for width in _WORDS if row_bytes % width == 0)
 
     @property
     def adds_up(self) -> bool:
-        """Whether no word of a row is cut, so that the digests of all parts add up to that of the whole."""
+        """Return True if no word of a row is cut, so that the digests of all parts add up to that of the whole."""
         cut = [n for n in range(1, len(self.shape)) if self.part.shape[n] != self.shape[n]]
         run = math.prod(self.part.shape[cut[-1] :]) if cut else math.prod(self.shape[1:])
         return run * self.part.element_size() % self.word_bytes == 0
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Digests of several tensors, with one transfer to the host for each device.
+    """Return the digests of several tensors, with one transfer to the host for each device.
 
     A tensor ``[rows, ...]`` is read as bytes: each row's bytes, taken as words of the widest of 8, 4, 2 and 1
     bytes that divides the row, are added up, and the digest is the sum over rows of ``(2 row + 1) x row sum``
@@ -71,9 +71,9 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def digests_of_each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """As :func:`digests`, of tensors that are made one by one and let go: sums of rows are what is kept of them.
+    """Return :func:`digests` of tensors that are made one by one and released; only their row sums are kept.
 
-    So the host waits for the device once, at the end. Raises as that.
+    The host therefore waits for the device once, at the end. Raises as :func:`digests`.
     """
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -91,7 +91,7 @@ def digests_of_each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 @torch.no_grad()
 def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
-    """What parts of tensors are of their digests: those of all parts :func:`add_up` to :func:`digests` of the whole.
+    """Return the contributions of parts of tensors, which :func:`add_up` to :func:`digests` of the whole tensors.
 
     A part has to be one that :attr:`Share.adds_up`. Returns and raises as :func:`digests`.
     """
@@ -115,13 +115,13 @@ def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
 
 
 def add_up(parts: Iterable[Mapping[str, int]], *, names: Iterable[str]) -> dict[str, int]:
-    """Digests of whole tensors, of what all that have parts of them say; one of which nobody has a part is 0."""
+    """Return the digests of whole tensors by adding up those of all parts; 0 for a tensor without parts."""
     held = list(parts)
     return {name: sum(part.get(name, 0) for part in held) % _MODULUS for name in names}
 
 
 def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tensor:
-    """An adapter's B [out, rank] as an engine holds it: in its dtype, then multiplied by the scaling in that dtype.
+    """Return an adapter's B [out, rank] as an engine holds it: cast to its dtype, then scaled in that dtype.
 
     vLLM folds ``scaling`` (alpha / r) into B when it loads an adapter; digests of both sides are of this tensor.
     """
@@ -129,7 +129,10 @@ def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tens
 
 
 def _batches(shares: Mapping[str, Share]) -> list[list[str]]:
-    """Names of tensors that are read together: small ones of one shape, as kernels take longer to start than to run."""
+    """Return the names of tensors that are read together.
+
+    Small tensors of one shape are batched, because kernels take longer to start than to run.
+    """
     batches: dict[tuple[object, ...], list[list[str]]] = {}
     for name, share in shares.items():
         part = share.part
@@ -149,7 +152,10 @@ def _rows(part: Tensor) -> int:
 
 
 def _sum_rows(shares: Sequence[Share], *, out: Tensor) -> None:
-    """Sums of the words of each row, into ``out`` int64 [N x rows], of N parts of one shape, dtype and word width."""
+    """Write the sums of the words of each row to ``out`` int64 [N x rows].
+
+    The N ``shares`` have one shape, dtype and word width.
+    """
     tensors, width = [share.part for share in shares], shares[0].word_bytes
     first = tensors[0]
     if first.numel() == 0:
@@ -174,15 +180,15 @@ def _check_bytes(name: str, share: Share) -> None:
 
 
 def _read(names: Sequence[str], sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> dict[str, int]:
-    """Digests of tensors of so many ``rows`` by their row sums, one after the other in ``sums``."""
+    """Return the digests of tensors with so many ``rows`` each, from their consecutive row sums in ``sums``."""
     values = _weighted(sums, rows=rows, first_rows=first_rows)
     return {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
 
 
 def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> list[int]:
-    """Of consecutive runs of ``rows`` row sums [R] each: their sums, weighted by the rows' places in the wholes.
+    """Return, for each consecutive run of ``rows`` row sums [R], their sum weighted by the rows' places in the whole.
 
-    For all tensors together, since each kernel takes longer to start than to run.
+    All tensors are computed together, since each kernel takes longer to start than to run.
     """
     counts = torch.tensor([rows, first_rows], device=sums.device)
     ends = counts[0].cumsum(0)
@@ -195,7 +201,7 @@ def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -
 
 
 def _as_words(rows: Tensor, *, width: int) -> Tensor:
-    """``rows`` [rows, columns] as integers [rows, words] of ``width`` bytes."""
+    """Return ``rows`` [rows, columns] as integers [rows, words] of ``width`` bytes."""
     if not rows.is_contiguous() or (rows.storage_offset() * rows.element_size()) % width:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.uint8).view(_WORDS[width])

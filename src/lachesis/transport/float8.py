@@ -1,4 +1,4 @@
-"""Matrices in 8 bits as an engine holds them: a scale for each output, so that rows can be cut and fused freely."""
+"""Float8 matrices as an engine holds them: one scale per output, so that rows can be cut and fused freely."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LEAST_SCALE = 1.0 / (_LARGEST * 512.0)
 
 @torch.no_grad()
 def by_rows(weight: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """A matrix [out, in] in float8_e4m3fn and the scales [out, 1] in float32 that its rows are multiplied by.
+    """Return a matrix [out, in] in float8_e4m3fn and its float32 row scales [out, 1].
 
-    Bit for bit what vLLM computes when it quantizes a layer by output channels: the scale of a row is its largest
-    absolute value over 448, and its elements are divided by that in float32 and rounded to even. None of them can come
-    out larger than 448, to which vLLM clamps them.
+    The result equals, bit for bit, what vLLM computes when it quantizes a layer by output channels: the scale of a row
+    is its largest absolute value over 448, and its elements are divided by that in float32 and rounded to even. None of
+    them can exceed 448, to which vLLM clamps them.
 
     Args:
-        out: where both are written to and returned from; new tensors without.
+        out: tensors to write to and return; new ones if unset.
     """
     rounded, scales = out or (
         torch.empty(weight.shape, dtype=FP8, device=weight.device),

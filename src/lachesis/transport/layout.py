@@ -1,4 +1,7 @@
-"""What both sides of a channel agree on before tensors travel: which, and how they lie in flat buffers. No torch."""
+"""Agreement of both sides of a channel before tensors travel: which ones, and where they lie in flat buffers.
+
+No torch. No torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class ReceivedTensor:
-    """A tensor that comes over a channel; of its name in the trainer, peft's or Hugging Face's."""
+    """Tensor that comes over a channel, under its name in the trainer (peft's or Hugging Face's)."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +44,7 @@ class ReceivedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor, and where it lies in its bucket, in bytes."""
+    """Tensor and its place in its bucket, in bytes."""
 
     tensor: ReceivedTensor
     offset: int
@@ -52,8 +55,8 @@ class PackedTensor:
 class Bucket:
     """Tensors that travel together in one flat buffer of ``num_bytes``.
 
-    It lies at ``place`` of the ring that the buckets of an update are packed into one after the other, once the first
-    ``after`` of them have been taken.
+    The bucket lies at ``place`` of the ring into which the buckets of an update are packed one after the other, once
+    the first ``after`` of them have been taken.
     """
 
     tensors: tuple[PackedTensor, ...]
@@ -63,7 +66,7 @@ class Bucket:
 
 
 def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int, window: int = 1) -> tuple[Bucket, ...]:
-    """Fill buckets of up to ``limit_bytes`` in the order of ``tensors``; a larger tensor has a bucket of its own.
+    """Fill buckets of up to ``limit_bytes`` in the order of ``tensors``; a larger tensor has a bucket to itself.
 
     Their ring has room for ``window`` full ones, or for the largest.
 
@@ -91,12 +94,15 @@ def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int, window:
 
 
 def ring_bytes(buckets: Sequence[Bucket]) -> int:
-    """The size of the ring that the buckets were given places in."""
+    """Return the size in bytes of the ring in which the buckets have their places."""
     return max((bucket.place + bucket.num_bytes for bucket in buckets), default=0)
 
 
 def _placed(buckets: Sequence[Bucket], *, ring: int) -> tuple[Bucket, ...]:
-    """Each bucket where the one before ends, or at the beginning; what lies there has to have been taken by then."""
+    """Return the buckets, each placed where the one before ends, or at the beginning of the ring.
+
+    Whatever lay there has to have been taken before.
+    """
     placed: list[Bucket] = []
     held: deque[tuple[int, Bucket]] = deque()
     end = after = 0
@@ -115,7 +121,10 @@ def _aligned(size: int) -> int:
 
 
 def num_bytes(tensor: ReceivedTensor) -> int:
-    """Bytes of the tensor's elements. Raises EngineError for a dtype that no channel carries."""
+    """Return the size of the tensor's elements in bytes.
+
+    Raises EngineError for a dtype that no channel carries. Raises EngineError for a dtype that no channel carries.
+    """
     if tensor.dtype not in _ITEM_BYTES:
         raise EngineError(
             f"the tensor {tensor.name!r} has the dtype {tensor.dtype!r}, which no channel carries",
@@ -125,12 +134,12 @@ def num_bytes(tensor: ReceivedTensor) -> int:
 
 
 def to_wire(tensors: Sequence[ReceivedTensor]) -> list[list[Any]]:
-    """Name, shape and dtype of each tensor, as JSON."""
+    """Return name, shape and dtype of each tensor, as JSON."""
     return [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in tensors]
 
 
 def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
-    """What sets what the trainer wants to send (``theirs``, from the wire) apart from what is expected, or None."""
+    """Describe how ``theirs`` (announced by the trainer) differs from what is expected; None if it does not."""
     expected = to_wire(ours)
     if theirs == expected:
         return None

@@ -1,6 +1,6 @@
-"""Packing by several ranks of a trainer: each has every bucket on its own device, where an engine's worker reads it.
+"""Packing by several ranks of a trainer: each packs every bucket on its own device, where an engine's worker reads it.
 
-Rank 0 talks to the engine, by a channel; to each of its partners it says when to pack the next bucket, and hears where
+Rank 0 talks to the engine over a channel; it tells each of its partners when to pack the next bucket, and hears where
 that is. So an update crosses from one GPU to another once, when the trainer's ranks gather it.
 """
 
@@ -27,24 +27,24 @@ PACK, STOP = "pack", "stop"
 
 
 class Line(Protocol):
-    """Between rank 0 and its partners; whatever fails there is the line's own error."""
+    """Connection between rank 0 and its partners; failures raise the connection's own error."""
 
     def tell(self, message: Any) -> None:
-        """To all partners, or to rank 0."""
+        """Send a message to all partners, or to rank 0."""
         ...
 
     def hear(self) -> Sequence[Any]:
-        """The next message of each partner, in the order of ranks, or of rank 0 alone."""
+        """Return the next message of each partner in the order of ranks, or of rank 0 alone."""
         ...
 
 
 @dataclass(slots=True)
 class PartnerLine:
-    """Rank 0's side of the packing of one update, as :class:`~lachesis.transport.transports.Partners`."""
+    """Side of rank 0 in packing one update, as :class:`~lachesis.transport.transports.Partners`."""
 
     line: Line
     left: int
-    """Buckets that the partners wait to be told of."""
+    """Number of buckets that the partners have yet to be told of."""
 
     def begin(self) -> None:
         self.left -= 1
@@ -54,7 +54,7 @@ class PartnerLine:
         return [place for place in self.line.hear() if place]
 
     def stop(self) -> None:
-        """There will be no more buckets, where some were to come."""
+        """Tell the partners that no more buckets come, if some were still to come."""
         if self.left > 0:
             self.left = 0
             self.line.tell(STOP)
@@ -70,7 +70,7 @@ def pack_beside(
     line: Line,
     window: int = WINDOW,
 ) -> None:
-    """A partner's part of one update: pack each bucket into ``room`` when rank 0 says so, and say where it is.
+    """Pack each bucket into ``room`` when rank 0 says so, and report where it is: a partner's part of one update.
 
     Args:
         tensors: as rank 0 sends them, in the order of ``specs``.

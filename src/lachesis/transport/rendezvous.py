@@ -1,4 +1,4 @@
-"""Control connections of a channel: who is there, what comes next, and at once when somebody is gone.
+"""Control connections of a channel, which announce each step and notice at once when a peer has gone.
 
 The trainer (rank 0) listens, every other rank connects once. A message is a JSON object. Tensors do not travel
 here, but every step of an update is announced here first, so that nobody enters a collective that the others will
@@ -45,11 +45,14 @@ Message = Mapping[str, Any]
 
 
 class Aborted(EngineError):
-    """This side called :meth:`Links.abort`: why is what that call was given."""
+    """Error of every wait after :meth:`Links.abort`, with the reason given to that call."""
 
 
 class PeerFailed(EngineError):
-    """A peer has gone, or says that it has failed. ``rank`` is its in the channel."""
+    """Error for a peer that has gone or reports a failure.
+
+    ``rank`` is the peer's rank in the channel. ``rank`` is its in the channel.
+    """
 
     def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -58,9 +61,9 @@ class PeerFailed(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the trainer listens: ``init_method`` has the real port where port 0 was asked for.
+    """Address where the trainer listens; ``init_method`` has the real port if port 0 was requested.
 
-    Who does not know ``secret`` is turned away before anything else is read; an empty one lets everybody speak.
+    A peer that does not know ``secret`` is turned away before anything else is read; an empty secret admits everybody.
     """
 
     init_method: str
@@ -69,7 +72,7 @@ class Rendezvous:
 
 
 def listen(init_method: str, *, secret: str = "") -> Rendezvous:
-    """Listen where ``init_method`` says ("tcp://host:port"; port 0 takes a free one), on that address only.
+    """Listen at ``init_method`` ("tcp://host:port"; port 0 takes a free one), on that address only.
 
     Raises:
         EngineError: no such address, or the port is taken.
@@ -88,7 +91,7 @@ def listen(init_method: str, *, secret: str = "") -> Rendezvous:
 
 
 def call_off(init_method: str, *, secret: str, reason: str) -> None:
-    """End another process's wait at its :func:`listen`, if it still waits, with an EngineError that says why."""
+    """End another process's wait in :func:`listen`, if it still waits, with an EngineError that gives the reason."""
     with suppress(OSError), socket.create_connection(parse_init_method(init_method), timeout=_CALL_S) as connection:
         if secret:
             connection.sendall(_answer(secret, _exactly(connection, _PROOF_BYTES)))
@@ -96,7 +99,7 @@ def call_off(init_method: str, *, secret: str, reason: str) -> None:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """This machine's address as servers at ``urls`` reach it: the local one where all of them are here.
+    """Return this machine's address as servers at ``urls`` reach it: the loopback one if all of them are local.
 
     Raises:
         EngineError: a server's name is unknown, or no one address will do for all.
@@ -114,7 +117,7 @@ def address_towards(urls: Sequence[str]) -> str:
 
 
 def _own_address(url: SplitResult) -> str:
-    """By which this machine would talk to the server; nothing is sent."""
+    """Return the local address of the route to the server; no packet is sent."""
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         family, _, _, _, address = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_DGRAM)[0]
@@ -129,7 +132,10 @@ def _own_address(url: SplitResult) -> str:
 
 
 def parse_init_method(init_method: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port". Raises EngineError for anything else."""
+    """Return host and port of "tcp://host:port".
+
+    Raises EngineError for anything else. Raises EngineError for anything else.
+    """
     with suppress(ValueError):
         parts = urlsplit(init_method)
         if parts.scheme == "tcp" and parts.path in ("", "/") and parts.hostname and parts.port is not None:
@@ -138,7 +144,7 @@ def parse_init_method(init_method: str) -> tuple[str, int]:
 
 
 class Links:
-    """The control connections of one rank: to all others on rank 0, to rank 0 on the others.
+    """Control connections of one rank: to all others on rank 0, to rank 0 on the others.
 
     Waiting methods raise EngineError when a peer has gone, has reported a failure, or :meth:`abort` was called,
     and DeadlineExceeded when the deadline passes. One thread uses the links; :meth:`abort` may come from any.
@@ -154,13 +160,13 @@ class Links:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at the other ends."""
+        """Return the ranks at the other ends."""
         return tuple(sorted(self._peers))
 
     def accept(
         self, rendezvous: Rendezvous, *, hello: Message, cancel: threading.Event | None, deadline: Deadline
     ) -> None:
-        """Rank 0: let in ranks 1 to ``hello["world_size"] - 1``; those that do not fit are told why and refused."""
+        """Let in ranks 1 to ``hello["world_size"] - 1`` (rank 0); tell those that do not fit why, and refuse them."""
         rendezvous.listener.settimeout(_TICK_S)
         wanted = set(range(1, hello["world_size"]))
         while missing := wanted - set(self._peers):
@@ -184,7 +190,7 @@ class Links:
         deadline: Deadline,
         secret: str = "",
     ) -> None:
-        """Other ranks: try to reach the trainer until it listens, and show that they know its ``secret``."""
+        """Try to reach the trainer until it listens, and prove knowledge of its ``secret`` (ranks other than 0)."""
         address = parse_init_method(init_method)
         while True:
             self._check(cancel)
@@ -221,7 +227,7 @@ class Links:
                 raise _gone(rank) from error
 
     def receive(self, rank: int, *, deadline: Deadline, waiting_for: str) -> Message:
-        """The next message of a peer."""
+        """Return the next message of a peer."""
         unread = self._unread[rank]
         while not unread:
             remaining = deadline.remaining_s()
@@ -231,7 +237,7 @@ class Links:
         return unread.popleft()
 
     def watch(self, timeout_s: float) -> None:
-        """Read what has arrived, waiting up to ``timeout_s`` for something; raises when a peer is lost."""
+        """Read what has arrived, waiting up to ``timeout_s`` for something. Raises when a peer is lost."""
         self._check(None)
         try:
             ready = wait([self._woken, *self._peers.values()], timeout_s)
@@ -244,7 +250,7 @@ class Links:
                 self._read(rank)
 
     def abort(self, reason: str) -> None:
-        """Make every wait, now and later, raise EngineError with this reason; from any thread."""
+        """Make every wait, now and later, raise EngineError with this reason; callable from any thread."""
         if self._aborted is None:
             self._aborted = reason
             with suppress(OSError):
@@ -257,7 +263,10 @@ class Links:
                 connection.send_bytes(_encoded({"failed": reason}))
 
     def close(self) -> None:
-        """Idempotent, also where two threads close at once: the one that waited, and the one that called it off."""
+        """Close all connections.
+
+        Idempotent, also if two threads close at once: the one that waited, and the one that called it off.
+        """
         self.abort("the channel was closed")
         with self._closing:
             for connection in (*self._peers.values(), self._wake, self._woken):
@@ -298,7 +307,7 @@ class Links:
         self._peers[rank] = _linked(connection)
 
     def _read(self, rank: int) -> None:
-        """Take one message; a failure that is reported is raised."""
+        """Take one message, or raise the failure that it reports."""
         try:
             message = json.loads(self._peers[rank].recv_bytes(_LONGEST_MESSAGE))
         except (OSError, EOFError, TypeError) as error:  # TypeError as in send()
@@ -321,7 +330,10 @@ class Links:
 
 
 def _knows(connection: socket.socket, secret: str) -> bool:
-    """Whether the other side answers a new challenge as only who has the secret can: it does not travel itself."""
+    """Return True if the other side answers a new challenge correctly.
+
+    Only a side that has the secret can; the secret itself is not transmitted.
+    """
     challenge = secrets.token_bytes(_PROOF_BYTES)
     try:
         connection.sendall(challenge)
@@ -335,7 +347,11 @@ def _answer(secret: str, challenge: bytes) -> bytes:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises OSError where the other side ends, or stalls, before."""
+    """Read exactly ``count`` bytes.
+
+    Raises OSError if the other side ends, or stalls, before. Raises OSError where the other side ends, or stalls,
+    before.
+    """
     received = b""
     while len(received) < count:
         part = connection.recv(count - len(received))
@@ -346,7 +362,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _linked(connection: socket.socket) -> Connection:
-    """The same connection, for whole messages."""
+    """Return the same connection, wrapped for whole messages."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

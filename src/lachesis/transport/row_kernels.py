@@ -1,7 +1,7 @@
-"""A GPU's own way of two things that are done to every weight of an update, each in one pass over memory: Triton's.
+"""Triton kernels for two operations on every weight of an update, each in one pass over memory.
 
-An H200 rounds the matrices of 8 billion parameters in 10 ms in place of 49 by torch's operations, and merges an adapter
-into them in 25 in place of 65 (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
+An H200 rounds the matrices of 8 billion parameters in 10 ms instead of 49 with torch's operations, and merges an
+adapter into them in 25 instead of 65 ms (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
 """
 # pyright: basic, reportOperatorIssue=false
 # Triton's language has no types.
@@ -25,12 +25,18 @@ MOST_RANK = 128
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Whether they run there: on NVIDIA's Ada, Hopper and later ones, on which Triton can round to 8 bits."""
+    """Return True if the kernels run on the device.
+
+    They need an NVIDIA GPU of the Ada, Hopper or a later generation, on which Triton can round to 8 bits.
+    """
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def round_rows(weight: Tensor, *, rounded: Tensor, scales: Tensor, least_scale: float) -> None:
-    """As :func:`lachesis.transport.float8.by_rows`, bit for bit: ``weight`` [out, in] to ``rounded`` and ``scales``."""
+    """Round ``weight`` [out, in] into ``rounded`` and ``scales``.
+
+    Equals :func:`lachesis.transport.float8.by_rows` bit for bit.
+    """
     rows, columns = weight.shape
     kernel: Any = _round_row
     held = min(_MOST_HELD, triton.next_power_of_2(columns))
@@ -50,7 +56,7 @@ def round_rows(weight: Tensor, *, rounded: Tensor, scales: Tensor, least_scale: 
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, *, scaling: float) -> Tensor:
-    """``weight`` [out, in] plus ``scaling * B @ A`` in float32, rounded once to the weight's dtype; contiguous.
+    """Return ``weight`` [out, in] plus ``scaling * B @ A`` in float32, rounded once to the weight's dtype; contiguous.
 
     ``b`` is [out, rank], ``a`` [rank, in].
     """

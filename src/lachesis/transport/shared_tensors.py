@@ -46,10 +46,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class CudaStorage:
-    """A storage on a GPU: ``storage_size`` bytes at byte ``storage_offset`` of the exporter's allocation.
+    """Storage on a GPU: ``storage_size`` bytes at byte ``storage_offset`` of the exporter's allocation.
 
-    ``device_index`` counts the exporter's visible devices, ``device_uuid`` says which GPU that is; the fields
-    that end in ``_b64`` are opaque to all but CUDA and torch.
+    ``device_index`` counts the exporter's visible devices, ``device_uuid`` identifies the GPU; the fields that end in
+    ``_b64`` are opaque to all but CUDA and torch.
     """
 
     device_index: int
@@ -65,7 +65,7 @@ class CudaStorage:
 
 @dataclass(frozen=True, slots=True)
 class FileStorage:
-    """A storage that is a whole file, ``storage_size`` bytes long."""
+    """Storage that is a whole file, ``storage_size`` bytes long."""
 
     path: str
     storage_size: int
@@ -76,7 +76,7 @@ _CUDA, _FILE = TypeAdapter(CudaStorage), TypeAdapter(FileStorage)
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor's place in a shared storage: shape and stride, offset in elements, dtype by torch's name."""
+    """Place of a tensor in a shared storage: shape and stride, offset in elements, dtype by torch's name."""
 
     storage: CudaStorage | FileStorage
     shape: tuple[int, ...]
@@ -86,17 +86,17 @@ class SharedTensor:
 
     @property
     def device(self) -> str:
-        """Where it is, as its exporter numbers devices."""
+        """Return the tensor's device, as its exporter numbers devices."""
         return f"cuda:{self.storage.device_index}" if isinstance(self.storage, CudaStorage) else "cpu"
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object of numbers, strings and lists."""
+        """Return one flat object of numbers, strings and lists."""
         place = {key: getattr(self, key) for key in _PLACE}
         return {**asdict(self.storage), **place, "shape": list(self.shape), "stride": list(self.stride)}
 
     @classmethod
     def from_json(cls, name: str, entry: Mapping[str, Any]) -> SharedTensor:
-        """The reverse of :meth:`to_json`.
+        """Parse what :meth:`to_json` returned.
 
         Raises:
             EngineError: fields are missing or wrong, or the tensor does not fit into its storage.
@@ -153,7 +153,9 @@ def export_from_file(tensor: Tensor, file: SharedFile) -> SharedTensor:
 
 
 class Attachments:
-    """Storages of other processes, mapped into this one, each once. They live until :meth:`close`.
+    """Storages of other processes, each mapped into this one once.
+
+    They live until :meth:`close`. They live until :meth:`close`.
 
     Tensors keep their storage alive by themselves; this holds them all, for CUDA may move a mapping that is
     closed and opened again.
@@ -163,7 +165,7 @@ class Attachments:
         self._storages: dict[CudaStorage | FileStorage, torch.UntypedStorage] = {}
 
     def tensor(self, name: str, shared: SharedTensor) -> Tensor:
-        """A view of the other process's memory: its values are that process's, and writes go there.
+        """Return a view of the other process's memory: its values are that process's, and writes go there.
 
         Raises:
             EngineError: the memory is gone, on a GPU that this process does not see, or cannot be shared.
@@ -189,12 +191,15 @@ class Attachments:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the module, as in "bfloat16"."""
+    """Return torch's name of the dtype without the module, as in "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """The dtype of a name with or without ``torch.``. Raises ValueError where there is none."""
+    """Return the dtype with this name, with or without ``torch.``.
+
+    Raises ValueError if there is none. Raises ValueError where there is none.
+    """
     dtype = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is no dtype")
@@ -202,7 +207,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a contiguous tensor."""
+    """Return the stride of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 
@@ -277,12 +282,15 @@ def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """Which GPU it is, whatever its number in this process."""
+    """Return the UUID of a GPU, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
 
 
 def _local_device(name: str, storage: CudaStorage) -> int:
-    """This process's number for the exporter's GPU: CUDA_VISIBLE_DEVICES numbers them anew in each process."""
+    """Return this process's number for the exporter's GPU.
+
+    CUDA_VISIBLE_DEVICES renumbers GPUs in each process.
+    """
     count = torch.cuda.device_count()
     if not storage.device_uuid:
         found = [storage.device_index] if storage.device_index < count else []
@@ -298,10 +306,10 @@ def _local_device(name: str, storage: CudaStorage) -> int:
 
 
 class SharedFile:
-    """A file that is a storage, readable and writable by this user alone.
+    """File that serves as a storage, readable and writable by this user alone.
 
     Its maker holds a lock on it as long as it lives, so that files of processes that were killed can be told
-    from those in use; :func:`create_file` removes them.
+    from those in use; :func:`create_file` removes the former.
     """
 
     def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
@@ -320,13 +328,13 @@ class SharedFile:
 
 
 def memory_directory() -> Path:
-    """/dev/shm, which is memory, or where there is none the directory of temporary files."""
+    """Return /dev/shm, which is memory, or the directory of temporary files if there is none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def create_file(nbytes: int, directory: Path | None = None) -> SharedFile:
-    """A new file of ``nbytes`` zeros.
+    """Create a file of ``nbytes`` zeros.
 
     Raises:
         EngineError: there is no room for it, or the directory cannot be written.
@@ -364,7 +372,7 @@ def map_file(name: str, path: str | Path, nbytes: int) -> torch.UntypedStorage:
     """Map another process's file.
 
     Raises:
-        EngineError: it is gone, of another size, or not this user's own.
+        EngineError: the file is gone, of another size, or not this user's own.
     """
     remedy = "start the engine, or have it export its weights anew"
     try:

@@ -1,4 +1,4 @@
-"""What moves a bucket of bytes from the trainer to the engine's workers: a collective, or memory that all map."""
+"""Transports, which move a bucket of bytes from the trainer to the engine's workers: a collective, or shared memory."""
 
 from __future__ import annotations
 
@@ -45,29 +45,32 @@ _c10d: Any = dist
 
 
 class Partners(Protocol):
-    """The trainer's other ranks, where each of them packs every bucket too, in memory of its own device."""
+    """Other ranks of the trainer, each of which may also pack every bucket in memory of its own device."""
 
     def begin(self) -> None:
-        """Have them pack the next bucket: what lies at its place of their rings has been taken."""
+        """Have the partners pack the next bucket; the bucket that lay at its place in their rings has been taken."""
         ...
 
     def packed(self) -> Sequence[Message]:
-        """Return once all have packed it: where each one's ring is, in the order of ranks; nothing if known."""
+        """Wait until all partners have packed the bucket, and return where their rings are, in the order of ranks.
+
+        Empty if that is already known.
+        """
         ...
 
 
 class NoPartners:
-    """One rank sends: there are no others, or they have nothing to do with it."""
+    """Partners of a trainer that sends from one rank alone."""
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def packed(self) -> Sequence[Message]:
         return ()
 
 
 class Transport(ABC):
-    """Moves buckets from rank 0 to all others, in order, several under way. ``device`` is where their ring is.
+    """Mover of buckets from rank 0 to all others, in order, several under way. ``device`` is where its ring is.
 
     ``read_rank`` is the trainer's rank whose bytes this side receives, ``window`` how many buckets are under way.
     """
@@ -82,10 +85,10 @@ class Transport(ABC):
 
     @abstractmethod
     def ring(self, num_bytes: int) -> Tensor:
-        """Rank 0: bytes to pack the buckets of an update into."""
+        """Return memory (rank 0) into which to pack the buckets of an update."""
 
     def announcement(self, others: Sequence[Message] = ()) -> Message:
-        """Rank 0: what the workers must know to receive the bucket that was packed last.
+        """Return what the workers must know to receive the bucket that was packed last (rank 0).
 
         ``others`` are the rings of further ranks of the trainer's that have packed the same.
         """
@@ -93,7 +96,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
-        """Rank 0: begin to send part of the ring; the result is called before that is written to again.
+        """Begin to send part of the ring (rank 0); call the result before that part is written to again.
 
         Both raise EngineError or DeadlineExceeded.
         """
@@ -102,14 +105,14 @@ class Transport(ABC):
     def receive(
         self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
     ) -> Tensor:
-        """Other ranks: the bytes of the bucket, as work on the current stream sees them.
+        """Return the bytes of the bucket (other ranks), as work on the current stream sees them.
 
-        With ``keep`` they are the caller's own, on that device; without they lie in a ring of so many bytes, until
+        With ``keep`` they are the caller's own, on that device; without, they lie in a ring of ``ring`` bytes, until
         the trainer hears that they were taken.
         """
 
     def mark(self) -> torch.cuda.Event | None:
-        """What is on the current stream by now, to be waited for by :meth:`finish`."""
+        """Return a mark of the work that is on the current stream now, for :meth:`finish`."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -117,13 +120,16 @@ class Transport(ABC):
         return event
 
     def finish(self, mark: torch.cuda.Event | None, *, deadline: Deadline) -> None:
-        """Return when the work before the mark is done; peers are watched: a dead one's collective never ends."""
+        """Return when the work before the mark is done.
+
+        Peers are watched meanwhile, because a collective with a dead peer never ends.
+        """
         while mark is not None and not mark.query():
             self._look("the GPU is still busy with a bucket of weights", deadline)
 
     @abstractmethod
     def let_go(self) -> None:
-        """Between updates: give memory back that the next one can have again."""
+        """Give back memory between updates that the next one can allocate again."""
 
     def _look(self, waiting_for: str, deadline: Deadline) -> None:
         on_gpu = self.device.type == "cuda"
@@ -134,15 +140,15 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up what is under way, without waiting for anybody."""
+        """Give up whatever is under way, without waiting for anybody."""
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent."""
+        """Close the transport. Idempotent."""
 
 
 class Collective(Transport):
-    """Broadcasts over a gloo or NCCL process group of its own."""
+    """Transport by broadcasts over a separate gloo or NCCL process group."""
 
     def __init__(self, group: Any, *, device: torch.device, links: Links) -> None:
         super().__init__(device=device, links=links)
@@ -184,7 +190,10 @@ class Collective(Transport):
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:
-        """Begin; the result ends it, on a GPU for the current stream alone, which waits there and not here."""
+        """Begin a broadcast; the result ends it.
+
+        On a GPU it ends for the current stream alone, which waits there while this thread goes on.
+        """
         if buffer.numel() == 0:
             return lambda: None
         group = self._group
@@ -216,10 +225,10 @@ class Collective(Transport):
 
 
 def own_copy(source: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, as work on the current stream sees it.
+    """Return a copy on a device, as work on the current stream sees it.
 
-    From a GPU to the host it is in pinned memory, which torch keeps for the next update: memory that the system maps
-    anew for each takes many times as long as the copy. Raises as :func:`pinned`.
+    A copy from a GPU to the host is in pinned memory, which torch keeps for the next update: memory that the system
+    maps anew for each takes many times as long as the copy. Raises as :func:`pinned`.
     """
     if source.is_cuda and device.type == "cpu":
         return pinned(source.shape, dtype=source.dtype).copy_(source, non_blocking=True)
@@ -227,7 +236,10 @@ def own_copy(source: Tensor, device: torch.device) -> Tensor:
 
 
 def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
-    """Memory of the host that a GPU copies to at its own speed. Raises EngineError where there is not so much."""
+    """Allocate host memory that a GPU copies to at full speed.
+
+    Raises EngineError if there is not so much. Raises EngineError where there is not so much.
+    """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
@@ -239,7 +251,7 @@ def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
 
 
 class SharedRoom:
-    """One allocation of this process that others on the same device read in place; on the CPU it is shared memory."""
+    """Allocation that other processes on the same device read in place; on the CPU it is shared memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -248,20 +260,20 @@ class SharedRoom:
         self._untold: Message | None = None
 
     def bytes(self, num_bytes: int) -> Tensor:
-        """So many bytes, in new memory where there are fewer than that."""
+        """Return ``num_bytes`` bytes, in new memory if the allocation is smaller."""
         if self._bytes.numel() < num_bytes:
             self._untold = self._allocate(num_bytes).to_json()
         return self._bytes[:num_bytes]
 
     def packed(self) -> Message:
-        """Where others find what was written, which is there when this returns; empty where they were told before."""
+        """Return where others find what was written, once it is there; empty if they were told before."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         untold, self._untold = self._untold, None
         return untold or {}
 
     def close(self) -> None:
-        """Let go of it; what others have mapped stays until they let go too. Idempotent."""
+        """Release the memory; mappings of others stay until they release it too. Idempotent. Idempotent."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._file is not None:
             self._file.close()
@@ -277,10 +289,10 @@ class SharedRoom:
 
 
 class SharedBuffer(Transport):
-    """Memory of the trainer's that the engine's workers on the same device read in place.
+    """Transport through memory of the trainer's that the engine's workers on the same device read in place.
 
     NCCL refuses two ranks on one device; this needs no copy beyond packing. Where each rank of the trainer packs, a
-    worker reads what the one on its own GPU has packed; on the CPU, where there is but one device, the one of its
+    worker reads what the one on its own GPU has packed; on the CPU, which is a single device, the one with its own
     number.
     """
 
@@ -300,7 +312,7 @@ class SharedBuffer(Transport):
         return {"shared": [shared, *others]} if shared else {}
 
     def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
-        """Nothing moves: the announcement was all."""
+        """Return at once: the announcement was all there is to send."""
         return lambda: None
 
     def receive(
@@ -317,10 +329,10 @@ class SharedBuffer(Transport):
         return shown if keep is None else own_copy(shown, keep)
 
     def let_go(self) -> None:
-        """The others have it mapped, and read it at the next update."""
+        """Keep the memory, because the others have it mapped and read it at the next update."""
 
     def abort(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing, because nothing is ever under way."""
 
     def close(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -328,7 +340,7 @@ class SharedBuffer(Transport):
         self._room.close()
 
     def _nearest(self, offered: Sequence[SharedTensor]) -> int:
-        """Whose buffer this worker reads, of those of the trainer's ranks."""
+        """Return the trainer's rank whose buffer this worker reads."""
         if len(offered) == 1:
             return 0
         if self.device.type == "cuda":
@@ -347,7 +359,7 @@ class SharedBuffer(Transport):
 def build_group(
     backend: str, *, rank: int, world_size: int, device: torch.device, links: Links, deadline: Deadline
 ) -> Any:
-    """A process group outside of torch's registry, tried with one broadcast; all ranks call it together.
+    """Create a process group outside torch's registry and try it with one broadcast; all ranks call it together.
 
     Raises:
         EngineError: a library is missing or refuses, or a peer failed.

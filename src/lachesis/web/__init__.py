@@ -1,4 +1,4 @@
-"""Pages: what the report of a run, the rollout API's dashboard and the environments' page of rollouts share.
+"""Shared parts of the HTML pages: the run report, the rollout API's dashboard and the page of rollouts.
 
-In come a page's own template and its values, out goes one HTML file that loads nothing.
+A page's template and its values go in; one HTML file that loads nothing else comes out.
 """

@@ -1,4 +1,4 @@
-"""Pages as single files: a page's own template, and the style and the scripts of this room that it includes."""
+"""HTML pages as single files, made of a template and the styles and scripts of this room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED = Path(__file__).parent / "templates"
 
 
 def render_page(template: Path, /, **values: Any) -> str:
-    """The HTML of a template, which may extend and include those beside it and the shared ones.
+    """Return the HTML of a template, which may extend and include those beside it and the shared ones.
 
     Values are escaped, whatever they hold; in a script they are put in with the filter ``tojson``, which leaves no
     character that could end the element or start markup.

@@ -1,4 +1,4 @@
-"""Sequences of tokens as every page shows them: the colour scale of probabilities, and the choice of samples."""
+"""Token sequences as every page shows them: the colour scale of probabilities, and the choice of samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOUNDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01)
 
 
 def colour(logprob: float) -> str:
-    """The CSS class of a sampled token, as ``tokenClass`` of tokens.js has it."""
+    """Return the CSS class of a sampled token, equal to that of ``tokenClass`` in tokens.js."""
     probability = math.exp(min(0.0, logprob))
     return f"p{sum(probability < bound for bound in BOUNDS)}"
 
@@ -22,7 +22,7 @@ def colour(logprob: float) -> str:
 def token_spans(
     texts: Sequence[str], logprobs: Sequence[float | None], *, given: Iterable[bool], before: int = 0, after: int = 0
 ) -> dict[str, Any]:
-    """A sequence as JSON-safe values for the viewer in tokens.js.
+    """Return a sequence as JSON-safe values for the viewer in tokens.js.
 
     Args:
         texts: what each token adds to the text.
@@ -45,7 +45,7 @@ def token_spans(
 
 
 def best_and_worst(items: Iterable[T], *, score: Callable[[T], float | None], limit: int) -> list[T]:
-    """The items, best scores first and unknown ones last; of more than ``limit`` the middle is left out."""
+    """Return the items with the best scores first and unknown ones last, leaving out the middle beyond ``limit``."""
     known = [(item, score(item)) for item in items]
     ranked = [item for item, _ in sorted(known, key=lambda pair: math.inf if pair[1] is None else -pair[1])]
     return ranked if len(ranked) <= limit else [*ranked[: limit - limit // 2], *ranked[-(limit // 2) :]]
