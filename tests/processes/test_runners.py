@@ -285,17 +285,47 @@ class TestLife:
     def test_an_import_that_fails_is_an_error_of_the_configuration(self, tmp_path):
         (tmp_path / "broken.py").write_text("import lachesis_not_installed")
         with pytest.raises(ConfigError, match=r"No module named 'lachesis_not_installed' \(broken\.py:1\)"):
-            RewardWorkers([ImportPath("broken.py:f", tmp_path)], count=1)
+            RewardWorkers([ImportPath("broken.py:f", tmp_path)], count=1).wait(LONG_S)
 
     def test_one_that_ends_the_process_too(self, tmp_path):
         (tmp_path / "broken.py").write_text("import os\nos._exit(4)")
         with pytest.raises(RewardError, match=r"exit code 4.*while it imported"):
-            RewardWorkers([ImportPath("broken.py:f", tmp_path)], count=1)
+            RewardWorkers([ImportPath("broken.py:f", tmp_path)], count=1).wait(LONG_S)
 
     def test_one_that_takes_too_long(self, tmp_path):
         (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
         with pytest.raises(DeadlineExceeded, match=r"start of 1 reward workers took longer than 0\.05 s"):
-            RewardWorkers([ImportPath("slow.py:f", tmp_path)], count=1, start_s=0.05)
+            RewardWorkers([ImportPath("slow.py:f", tmp_path)], count=1, start_s=0.05).wait(LONG_S)
+
+    def test_functions_that_nobody_has_given_a_process_get_one(self, directory):
+        """And run on a thread of this one where a value of theirs cannot go there."""
+        specs = ["remote_rewards.py:who", "remote_rewards.py:good"]
+        rewarder = Rewarder(load_rewards(specs, directory, num_workers=None), num_workers=None)
+        try:
+            scored = rewarder.score([group("0", "a", answer="a")])
+            assert scored.extras[0]["pid"] != [os.getpid()]
+            lock = threading.Lock()
+            assert rewards(rewarder.score([group("0", "a", answer=lock)])) == {"0": (0.0,)}
+            assert rewarder.score([group("0", "a", answer="a")]).extras[0]["pid"] != [os.getpid()]
+        finally:
+            rewarder.close()
+            for name in [name for name in sys.modules if "remote_rewards" in name]:
+                del sys.modules[name]
+
+    def test_the_end_lets_functions_write_what_they_have(self, tmp_path):
+        (tmp_path / "ends.py").write_text(
+            "import atexit\nlog = open(__file__ + '.log', 'w')\natexit.register(log.write, 'end')\n"
+            "def f(completions):\n    log.write('called ')\n    return [0.0] * len(completions)\n"
+        )
+        rewarder = Rewarder(load_rewards(["ends.py:f"], tmp_path, num_workers=None), num_workers=None)
+        rewarder.score([group("0", "a")])
+        rewarder.close()
+        assert (tmp_path / "ends.py.log").read_text() == "called end"
+
+    def test_a_traceback_comes_with_the_error(self, score):
+        with pytest.raises(RewardError) as caught:
+            score("raises", sums()[1:2])
+        assert "remote_rewards.py" in str(caught.value.__cause__) and "Traceback" in str(caught.value.__cause__)
 
     def test_closing_ends_them_and_may_be_repeated(self, directory):
         rewarder = Rewarder(load_rewards(["remote_rewards.py:who"], directory, num_workers=1), num_workers=1)

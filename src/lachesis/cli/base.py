@@ -24,6 +24,7 @@ from lachesis.common.errors import LachesisError, StopRequested, TrainingError
 from lachesis.common.terminal import SafeConsole
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
+from lachesis.process.signals import keep_handlers_from_children
 
 if TYPE_CHECKING:
     from lachesis.config.load import LoadedConfig
@@ -170,6 +171,7 @@ def stop_on_signals() -> Iterator[list[int]]:
         received.append(number)
         error_console.print("stopping after this step, with a checkpoint; once more stops at once", style="yellow")
 
+    keep_handlers_from_children()
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received

@@ -199,7 +199,7 @@ def rewards_check(
     """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
     from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
-    from lachesis.run.sources import build_reward_functions, load_data
+    from lachesis.run.sources import build_reward_functions, load_data, reward_workers
     from lachesis.run.start import set_up
     from lachesis.train.model.loading import load_tokenizer
 
@@ -213,7 +213,7 @@ def rewards_check(
         gold_format=gold_format,
         tokenizer=load_tokenizer(loaded.model),
         timeout_s=loaded.rewards.timeout_s,
-        num_workers=loaded.rewards.num_workers,
+        num_workers=reward_workers(loaded),
         text_completions=loaded.rewards.text_completions,
     )
     console.print(f"{'':<24}" + "".join(f"{variant:>11}" for variant in VARIANTS))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +27,8 @@ from lachesis.common.objects import given, is_given
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
 _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
+# What a process that is started anew imports in place of a file: what the file was when it was imported here.
+_STAND_IN = "__file__ = {file!r}\nexec(compile({content!r}, __file__, 'exec', dont_inherit=True), globals())\n"
 _BUILT_IN_ROOM = "lachesis.plugins.sandbox.rewards"
 
 
@@ -138,7 +145,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
             f"{spec!r}: cannot read {file}: {error.strerror}",
             remedy="check the path; it is relative to the directory of the configuration",
         ) from error
-    name = f"_lachesis_{file.stem}_{hashlib.sha256(str(file).encode() + content).hexdigest()[:12]}"
+    name = f"_lachesis_{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_{_digest(file, content)}"
     if name in sys.modules:
         return sys.modules[name]
     if _RELATIVE_IMPORT.search(content):
@@ -155,7 +162,37 @@ def _load_file(spec: str, file: Path) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
+    _add_stand_in(name, content, file)
     return module
+
+
+def _add_stand_in(name: str, content: bytes, file: Path) -> None:
+    """Let processes that ``multiprocessing`` starts anew import a file by the name that it has here.
+
+    They have the path of this process: there, functions and classes are found by their names as they are unpickled.
+    """
+    directory = _stand_ins()
+    directory.joinpath(f"{name}.py").write_text(_STAND_IN.format(content=content, file=str(file)))
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def _digest(file: Path, content: bytes) -> str:
+    return hashlib.sha256(str(file).encode() + content).hexdigest()[:12]
+
+
+@cache
+def _stand_ins() -> Path:
+    """A directory of this process with a module for each file that was imported under a name of its own."""
+    directory = Path(tempfile.mkdtemp(prefix="lachesis-modules-"))
+    made_by = os.getpid()
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == made_by:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    return directory
 
 
 def _around_package(file: Path) -> Path:
@@ -227,7 +264,12 @@ def _candidates(name: str, base_dir: Path) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
-    """Whatever goes wrong in the user's module is an error of the configuration that names it."""
+    """Within it whatever goes wrong in the user's module is an error of the configuration that names it.
+
+    A module that switches gradients off, for a model that it loads, does so for itself: they are a state of the thread.
+    """
+    torch = sys.modules.get("torch")
+    with_gradients = torch is None or torch.is_grad_enabled()
     try:
         yield
     except ConfigError:
@@ -237,6 +279,9 @@ def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
             f"{spec!r}: importing it raised {describe_exception(error, file)}",
             remedy="fix the module, or install what it needs",
         ) from error
+    finally:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_grad_enabled(with_gradients)
 
 
 @contextlib.contextmanager

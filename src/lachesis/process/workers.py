@@ -76,6 +76,7 @@ class ChildProcess:
         timeout_s: limit of handing it its arguments, in seconds.
         quiet: what it prints goes nowhere; otherwise to the standard error of this process.
         directory: where it works, then quietly and with nothing of this process's environment but ``PATH``.
+        one_thread: libraries for linear algebra use one thread there, unless the environment says otherwise.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ChildProcess:
         limits: ProcessLimits,
         quiet: bool = False,
         directory: Path | None = None,
+        one_thread: bool = True,
     ) -> None:
         request = pickle.dumps((function, args))
         environment = dict(os.environ)
@@ -107,7 +109,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if quiet or directory else error_output,
                 stderr=subprocess.DEVNULL if quiet or directory else None,
-                env={"OMP_NUM_THREADS": "1", **environment},
+                env=({"OMP_NUM_THREADS": "1"} if one_thread else {}) | environment,
                 cwd=directory,
                 start_new_session=True,
             )
@@ -168,6 +170,14 @@ class ChildProcess:
         if self._popen.poll() is None:
             self._kill_group()
 
+    def finish(self, *, grace_s: float) -> None:
+        """Ask it to end by itself, as a process of a pool does that is idle, and kill it if it does not in time."""
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(grace_s)
+        self.close()
+
     def close(self) -> None:
         """Kill the process group and wait for the child's end. Idempotent."""
         if self.link.fileno() < 0:
@@ -193,6 +203,9 @@ class WorkerPool:
         name: of the processes, in messages.
         start_s: limit of starting processes, imports included, in seconds.
         quiet: what they print goes nowhere; otherwise to the standard error of this process.
+        grace_s: how long a process that is idle may take to end by itself, so that what it has registered for its end
+            is called and its files are written.
+        one_thread: as of :class:`ChildProcess`.
 
     Raises:
         WorkerError: a process ended before it was ready.
@@ -209,6 +222,8 @@ class WorkerPool:
         start_s: float = 120.0,
         limits: ProcessLimits = ProcessLimits(),
         quiet: bool = False,
+        grace_s: float = 0.0,
+        one_thread: bool = True,
     ) -> None:
         self.count = count
         self.initialized: Any = None
@@ -217,6 +232,8 @@ class WorkerPool:
         self._start_s = start_s
         self._limits = limits
         self._quiet = quiet
+        self._grace_s = grace_s
+        self._one_thread = one_thread
         self._workers: list[ChildProcess | None] = [None] * count
         self._idle = set(range(count))
         self._changed = threading.Condition()
@@ -251,6 +268,9 @@ class WorkerPool:
                 for worker in filter(None, self._workers):
                     worker.kill()
                 self._changed.wait(_LOOK_S)
+            if self._grace_s:
+                for worker in filter(None, self._workers):
+                    worker.finish(grace_s=self._grace_s)
             self._drop(range(self.count))
 
     @contextlib.contextmanager
@@ -273,7 +293,11 @@ class WorkerPool:
         try:
             for number in missing:
                 self._workers[number] = ChildProcess(
-                    serve, timeout_s=self._start_s, limits=self._limits, quiet=self._quiet
+                    serve,
+                    timeout_s=self._start_s,
+                    limits=self._limits,
+                    quiet=self._quiet,
+                    one_thread=self._one_thread,
                 )
             for result in self._ask(missing, function, [args] * len(missing), self._start_s):
                 if isinstance(result, WorkerError):

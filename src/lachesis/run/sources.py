@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, update_wrapper
@@ -12,6 +12,7 @@ from typing import Any
 
 from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError
+from lachesis.common.imports import names_module
 from lachesis.common.types import Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
@@ -50,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 # Calls of an engine with servers of its own, which takes many at once.
 _CALLS = 16
+
+# How long the start of a run waits for the imports of reward functions before it goes on beside them.
+_EARLY_S = 1.0
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -112,6 +116,39 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
     return partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
 
 
+def reward_workers(config: LachesisConfig) -> int | None:
+    """How many processes call rewards; ``None``: one, where that changes nothing for them.
+
+    A function shares what its module has in memory with other functions of a configuration, such as tools or a rollout
+    function, and those that get environments get objects of this process: both stay in it.
+    """
+    number = config.rewards.num_workers
+    if number is not None:
+        return number
+    others = [text for text in _texts(config.model_dump(exclude={"rewards", "data"})) if names_module(text)]
+    modules = {_module_of(text) for text in others}
+    named = [one if isinstance(one, str) else str(one["function"]) for one in config.rewards.functions]
+    shared = config.source.kind == "steps" or any(_module_of(one) in modules for one in named)
+    return 0 if shared else None
+
+
+def _module_of(spec: str) -> str:
+    """The module or file of a function's import path, without what differs between the ways to write it."""
+    module = spec.rpartition(":")[0] or spec.rpartition(".")[0]
+    return module.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
     """The reward functions and models, by name."""
     rewards = config.rewards
@@ -119,7 +156,7 @@ def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
         use_sandbox(rewards.sandbox)
     return load_rewards(
         rewards.functions,
-        num_workers=rewards.num_workers,
+        num_workers=reward_workers(config),
         model_device=rewards.model_device,
         model_batch_size=rewards.model_batch_size,
     )
@@ -132,7 +169,7 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
         weights=config.rewards.weights,
         timeout_s=config.rewards.timeout_s,
         on_error=config.rewards.on_error,
-        num_workers=config.rewards.num_workers,
+        num_workers=reward_workers(config),
         max_steps=config.run.steps or 0,
         text_completions=config.rewards.text_completions,
     )
@@ -146,6 +183,7 @@ def rewarder_of(config: LachesisConfig, *, held_out: Sequence[Prompt], closing: 
         return None
     rewarder = build_rewarder(config)
     closing.callback(rewarder.close)
+    rewarder.raise_if_not_importable(within_s=_EARLY_S)
     return rewarder
 
 

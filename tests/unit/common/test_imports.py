@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import describe_exception, load_function, without
@@ -67,7 +69,7 @@ def test_neighbours_do_not_replace_installed_packages_after_the_import(tmp_path)
     write(tmp_path / "score.py", "def f(): return 1")
     load_function("score.py:f", tmp_path)
     assert sys.path[0] != str(tmp_path)
-    assert sys.path[-1] == str(tmp_path)
+    assert str(tmp_path) in sys.path[-2:]
 
 
 def test_a_module_is_found_in_the_base_directory_and_among_installed_ones(tmp_path):
@@ -182,3 +184,27 @@ def test_it_is_there_again_after_an_error():
     with pytest.raises(ZeroDivisionError), without("there.is_none"):
         raise ZeroDivisionError
     assert "there.is_none" not in sys.modules
+
+
+def test_what_a_file_defines_goes_to_processes_that_are_started_anew(tmp_path):
+    """Also where its name is none of a module, or one of the standard library's."""
+    for name in ("random.py", "my-rewards v2.py"):
+        (tmp_path / name).write_text(
+            "import dataclasses, neighbour\n@dataclasses.dataclass\nclass Pair:\n    x: int\n    y: int = 5\n"
+            "def add(pair): return pair.x + pair.y + neighbour.one\n"
+        )
+        (tmp_path / "neighbour.py").write_text("one = 1\n")
+        pair, add = (load_function(f"{name}:{function}", tmp_path) for function in ("Pair", "add"))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            assert pool.map(add, [pair(3), pair(4)]) == [9, 10]
+
+
+def test_a_file_that_switches_gradients_off_does_so_for_itself(tmp_path):
+    (tmp_path / "off.py").write_text("import torch\ntorch.set_grad_enabled(False)\ndef f(): pass\n")
+    with torch.no_grad():
+        load_function("off.py:f", tmp_path)
+        assert not torch.is_grad_enabled()
+    (tmp_path / "off.py").write_text("import torch\ntorch.set_grad_enabled(False)\nraise ValueError\n")
+    with pytest.raises(ConfigError):
+        load_function("off.py:f", tmp_path)
+    assert torch.is_grad_enabled()

@@ -130,7 +130,7 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
 def _source(config: LachesisConfig) -> Iterator[Said]:
     source = config.source
     if source.kind == "local" or source.kind == "agent":  # one by one, which narrows the type
-        if config.rewards.num_workers > config.batch.prompts_per_step:
+        if (config.rewards.num_workers or 0) > config.batch.prompts_per_step:
             yield note(
                 f"rewards.num_workers {config.rewards.num_workers} is more than a batch has groups "
                 f"({config.batch.prompts_per_step}), which are not split: some workers are idle"
@@ -176,7 +176,7 @@ def _environment(config: LachesisConfig) -> Iterator[Said]:
             "data.path and held-out problems are of a dataset, and source.kind steps has tasks of its own; name them "
             "in source.tasks (source.eval_tasks holds tasks out)"
         )
-    if kind == "steps" and config.rewards.num_workers > 0:
+    if kind == "steps" and config.rewards.num_workers:
         yield problem(
             f"rewards.num_workers is {config.rewards.num_workers}, and functions get the environments of source.kind "
             "steps, which cannot be sent to other processes; leave it out"

@@ -316,10 +316,11 @@ class RewardsConfig(Section):
         "conversation, or the text itself, as in TRL and Axolotl, whose files set it.",
     )
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
-    num_workers: NonNegativeInt = Field(
-        default=0,
+    num_workers: NonNegativeInt | None = Field(
+        default=None,
         description="Subprocesses that call the functions, whole groups each, in a main thread of their own (where "
-        "`signal.alarm` works); 0: a thread of the run.",
+        "`signal.alarm` works); 0: a thread of the run. Unset: one subprocess, where functions can be imported there "
+        "and share nothing with other parts of the configuration.",
     )
     on_error: Literal["fail", "drop_group"] = Field(
         default="fail",

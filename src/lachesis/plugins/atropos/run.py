@@ -24,6 +24,7 @@ from lachesis.plugins.atropos.environments.settings import EnvironmentOptions
 from lachesis.plugins.atropos.environments.shipped import SHIPPED
 from lachesis.plugins.atropos.environments.tokenizer import load_tokenizer
 from lachesis.plugins.atropos.episode_environments import EPISODES
+from lachesis.process.signals import keep_handlers_from_children
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
@@ -167,6 +168,7 @@ def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
         received.append(number)
         stop.set()
 
+    keep_handlers_from_children()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, request, number)
     try:

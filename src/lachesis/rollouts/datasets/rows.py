@@ -191,7 +191,33 @@ def _read_parquet(path: Path) -> list[Row]:
         records: list[dict[str, Any]] = read_table(BufferReader(content)).to_pylist()
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}", remedy="write the file anew") from error
-    return [Row(f"{path}, row {number}", record) for number, record in enumerate(records, start=1)]
+    return [Row(f"{path}, row {number}", from_arrow(record)) for number, record in enumerate(records, start=1)]
+
+
+def from_arrow(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as it was written: without the keys that Arrow has added to messages and descriptions of tools.
+
+    All structs of a column have the same keys there, with null where one had none; templates ask whether a message has
+    ``tool_calls``, and would show the model arguments that nobody gave. ``role`` and ``content`` stay in any case.
+    """
+    return {name: _written(value) if _is_chat(value) else value for name, value in record.items()}
+
+
+def _is_chat(value: object) -> bool:
+    """Return True for a list of messages, or of tools as they are described to models."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and not {"role", "function", "parameters"}.isdisjoint(one) for one in value)
+    )
+
+
+def _written(value: Any, *, always: tuple[str, ...] = ("role", "content")) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _written(inner, always=()) for name, inner in value.items() if inner is not None or name in always
+        }
+    return [_written(inner, always=always) for inner in value] if isinstance(value, list) else value
 
 
 def _decode(place: str, content: bytes) -> str:
@@ -246,7 +272,7 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
         raise _unreadable(path, name, split, error) from error
     if not records:
         raise DataError(f"the split {split!r} of the dataset {path} is empty", remedy="name another split")
-    rows = [Row(f"{path} ({split}), row {number}", record) for number, record in enumerate(records, start=1)]
+    rows = [Row(f"{path} ({split}), row {number}", from_arrow(record)) for number, record in enumerate(records, 1)]
     return rows, str(loaded._fingerprint)
 
 
@@ -305,7 +331,9 @@ def _records(value: Any) -> Any:
             for record in value.to_dict("records")
         ]
     to_list = getattr(value, "to_list", None)
-    return to_list() if callable(to_list) else value
+    if not callable(to_list):
+        return value
+    return [from_arrow(one) if isinstance(one, Mapping) else one for one in to_list()]
 
 
 def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:

@@ -42,7 +42,7 @@ def check_rewards(
     gold_format: str = "{gold}",
     tokenizer: PreTrainedTokenizerBase | None = None,
     timeout_s: float = 60.0,
-    num_workers: int = 0,
+    num_workers: int | None = 0,
     text_completions: TextCompletions = "messages",
 ) -> RewardCheck:
     """Score the right answer of some problems, and wrong ones made of it, with each function.

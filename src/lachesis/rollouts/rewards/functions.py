@@ -107,13 +107,15 @@ class RewardFailure:
     """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
 
     ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: the
-    call of each sample alone can tell which one it was.
+    call of each sample alone can tell which one it was. ``between_processes``: a value could not go to the function's
+    process or come back from there, for which the function is not to blame.
     """
 
     what: str
     remedy: str
     costly: bool = False
     traceable: bool = False
+    between_processes: bool = False
     cause: BaseException | None = None
 
 

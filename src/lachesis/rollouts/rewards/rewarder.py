@@ -12,13 +12,16 @@ import math
 import threading
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
+from lachesis.common.imports import names_module
 from lachesis.common.objects import is_given
 from lachesis.common.types import Group, Prompt
 from lachesis.process.threads import CallThread
+from lachesis.process.watchdog import Watchdog
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
@@ -88,7 +91,7 @@ def load_reward(
     given: str | Mapping[str, Any],
     base_dir: Path | None = None,
     *,
-    num_workers: int = 0,
+    num_workers: int | None = 0,
     model_device: str = "auto",
     model_batch_size: int = 16,
 ) -> NamedReward:
@@ -101,7 +104,8 @@ def load_reward(
     ``module.function`` or ``FILE.py:FUNCTION`` and has the function's name.
 
     Args:
-        num_workers: with processes to run it, a function is not imported here but there.
+        num_workers: with processes to run it, a function is not imported here but there; ``None``: of the user's
+            functions those that another process can import.
         model_device: of a model; ``auto`` takes a GPU if there is one.
         model_batch_size: conversations that a model judges at once.
 
@@ -122,7 +126,7 @@ def load_reward(
             remedy=f"write it in a file and name that (FILE.py:{name}), or leave rewards.num_workers out",
         )
     named = ImportPath(spec, base_dir, json.dumps(arguments))
-    if num_workers:
+    if num_workers or (num_workers is None and names_module(spec) and not is_given(spec)):
         return NamedReward(name, named)
     function = load_named(named)
     return NamedReward(name, named if needs_main_thread(function) and not is_given(spec) else function)
@@ -132,7 +136,7 @@ def load_rewards(
     specs: Sequence[str | Mapping[str, Any]],
     base_dir: Path | None = None,
     *,
-    num_workers: int = 0,
+    num_workers: int | None = 0,
     model_device: str = "auto",
     model_batch_size: int = 16,
 ) -> list[NamedReward]:
@@ -172,7 +176,7 @@ class Rewarder:
         *,
         timeout_s: float = 60.0,
         on_error: OnError = "fail",
-        num_workers: int = 0,
+        num_workers: int | None = 0,
         max_steps: int = 0,
         text_completions: TextCompletions = "messages",
     ) -> None:
@@ -181,26 +185,38 @@ class Rewarder:
             weights: one per function; all 1 if ``None``.
             timeout_s: deadline of one call of one function.
             on_error: ``fail`` raises, ``drop_group`` leaves out the groups that a function fails on.
-            num_workers: processes for the functions that are import paths; at least one if there are any.
+            num_workers: processes for the functions that are import paths; at least one if there are any. ``None``:
+                one, and a function whose values cannot go there runs on a thread of this process.
             max_steps: of the run, for functions that ask.
             text_completions: what functions get as completions of prompts that are texts.
 
         Raises:
-            ConfigError: the weights do not fit the functions, two functions have one name, or a process cannot
-                import a function.
+            ConfigError: the weights do not fit the functions, or two functions have one name. That a process cannot
+                import a function is raised where it is first asked for.
         """
         self.names = tuple(reward.name for reward in functions)
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
         _check_setup(self.names, self._weights)
         self._thread = CallThread("rewards")
+        self._watchdog = Watchdog()
         self._turn = threading.Lock()
         self._workers = _start_workers(functions, num_workers)
         self._functions = tuple(
             RewardAttempts(reward.name, runner, timeout_s=timeout_s, text_completions=text_completions)
-            for reward, runner in zip(functions, self._runners(functions), strict=True)
+            for reward, runner in zip(functions, self._runners(functions, num_workers), strict=True)
         )
         self._on_error: OnError = on_error
         self._state = TrainerState(max_steps=max_steps)
+
+    def raise_if_not_importable(self, *, within_s: float) -> None:
+        """Wait for the processes for some time, in which most that is wrong with a function's module shows.
+
+        Raises:
+            ConfigError: a function cannot be imported.
+            RewardError: a process ended meanwhile.
+        """
+        if self._workers is not None:
+            self._workers.wait(within_s)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Before anything is generated: each function gets the arguments that it cannot do without.
@@ -277,17 +293,25 @@ class Rewarder:
     def close(self) -> None:
         """End the thread and the processes that functions run in. Idempotent."""
         self._thread.close()
+        self._watchdog.close()
         if self._workers is not None:
             self._workers.close()
 
-    def _runners(self, functions: Sequence[NamedReward]) -> list[RewardRunner]:
+    def _runners(self, functions: Sequence[NamedReward], num_workers: int | None) -> list[RewardRunner]:
         specs = _remote_specs(functions)
         return [
-            WorkerRunner(self._workers, specs.index(reward.function))
+            WorkerRunner(
+                self._workers,
+                specs.index(reward.function),
+                here=partial(self._here, reward.function) if num_workers is None else None,
+            )
             if isinstance(reward.function, ImportPath) and self._workers is not None
-            else ThreadRunner(reward.function, self._thread)  # type: ignore[arg-type]
+            else ThreadRunner(reward.function, self._thread, self._watchdog)  # type: ignore[arg-type]
             for reward in functions
         ]
+
+    def _here(self, path: ImportPath) -> RewardRunner:
+        return ThreadRunner(load_named(path), self._thread, self._watchdog)
 
     def _with_rewards(self, group: Group, table: Sequence[Judged]) -> Group:
         """``table[k].rewards[i]`` is the reward of sample i by function k."""
@@ -318,11 +342,12 @@ def _remote_specs(functions: Sequence[NamedReward]) -> list[ImportPath]:
     return [reward.function for reward in functions if isinstance(reward.function, ImportPath)]
 
 
-def _start_workers(functions: Sequence[NamedReward], num_workers: int) -> RewardWorkers | None:
+def _start_workers(functions: Sequence[NamedReward], num_workers: int | None) -> RewardWorkers | None:
     remote = _remote_specs(functions)
     if not remote:
         return None
-    return RewardWorkers(remote, count=max(1, num_workers))
+    # One alone may use all processors, as a thread of this process would.
+    return RewardWorkers(remote, count=max(1, num_workers or 1), one_thread=num_workers is not None)
 
 
 def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float | None, ...]:

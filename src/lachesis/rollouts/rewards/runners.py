@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 from lachesis.common.errors import RewardError
-from lachesis.process.threads import Caller, CallOutcome, CallThread
+from lachesis.process.threads import Caller, CallOutcome, CallThread, DaemonThread
+from lachesis.process.watchdog import Watchdog
 from lachesis.process.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
     Answer,
@@ -22,6 +27,10 @@ from lachesis.rollouts.rewards.functions import (
 )
 from lachesis.rollouts.rewards.loading import ImportPath, load_named
 
+logger = logging.getLogger(__name__)
+
+# How long a process without a call may take to end by itself, files and connections of its functions included.
+_GRACE_S = 2.0
 _DEATH_REMEDY = "find out why it ends its process (memory, a crash in native code, os._exit)"
 
 
@@ -40,18 +49,26 @@ class RewardRunner(Protocol):
 
 
 class ThreadRunner:
-    """Runs a function on a thread of this process."""
+    """Runs a function on a thread of this process, which ``watchdog`` ends where the thread does not let go of it."""
 
     width = 1
 
-    def __init__(self, function: Callable[..., Any], thread: CallThread) -> None:
+    def __init__(self, function: Callable[..., Any], thread: CallThread, watchdog: Watchdog) -> None:
         self.signature = signature_of(function)
         self._function = function
         self._thread = thread
+        self._watchdog = watchdog
 
     def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
+        words = (
+            f"reward function {getattr(self._function, '__name__', 'of a class')!r} holds the interpreter and did not "
+            f"return within {timeout_s:g} s -> avoid regular expressions that backtrack and computations without end, "
+            "or leave rewards.num_workers out and name it by its file, so that it runs in a process of its own"
+        )
+
         def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
-            return self._thread.call(self._function, arguments, timeout_s=timeout_s)
+            with self._watchdog.guard(timeout_s, words):
+                return self._thread.call(self._function, arguments, timeout_s=timeout_s)
 
         return [answer_of(self._function, call, invoke, timeout_s=timeout_s) for call in calls]
 
@@ -59,22 +76,58 @@ class ThreadRunner:
 class RewardWorkers:
     """``count`` processes that all have the same functions, each call in a main thread, where ``signal.alarm`` works.
 
+    The processes import their functions while this one goes on: whoever asks for a signature, or calls a function,
+    waits for them, and gets the error where one cannot be imported.
+
     Args:
         functions: by their names; only the processes import them.
         start_s: limit of starting the processes, imports included, in seconds.
-
-    Raises:
-        ConfigError: a function cannot be imported.
-        RewardError: a process ended before it was ready.
-        DeadlineExceeded: the imports take too long.
+        one_thread: as of :class:`~lachesis.process.workers.ChildProcess`.
     """
 
-    def __init__(self, functions: Sequence[ImportPath], *, count: int, start_s: float = 120.0) -> None:
+    def __init__(
+        self, functions: Sequence[ImportPath], *, count: int, start_s: float = 120.0, one_thread: bool = True
+    ) -> None:
         self.count = count
         self._functions = tuple(functions)
+        self._start_s = start_s
+        self._one_thread = one_thread
+        starter = DaemonThread("lachesis-reward-workers")
+        self._starting: Future[WorkerPool] = starter.submit(self._started, {})
+        starter.abandon()
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The processes, once they are ready.
+
+        Raises:
+            ConfigError: a function cannot be imported.
+            RewardError: a process ended before it was ready.
+            DeadlineExceeded: the imports take too long.
+        """
+        return self._starting.result()
+
+    def wait(self, within_s: float) -> None:
+        """Wait until they are ready, or for that long. Raises as :attr:`pool` where they cannot be."""
+        if futures.wait([self._starting], timeout=within_s).done:
+            self._starting.result()
+
+    @property
+    def signatures(self) -> tuple[Signature, ...]:
+        """What each function takes. Waits and raises as :attr:`pool`."""
+        return self.pool.initialized
+
+    def _started(self) -> WorkerPool:
         with _start_errors():
-            self.pool = WorkerPool(count, _signatures, self._functions, name="reward workers", start_s=start_s)
-        self.signatures: tuple[Signature, ...] = self.pool.initialized
+            return WorkerPool(
+                self.count,
+                _signatures,
+                self._functions,
+                name="reward workers",
+                start_s=self._start_s,
+                grace_s=_GRACE_S,
+                one_thread=self._one_thread,
+            )
 
     def run(self, index: int, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         """An answer for each call of function ``index``; the calls, at most ``count``, run at once.
@@ -93,20 +146,42 @@ class RewardWorkers:
 
     def close(self) -> None:
         """End all processes; a later call starts new ones. Idempotent."""
-        self.pool.close()
+        self._starting.add_done_callback(_close_started)  # at once where they have started
+
+
+def _close_started(starting: Future[WorkerPool]) -> None:
+    if starting.exception() is None:
+        starting.result().close()
 
 
 class WorkerRunner:
-    """Runs one of the functions of the workers."""
+    """Runs one of the functions of the workers.
 
-    def __init__(self, workers: RewardWorkers, index: int) -> None:
+    Args:
+        here: makes what runs it in this process instead, from the first call on whose values cannot go to another one
+            or come back from there; without it such a call fails.
+    """
+
+    def __init__(self, workers: RewardWorkers, index: int, here: Callable[[], RewardRunner] | None = None) -> None:
         self.width = workers.count
-        self.signature = workers.signatures[index]
         self._workers = workers
         self._index = index
+        self._here = here
+        self._moved: RewardRunner | None = None
+
+    @property
+    def signature(self) -> Signature:
+        return self._workers.signatures[self._index]
 
     def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
-        return self._workers.run(self._index, calls, timeout_s=timeout_s)
+        if self._moved is None:
+            answers = self._workers.run(self._index, calls, timeout_s=timeout_s)
+            stuck = next((one.failure for one in answers if one.failure and one.failure.between_processes), None)
+            if stuck is None or self._here is None:
+                return answers
+            logger.warning("a reward function %s: from here on it runs on a thread of this process", stuck.what)
+            self._moved = self._here()
+        return [answer for call in calls for answer in self._moved.run([call], timeout_s=timeout_s)]
 
 
 def _failure(error: WorkerError, timeout_s: float) -> RewardFailure:
@@ -118,9 +193,12 @@ def _failure(error: WorkerError, timeout_s: float) -> RewardFailure:
         return RewardFailure(
             f"cannot be given its arguments in another process ({error.message})",
             "keep plain values in the columns, or set rewards.num_workers to 0",
+            between_processes=True,
         )
     return RewardFailure(
-        f"logged something that cannot leave its process ({error.message})", "log plain values: numbers, texts, lists"
+        f"logged something that cannot leave its process ({error.message})",
+        "log plain values: numbers, texts, lists",
+        between_processes=True,
     )
 
 
@@ -148,7 +226,7 @@ def _signatures(paths: Sequence[ImportPath]) -> tuple[Signature, ...]:
 
 
 def _call_imported(path: ImportPath, call: RewardCall) -> Answer:
-    """In a worker process: call a function. Its exception stays here, as the type may not be known elsewhere."""
+    """In a worker process: call a function. Its exception leaves as a text: its type may not be known elsewhere."""
     function = _load(path)
 
     def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
@@ -158,4 +236,15 @@ def _call_imported(path: ImportPath, call: RewardCall) -> Answer:
             return CallOutcome(error=error)
 
     answer = answer_of(function, call, invoke)
-    return replace(answer, failure=answer.failure and replace(answer.failure, cause=None))
+    if answer.failure is None or (cause := answer.failure.cause) is None:
+        return answer
+    return replace(
+        answer, failure=replace(answer.failure, cause=RaisedThere("".join(traceback.format_exception(cause))))
+    )
+
+
+class RaisedThere(Exception):
+    """What a function raised in another process: its text is the traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets import Dataset
 from lachesis.rollouts.datasets.problems import read_rows
-from lachesis.rollouts.datasets.rows import Row, is_hub_name, read_file, read_library, select
+from lachesis.rollouts.datasets.rows import Row, is_hub_name, read_file, read_library, read_object, select
 from tests.ports import free_port
 
 ROWS = [{"prompt": "1", "answer": "2"}, {"prompt": "3", "answer": None}]
@@ -238,3 +238,38 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"n": []}))
         with pytest.raises(DataError, match="'train' of the dataset openai/gsm8k is empty"):
             read_library("openai/gsm8k", name=None, split="train")
+
+
+def call(name: str, **arguments: object) -> dict[str, object]:
+    return {"function": {"name": name, "arguments": arguments}}
+
+
+CHAT = [
+    {"prompt": [{"role": "user", "content": "hi"}], "info": {"a": None, "b": 1}},
+    {
+        "prompt": [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": None, "tool_calls": [call("f", x=1), call("g", y=[2])]},
+        ],
+        "info": {"a": 2, "b": None},
+    },
+]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
+    for name in "fg"
+]
+
+
+@pytest.mark.parametrize("read", ["parquet", "library", "object"])
+def test_messages_and_tools_have_no_keys_that_arrow_has_added(tmp_path, read: str):
+    """Elsewhere a null may be what a reward looks for."""
+    rows = [row | {"tools": TOOLS} for row in CHAT]
+    if read == "object":
+        found = read_object(datasets.Dataset.from_list(rows), name="data")[0]
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+        path = str(tmp_path)
+        found = (
+            read_library(path, name=None, split="train")[0] if read == "library" else read_file(Path(path, "a.parquet"))
+        )
+    assert [row.columns for row in found] == rows

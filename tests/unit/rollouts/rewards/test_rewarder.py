@@ -5,6 +5,9 @@ import dataclasses
 import math
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -540,3 +543,19 @@ def test_scoring_costs_little_beyond_the_function():
         rewarder.score(groups)
         times.append(time.process_time() - started)
     assert min(times) < 20e-3  # seconds of work; about 0.9 ms on a core of 2020
+
+
+def test_a_function_that_holds_the_interpreter_ends_the_process_with_its_name(tmp_path):
+    (tmp_path / "r.py").write_text("import re\ndef r(completions): return [re.match('(a+)+$', 'a' * 60 + 'b')]\n")
+    program = textwrap.dedent(f"""
+        from pathlib import Path
+        from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+        from lachesis.rollouts.rewards import rewarder
+        made = rewarder.Rewarder(rewarder.load_rewards(["r.py:r"], Path({str(tmp_path)!r})), timeout_s=0.1)
+        made._watchdog._grace_s = 0.2
+        sample = Sample((1,), (5,), (-0.5,), "stop", VersionSpan(0, 0), text="x")
+        made.score([Group(Prompt(id="0", token_ids=(1,), text="p"), (sample,))])
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr.startswith("error: reward function 'r' holds the interpreter and did not return within 0.1 s")

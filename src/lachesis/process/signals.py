@@ -1,0 +1,41 @@
+"""Signals of this process that are none of the processes that it forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import cache
+
+# The signal mask of a thread that forks.
+_held = threading.local()
+
+
+@cache
+def keep_handlers_from_children() -> None:
+    """From now on processes that are forked from this one end by SIGTERM, and take SIGINT as Python does by default.
+
+    They would inherit handlers that ask this process to stop: a pool of the user's, which ends its workers by SIGTERM,
+    would wait for them for ever, and what asyncio is told by a signal would be told to the loop of this process.
+    """
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_use_defaults)
+
+
+def _hold() -> None:
+    """Keep SIGTERM back until the child has no handler of ours: what Python has not handled yet, it drops there.
+
+    SIGINT is not held: its KeyboardInterrupt would be raised as the child lets it in, where nobody sees it.
+    """
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
+def _use_defaults() -> None:
+    signal.set_wakeup_fd(-1)
+    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if callable(signal.getsignal(number)):  # one that is ignored stays so
+            signal.signal(number, default)
+    _release()

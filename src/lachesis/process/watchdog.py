@@ -1,0 +1,115 @@
+"""A process that ends this one where a call holds the interpreter past its deadline.
+
+While native code holds Python's lock, as a regular expression does that backtracks, no thread of this process can give
+the call up, and no signal handler runs: Ctrl-C and SIGTERM do nothing. Only another process can see it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# How much later than its deadline a call may end that has not: this process gives up one that only waits at once.
+GRACE_S = 10.0
+_LONGEST_WORDS = 300
+
+
+class Watchdog:
+    """Ends this process when a guarded call takes longer than its limit and its end has not been told either.
+
+    The process that watches is started at the first call, and ends with this one. Thread-safe; calls take turns.
+
+    Args:
+        grace_s: seconds beyond the limit of a call.
+    """
+
+    def __init__(self, *, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_by = 0
+
+    @contextmanager
+    def guard(self, limit_s: float, words: str) -> Iterator[None]:
+        """Within it the process ends by SIGKILL after ``limit_s`` seconds and the grace.
+
+        Args:
+            words: the last line on its standard error, then.
+        """
+        if math.isinf(limit_s):
+            yield
+            return
+        with self._turn:
+            self._tell(f"{limit_s + self._grace_s} {' '.join(words.split())[:_LONGEST_WORDS]}")
+            try:
+                yield
+            finally:
+                self._tell("")
+
+    def close(self) -> None:
+        """End the process that watches. Idempotent."""
+        if self._process is not None and self._process.stdin is not None and self._started_by == os.getpid():
+            self._process.stdin.close()
+            self._process.wait()
+        self._process = None
+
+    def _tell(self, line: str) -> None:
+        content = f"{line}\n".encode("utf-8", "replace")
+        for _ in range(2):
+            if self._process is None or self._started_by != os.getpid():  # a forked process has one of its own
+                self._process = self._start()
+                self._started_by = os.getpid()
+            assert self._process.stdin is not None
+            try:
+                os.write(self._process.stdin.fileno(), content)
+                return
+            except BrokenPipeError:  # somebody has ended it
+                self.close()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the process that it watches
+        )
+
+
+def watch(pid: int) -> None:
+    """The main of the process that watches: each line is a number of seconds with words, or the end of a call."""
+    end, words = math.inf, b""
+    while True:
+        left_s = None if math.isinf(end) else max(end - time.monotonic(), 0.0)
+        if select.select([0], [], [], left_s)[0]:
+            lines = os.read(0, 1 << 16).splitlines()
+            if not lines:
+                return
+            seconds, _, words = lines[-1].partition(b" ")
+            end = time.monotonic() + float(seconds) if seconds else math.inf
+        elif _is_stopped(pid):  # by SIGSTOP or a debugger: it does not take its time now
+            end = time.monotonic() + 1.0
+        else:
+            os.write(2, b"error: " + words + b"\n")
+            os.kill(pid, signal.SIGKILL)
+            return
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))

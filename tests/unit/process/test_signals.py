@@ -1,0 +1,74 @@
+"""What a process does on a signal is not done by those that it forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lachesis.process.signals import keep_handlers_from_children
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    keep_handlers_from_children()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ending_of_child(
+    number: signal.Signals, do: Callable[[], object] = lambda: time.sleep(30), *, begun: bool = False
+) -> int:
+    """The exit code of a forked process that sleeps, and is sent a signal: at once, or once it has ``begun``."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            os.write(writes, b"x")
+            do()
+        except KeyboardInterrupt:
+            code = 7
+        finally:
+            os._exit(code)
+    os.close(writes)
+    if begun:
+        os.read(reads, 1)
+    os.close(reads)
+    os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_ends_by_sigterm_and_sees_ctrl_c():
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    assert ending_of_child(signal.SIGTERM) == -signal.SIGTERM
+    assert ending_of_child(signal.SIGINT, begun=True) == 7
+    assert received == []
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert ending_of_child(signal.SIGTERM, lambda: time.sleep(0.2)) == 9
+
+
+def test_a_loop_does_not_hear_of_signals_to_forked_processes():
+    async def run() -> list[int]:
+        heard: list[int] = []
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, heard.append, 1)
+        try:
+            assert ending_of_child(signal.SIGTERM) == -signal.SIGTERM
+            await asyncio.sleep(0.05)
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+        return heard
+
+    assert asyncio.run(run()) == []
