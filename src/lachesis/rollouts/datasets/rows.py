@@ -330,10 +330,9 @@ def _records(value: Any) -> Any:
             {name: None if isinstance(cell, float) and math.isnan(cell) else cell for name, cell in record.items()}
             for record in value.to_dict("records")
         ]
-    to_list = getattr(value, "to_list", None)
-    if not callable(to_list):
+    if not callable(getattr(value, "to_list", None)):
         return value
-    return [from_arrow(one) if isinstance(one, Mapping) else one for one in to_list()]
+    return [from_arrow(one) if isinstance(one, Mapping) else one for one in value.to_list()]
 
 
 def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:
