@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -149,7 +150,7 @@ def test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice(model: Path
         assert_each_batch_once(job, steps=steps)
 
 
-def start_everything(job: Stage) -> None:
+def start_everything(job: Stage, **sections: dict[str, Any]) -> None:
     """`lachesis run`, with the embedded engine's server, and the learned problems."""
     config = job.write_config(
         engine={"kind": "embedded_server", "port": job.engine_port, "urls": None},
@@ -159,6 +160,7 @@ def start_everything(job: Stage) -> None:
                 "args": ["--env.max_num", str(PROBLEMS), "--env.group_size", str(GROUP), "--env.wait_timeout", "60"],
             }
         },
+        **sections,
     )
     text = config.read_text().replace("  urls: null\n", "")
     config.write_text(text)
@@ -184,10 +186,10 @@ def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path
 
 
 def test_one_command_outlives_the_engine_that_shares_its_weights_and_killed_supervisors(model: Path, tmp_path: Path):
-    """Of the engine's weights only checkpoints are left, which such a run has by default."""
+    """Of the engine's weights only checkpoints are left."""
     steps = 12
     with stage(tmp_path, model=model, mode="shared_vllm", steps=steps) as job:
-        start_everything(job)
+        start_everything(job, checkpoint={"every_steps": 1})
         job.wait_step(2)
         job.supervisor("trainer", "run-api").kill()
         job.wait_step(4)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.common.imports import load_function
 from lachesis.config.keys import find_section
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
@@ -42,3 +43,18 @@ def test_the_flags_of_the_atropos_trainer():
     assert loaded.config.source.kind == "atropos"
     assert loaded.config.source.batch_size == 16
     assert loaded.config.bridge.kind == "lora_only"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("7 + 5 = 12", 1.0), ("The answer is 12.", 1.0), ("012", 1.0), ("12 + 5 is 17", 0.0), ("112", 0.0), ("", 0.0)],
+)
+def test_the_reward_of_smollm2_takes_the_last_number(text: str, reward: float):
+    right_sum = load_function("rewards.right_sum", EXAMPLES / "smollm2")
+    assert right_sum([[{"role": "assistant", "content": text}]], answer=["12"]) == [reward]
+
+
+def test_smollm2_is_tested_on_problems_that_it_does_not_train_on():
+    train, held_out = load_function("setup.py:problems", EXAMPLES / "smollm2")(seed=0)
+    questions = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
+    assert [len(part) for part in questions] == [300, 100] and not questions[0] & questions[1]

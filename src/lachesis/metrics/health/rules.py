@@ -155,8 +155,11 @@ def nothing_clips(seen: Observation) -> Alarm | None:
 
 @rule
 def policy_lost(seen: Observation) -> Alarm | None:
-    """The policy has lost most of the reward that it had 50 batches before, or began with, and writes differently."""
-    if len(seen.batches) < 4:
+    """Within 20 batches the policy has lost most of the reward that it began with, and writes differently.
+
+    Later the problems may have become harder.
+    """
+    if not 4 <= len(seen.batches) <= 20:
         return None
     first, last = seen.batches[0], [group for batch in seen.batches[-3:] for group in batch]
     start, now = _mean_rewards(first), _mean_rewards(last)
