@@ -202,9 +202,9 @@ def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
     """From now on servers of ours that this process starts are forked as well, with their supervisors."""
     if not FORKS:
         return
-    for module, popen in {"process": _supervised, "forkserver": _forkserver}.items():
+    for module, popen in {"managed": _supervised, "forkserver": _forkserver}.items():
         own = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
-        assign(importlib.import_module(f"lachesis.common.{module}"), "subprocess", own)
+        assign(importlib.import_module(f"lachesis.process.{module}"), "subprocess", own)
 
 
 def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
