@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -242,6 +245,71 @@ def test_what_cannot_be_done_is_refused(world: World, options: dict[str, Any], m
     with pytest.raises(openai.BadRequestError, match=message):
         gpt(world).chat.completions.create(**asked)
     assert world.session.trajectories == []
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "a", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "max_tokens": 3,
+        "stop": ["a"],
+        "response_format": {"type": "text"},
+    },
+    "messages": {
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {}}],
+        "tool_choice": {"type": "auto"},
+        "max_tokens": 3,
+    },
+    "responses": {
+        "input": [
+            {"role": "user", "content": "a"},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "x"},
+        ],
+        "text": {"format": {"type": "text"}},
+        "previous_response_id": None,
+    },
+}
+WRONG: tuple[Any, ...] = (None, 0, -1, 1.5, "x", [], {}, [None], [[]], {"a": None}, 10**30, "\ud800", {"type": 3}, [1])
+
+
+def spoiled(value: Any, chance: random.Random) -> Any:
+    """The value with some of its parts left out or of another kind."""
+    if chance.random() < 0.25:
+        return chance.choice(WRONG)
+    if isinstance(value, dict):
+        kept = {name: part for name, part in value.items() if chance.random() > 0.08}
+        return {name: spoiled(part, chance) if chance.random() < 0.5 else part for name, part in kept.items()}
+    if isinstance(value, list):
+        return [spoiled(part, chance) if chance.random() < 0.5 else part for part in value]
+    return value
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_whatever_a_body_has_the_answer_is_no_fault_of_the_server(world: World, path: str):
+    """Half of them are answered, as they are still sound: the engine says the same to all."""
+    world.answers = [f"a{EOS}"] * 1000
+    chance, seen = random.Random(8), Counter[int]()
+    with httpx.Client(base_url=f"{world.proxy.url}/v1", headers={"x-api-key": world.key}) as http:
+        for _ in range(50):
+            body = json.dumps(spoiled(BODIES[path], chance)).encode()
+            seen[http.post(path, content=body).status_code] += 1
+        for body in (b"", b"{", b"[" * 100_000, b'{"messages": "\xff"}', b"null"):
+            seen[http.post(path, content=body).status_code] += 1
+        assert http.post(path, content=b" " * ((32 << 20) + 1)).status_code == 413
+        parts = (b" " * (1 << 20) for _ in range(40))  # without a length
+        assert http.post(path, content=parts).status_code == 413
+    assert set(seen) <= {200, 400, 404} and seen[400] > 8, seen
+    assert world.proxy.failure is None
 
 
 def test_an_engine_that_fails_is_no_fault_of_the_agents(world: World):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -356,6 +357,66 @@ def test_strangers_and_foreign_pages_are_kept_out(served: Served):
     assert status(**{"x-api-key": KEY}) == 200
     assert status() == status(**{"x-api-key": "tml-other"}) == 401
     assert status(**{"x-api-key": KEY, "host": "evil.example"}) == 403
+
+
+def test_bodies_counts_and_ranks_are_bounded(served: Served):
+    zstandard = pytest.importorskip("zstandard")
+    headers = {"x-api-key": KEY}
+
+    def post(path: str, content: bytes, **more: str) -> httpx.Response:
+        url = f"{served.url}/api/v1/{path}"
+        return httpx.post(url, content=content, headers=headers | more, trust_env=False, timeout=60)
+
+    packed = {"content-encoding": "zstd"}
+    bomb = zstandard.compress(bytes(400 << 20))
+    assert len(bomb) < 100_000
+    for path in ("telemetry", "forward_backward"):
+        assert post(path, bomb, **packed).status_code == 413
+    assert post("telemetry", bytes(33 << 20)).status_code == 413
+    assert post("telemetry", zstandard.compress(b"{}"), **packed).status_code == 200
+    assert post("telemetry", b"not zstd", **packed).status_code == 422
+
+    run = served.client.create_lora_training_client
+    for rank in (257, 10**9):
+        with pytest.raises(Exception, match=f"rank {rank} is not served: the largest is 256 "):
+            run(base_model=str(served.model), rank=rank).result()
+    body = {"base_model": str(served.model), "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}}
+    wanted = body | {"num_samples": 10**9, "sampling_params": {"max_tokens": 1}}
+    reply = post("asample", json.dumps(wanted).encode())
+    assert reply.status_code == 200 and len(reply.content) < 1 << 20
+    failed = post("retrieve_future", json.dumps({"request_id": reply.json()["request_id"]}).encode()).json()
+    assert "num_samples is 1000000000, and at most 1024 are served" in failed["error"]
+
+
+def test_malformed_requests_are_the_client_s_fault(served: Served):
+    chance = random.Random(3)
+    wrong = [None, -1, 1.5, "x", "\ud800", [], {}, [None], {"a": 1}, 10**40, True, "tinker://../../etc", "../x"]
+    keys = [
+        "model_id", "session_id", "model_seq_id", "seq_id", "base_model", "lora_config", "optimizer_config",
+        "path", "model_path", "tinker_path", "prompt", "num_samples", "sampling_params", "sampling_session_id",
+        "request_id", "adam_params", "optim_params", "user_metadata", "kind",
+    ]  # fmt: skip
+    posts = [
+        "create_model", "load_weights", "optim_step", "save_weights", "save_weights_for_sampler", "unload_model",
+        "asample", "forward_backward", "retrieve_future", "get_info", "session_heartbeat",
+        "create_sampling_session", "join_sampling_session", "weights_info", "telemetry", "create_session",
+        "client/config",
+    ]  # fmt: skip
+    run_id = served.run().model_id
+    with httpx.Client(base_url=f"{served.url}/api/v1/", headers={"x-api-key": KEY}, trust_env=False) as http:
+        for path in posts:
+            for number in range(15):
+                body: Any = {key: chance.choice(wrong) for key in chance.sample(keys, 8)}
+                if number % 3 == 0:
+                    body["model_id"] = run_id
+                content = [json.dumps(body).encode(), b"", b"{", b"[" * 50_000, b"\x0a\x05\xff"][max(0, number - 10)]
+                reply = http.post(path, content=content)
+                assert reply.status_code < 500, (path, content[:300], reply.text)
+        for query in ("offset=x", "limit=-1", "offset=99999999999999999999", "limit=%C2%B2", "offset=1.5"):
+            assert http.get(f"training_runs?{query}").status_code == 422
+        for path in ("training_runs/..%2f..", "training_runs/x/checkpoints", "samplers/x"):
+            assert http.get(path).status_code in (200, 404, 422)
+        assert http.delete("training_runs/x/checkpoints/weights/..").status_code in (404, 405, 422)
 
 
 def test_a_request_that_is_sent_twice_is_one(served: Served):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 _BACKLOG = 2048
 
@@ -35,6 +39,28 @@ def server_url(url: str) -> str:
     # A server that listens on all addresses is reached on this machine by the local one.
     place = parts.netloc.replace("0.0.0.0", "127.0.0.1") if parts.hostname == "0.0.0.0" else parts.netloc
     return f"{parts.scheme}://{place}{path}"
+
+
+class BodyTooLong(DataError):
+    """The body of a request is longer than the server takes."""
+
+
+async def read_body(request: Request, *, limit: int) -> bytes:
+    """The body of a request; what would be longer than ``limit`` bytes is not read to its end.
+
+    Raises:
+        BodyTooLong: it is.
+    """
+    declared = request.headers.get("content-length", "")
+    too_long = BodyTooLong(f"the body is longer than {limit >> 20} MiB", remedy="send less in one request")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_long
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit:
+            raise too_long
+    return bytes(parts)
 
 
 def listen(host: str, port: int) -> socket.socket:

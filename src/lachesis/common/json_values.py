@@ -28,6 +28,23 @@ def read_json(text: str | bytes) -> Any:
     return value
 
 
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a client sends.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has text that UTF-8 cannot hold, and no answer could repeat.
+    """
+    value = read_json(body)
+    if not is_object(value):
+        raise ValueError("it is no object")
+    if b"\\u" in body:
+        try:
+            to_json(value)
+        except PydanticSerializationError as error:
+            raise ValueError("a text in it has half a surrogate pair") from error
+    return value
+
+
 def _is_deep(value: object) -> bool:
     level: list[Any] = [value]
     for _ in range(DEEPEST):

@@ -25,6 +25,7 @@ from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
 from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
 from lachesis.process.managed import answers, check_port_free
+from lachesis.run.bounded_end import LastWords, bounded_end, heard_output
 
 OnReady = Callable[[str], None]
 
@@ -199,8 +200,10 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
             on_ready(ready_line(session, options.model))
 
     _when_healthy(options.url, announce)
+    arguments, words = vllm_arguments(options), LastWords()
     try:
-        launch.main(vllm_arguments(options))
+        with heard_output(words) as error_output, bounded_end(words, error_output=error_output):
+            launch.main(arguments)
     except LachesisError:
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -209,10 +212,13 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
         if not isinstance(error, Exception):
             raise
         raise EngineError(
-            f"vLLM ended with {type(error).__name__}: {error}", remedy="the cause is in its messages above"
+            f"vLLM ended with {type(error).__name__}: {words.sentence or error}",
+            remedy="the cause is in its messages above",
         ) from error
     if unable:
         raise unable[0]
+    if words.sentence:
+        raise EngineError(f"vLLM's engine has died: {words.sentence}", remedy="its messages above say more")
 
 
 def check_first_token(url: str, model: str) -> None:

@@ -22,11 +22,14 @@ def test_an_old_name_is_the_same_module(old):
 @pytest.mark.parametrize(
     ("public", "place"),
     [
-        ("lachesis.environments.base", "lachesis.plugins.atropos.environments.base"),
-        ("lachesis.environments.shipped.calculator", "lachesis.plugins.atropos.environments.shipped.calculator"),
-        ("lachesis.rollouts.agent.rewards", "lachesis.plugins.environments.agents.rewards"),
-        ("lachesis.rollouts.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
-        ("lachesis.rollouts.rewards.grpo_code.rewards", "lachesis.plugins.sandbox.rewards.grpo_code.rewards"),
+        ("lachesis.plugins.atropos.environments.base", "lachesis.plugins.atropos.environments.base"),
+        (
+            "lachesis.plugins.atropos.environments.shipped.calculator",
+            "lachesis.plugins.atropos.environments.shipped.calculator",
+        ),
+        ("lachesis.plugins.environments.agents.rewards", "lachesis.plugins.environments.agents.rewards"),
+        ("lachesis.plugins.sandbox.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
+        ("lachesis.plugins.sandbox.rewards.grpo_code.rewards", "lachesis.plugins.sandbox.rewards.grpo_code.rewards"),
     ],
 )
 def test_a_public_name_is_the_same_module(public, place):
@@ -36,7 +39,7 @@ def test_a_public_name_is_the_same_module(public, place):
 
 def test_a_module_that_a_public_package_has_not_is_missed_by_its_public_name():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'lachesis\.environments\.nothing'"):
-        import_module("lachesis.environments.nothing")
+        import_module("lachesis.plugins.atropos.environments.nothing")
 
 
 def test_names_are_taken_from_it():

@@ -27,6 +27,7 @@ class TinkerOptions(BaseModel):
     max_tokens_per_microbatch: int = Field(
         default=8192, ge=1, description="Most tokens in one forward pass; lower it where memory is short."
     )
+    max_lora_rank: int = Field(default=256, ge=1, description="Largest rank of an adapter that clients may ask for.")
     seed: int | None = Field(default=None, description="Of adapters and samples for which clients give no seed.")
     session_timeout: float = Field(
         default=3600.0, ge=1, description="Seconds of silence after which a client's runs are forgotten."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -20,6 +19,8 @@ from tinker import types
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
 
 from lachesis.common.errors import DataError, LachesisError
+from lachesis.common.http import BodyTooLong, read_body
+from lachesis.common.json_values import read_object
 from lachesis.plugins.tinker import wire
 from lachesis.plugins.tinker.checkpoints import Saved
 from lachesis.plugins.tinker.service import Run, Service, Unknown
@@ -31,7 +32,11 @@ B = TypeVar("B", bound=BaseModel)
 # Clients give a poll 45 s.
 _POLL_S = 20.0
 _PREFIX = "/api/v1"
-_MAX_BODY = 256 << 20
+# Data to train on is sent in numbers of four bytes, everything else as JSON.
+_MAX_DATA = 256 << 20
+_MAX_JSON = 32 << 20
+_MAX_WINDOW = 32 << 20
+_PART = 1 << 20
 
 
 class Routes:
@@ -106,6 +111,8 @@ class Routes:
                 return await endpoint(request)
             except Unknown as error:
                 return _refusal(404, error.message, error.remedy)
+            except BodyTooLong as error:
+                return _refusal(413, error.message, error.remedy)
             except LachesisError as error:
                 return _refusal(422, error.message, error.remedy)
 
@@ -118,13 +125,17 @@ class Routes:
 
     async def _pass(self, request: Request) -> Response:
         return JSONResponse(
-            {"request_id": self._started(self._service.pass_through, wire.pass_message(await _body(request)))}
+            {
+                "request_id": self._started(
+                    self._service.pass_through, wire.pass_message(await _body(request, limit=_MAX_DATA))
+                )
+            }
         )
 
     async def _sample(self, request: Request) -> Response:
         body = await _read(request, types.SampleRequest)
         request_id = self._started(self._service.sample, body)
-        names = [f"{request_id}:{number}" for number in range(body.num_samples)]
+        names = [f"{request_id}:{number}" for number in range(min(body.num_samples, wire.MOST_SAMPLES))]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
     def _started(self, start: Callable[[Any], str], body: object) -> str:
@@ -225,9 +236,7 @@ class Routes:
 
     async def _training_runs(self, request: Request) -> Response:
         found = [self._described(run_id, run) for run_id, run in self._service.runs.items() if run.training]
-        first, limit = (
-            int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 20))
-        )
+        first, limit = _count(request, "offset", 0), _count(request, "limit", 20)
         cursor = types.Cursor(offset=first, limit=limit, total_count=len(found))
         return _model(types.TrainingRunsResponse(training_runs=found[first : first + limit], cursor=cursor))
 
@@ -270,7 +279,7 @@ class Routes:
 def _count(request: Request, name: str, default: int) -> int:
     """Raises DataError where the query has no number there."""
     given = request.query_params.get(name, str(default))
-    if not given.isdecimal():
+    if not (given.isascii() and given.isdigit() and len(given) < 10):
         raise DataError(f"{name}={given!r} is no number from 0 on", remedy="give one")
     return int(given)
 
@@ -283,17 +292,32 @@ async def _result(future: Future[Answer | Failure]) -> Answer | Failure | None:
         return None
 
 
-async def _body(request: Request) -> bytes:
-    """Raises DataError for one that is too large, or not what its header says."""
-    body = await request.body()
+async def _body(request: Request, *, limit: int = _MAX_JSON) -> bytes:
+    """Raises DataError for one that is too long, packed or not, or not what its header says."""
+    body = await read_body(request, limit=limit)
     if request.headers.get("content-encoding") == "zstd":
-        try:
-            body = zstandard.ZstdDecompressor().decompress(body, max_output_size=_MAX_BODY)
-        except zstandard.ZstdError as error:
-            raise DataError(f"the body is no zstd: {error}", remedy="send it as it is") from error
-    if len(body) > _MAX_BODY:
-        raise DataError(f"the body has more than {_MAX_BODY >> 20} MiB", remedy="send the data in several requests")
+        return await asyncio.to_thread(_unpacked, body, limit=limit)
     return body
+
+
+def _unpacked(body: bytes, *, limit: int) -> bytes:
+    """What a frame of zstd holds, of which no more than the limit is made.
+
+    A frame says itself how long it is, and ``decompress`` takes memory for that, whatever it is told.
+    """
+    content = bytearray()
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(body) as reader:
+            while part := reader.read(_PART):
+                content += part
+                if len(content) > limit:
+                    raise BodyTooLong(
+                        f"the body is longer than {limit >> 20} MiB, unpacked",
+                        remedy="send the data in several requests",
+                    )
+    except zstandard.ZstdError as error:
+        raise DataError(f"the body is no zstd: {error}", remedy="send it as it is") from error
+    return bytes(content)
 
 
 async def _read(request: Request, body: type[B]) -> B:
@@ -311,12 +335,9 @@ async def _read(request: Request, body: type[B]) -> B:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        return read_object(body)
     except ValueError as error:
-        raise DataError(f"the body is no JSON: {error}", remedy="use the client tinker 0.38") from error
-    if not isinstance(found, dict):
-        raise DataError("the body is no JSON object", remedy="use the client tinker 0.38")
-    return found
+        raise DataError(f"the body is no JSON object: {error}", remedy="use the client tinker 0.38") from error
 
 
 def _model(model: BaseModel) -> Response:

@@ -124,4 +124,5 @@ def _service(options: TinkerOptions) -> Any:
         tokenizer=str(place.resolve()) if place.is_dir() else options.model,
         session_s=options.session_timeout,
         seed=options.seed,
+        max_rank=options.max_lora_rank,
     )

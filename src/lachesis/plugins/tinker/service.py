@@ -76,6 +76,7 @@ class Service:
         tokenizer: where they load the tokenizer from.
         session_s: seconds of silence after which a session's runs are forgotten; what they saved stays.
         seed: of what clients give no seed for; ``None`` draws one.
+        max_rank: the largest rank of an adapter.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Service:
         tokenizer: str,
         session_s: float,
         seed: int | None,
+        max_rank: int,
     ) -> None:
         self.store = store
         self.name = name
@@ -101,6 +103,7 @@ class Service:
         self._sampler = sampler
         self._heard: dict[str, float] = {}
         self._seed = random.getrandbits(62) if seed is None else seed
+        self._max_rank = max_rank
         self._made_samplers = 0
         self._worker = Worker(sampler)
 
@@ -140,7 +143,8 @@ class Service:
         """The id of the request; the run's own follows from the session and its number there."""
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
-        shape = wire.lora_shape(body.lora_config, seed=self._drawn("adapter", len(self._heard), body.model_seq_id))
+        seed = self._drawn("adapter", len(self._heard), body.model_seq_id)
+        shape = wire.lora_shape(body.lora_config, seed=seed, max_rank=self._max_rank)
         return self._make_run(
             body,
             lambda: TrainingRun(self._base, shape),

@@ -16,6 +16,9 @@ from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.plugins.tinker.records import AdamStep, Datum, LoraShape, Pass, PassResult, Sampled, SampleRequest
 from lachesis.plugins.tinker.worker import Answer
 
+# Of one request: completions, and likeliest tokens at each place of a prompt.
+MOST_SAMPLES = 1024
+_MOST_TOP = 128
 _PROTOBUF = "application/x-protobuf"
 _NUMPY: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
@@ -56,7 +59,9 @@ def read_pass(message: pb.ForwardBackwardRequest) -> Pass:
 def _datum(message: pb.Datum, number: int) -> Datum:
     if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in message.model_input):
         raise DataError(f"datum {number} has an image or a sound: only tokens are served", remedy="leave it out")
-    tokens = [np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32) for chunk in message.model_input]
+    tokens = [
+        _numbers(chunk.encoded_text.tokens, np.int32, f"the tokens of datum {number}") for chunk in message.model_input
+    ]
     inputs = {name: _tensor(tensor, f"{name} of datum {number}") for name, tensor in message.loss_fn_inputs.items()}
     if "target_tokens" not in inputs:
         raise DataError(f"datum {number} has no target_tokens", remedy="give the token that each position predicts")
@@ -73,13 +78,22 @@ def _datum(message: pb.Datum, number: int) -> Datum:
 def _tensor(message: pb.Tensor, what: str) -> np.ndarray:
     if message.HasField("sparse_csr") or message.dtype not in _NUMPY:
         raise DataError(f"{what} is sparse or of an unknown dtype", remedy="send a dense tensor of float32 or int64")
-    values = np.frombuffer(message.dense, dtype=_NUMPY[message.dtype])
+    values = _numbers(message.dense, _NUMPY[message.dtype], what)
     try:
         return values.reshape(tuple(message.shape)) if message.shape else values
     except ValueError as error:
         raise DataError(
             f"{what} has {values.size} values for shape {list(message.shape)}", remedy="correct it"
         ) from error
+
+
+def _numbers(content: bytes, dtype: Any, what: str) -> np.ndarray:
+    try:
+        return np.frombuffer(content, dtype=dtype)
+    except ValueError as error:
+        size = np.dtype(dtype).itemsize
+        wrong = f"{what}: {len(content)} bytes, which are no numbers of {size}"
+        raise DataError(wrong, remedy="correct it") from error
 
 
 def pass_answer(result: PassResult) -> Answer:
@@ -97,14 +111,20 @@ def pass_answer(result: PassResult) -> Answer:
     return Answer(message.SerializeToString(), _PROTOBUF)
 
 
-def lora_shape(config: types.LoraConfig | None, *, seed: int) -> LoraShape:
-    """Raises DataError where there is none: all weights cannot be trained.
+def lora_shape(config: types.LoraConfig | None, *, seed: int, max_rank: int) -> LoraShape:
+    """Raises DataError where there is none, as all weights cannot be trained, or where its rank is too large.
 
     Args:
         seed: where the request has none.
+        max_rank: the largest rank; adapters and their optimizer's state grow with it.
     """
     if config is None:
         raise DataError("only LoRA runs are served", remedy="create_lora_training_client makes one")
+    if config.rank > max_rank:
+        raise DataError(
+            f"rank {config.rank} is not served: the largest is {max_rank} (--max-lora-rank)",
+            remedy="ask for a smaller one",
+        )
     return LoraShape(
         rank=config.rank,
         seed=(seed if config.seed is None else config.seed) % 2**63,
@@ -138,6 +158,12 @@ def sample_request(body: types.SampleRequest, *, seed: int, max_context: int) ->
         max_context: ends completions for which no length is given.
     """
     _refuse_sampling(body)
+    for name, count, most in (
+        ("num_samples", body.num_samples, MOST_SAMPLES),
+        ("topk_prompt_logprobs", body.topk_prompt_logprobs, _MOST_TOP),
+    ):
+        if count > most:
+            raise DataError(f"{name} is {count}, and at most {most} are served", remedy="ask for fewer")
     prompt = tuple(token for chunk in body.prompt.chunks for token in _tokens(chunk))
     params = body.sampling_params
     room = max(1, max_context - len(prompt))

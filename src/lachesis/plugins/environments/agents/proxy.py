@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -19,7 +20,8 @@ from starlette.routing import Route
 
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.json_values import read_json
+from lachesis.common.http import BodyTooLong, read_body
+from lachesis.common.json_values import read_object
 from lachesis.common.types import SamplingParams
 from lachesis.plugins.environments.agents import chat, messages, responses
 from lachesis.plugins.environments.agents.requests import Asked, AssistantTurn, BadRequest, Dialect, Event
@@ -27,6 +29,8 @@ from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
 
 _START_S = 20.0
+# Of a request: the longest conversations have some MiB.
+_MAX_BODY = 32 << 20
 _ANSWERS: Mapping[
     Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
 ] = {
@@ -124,22 +128,22 @@ class AgentProxy:
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
-        return await self._turn(session, chat.read(await _body(request)), "chat")
+        return await self._turn(session, _asked(chat.read, await _body(request)), "chat")
 
     async def _responses(self, request: Request) -> Response:
         session, body = self._session(request), await _body(request)
-        before = session.responses.get(earlier) if (earlier := body.get("previous_response_id")) else ()
+        before = session.responses.get(str(earlier)) if (earlier := body.get("previous_response_id")) else ()
         if before is None:
             raise BadRequest(f"there is no response {earlier!r}", status=404)
-        return await self._turn(session, responses.read(body, before=before), "responses")
+        return await self._turn(session, _asked(partial(responses.read, before=before), body), "responses")
 
     async def _messages(self, request: Request) -> Response:
         session = self._session(request)
-        return await self._turn(session, messages.read(await _body(request)), "messages")
+        return await self._turn(session, _asked(messages.read, await _body(request)), "messages")
 
     async def _count(self, request: Request) -> Response:
         self._session(request)
-        return JSONResponse({"input_tokens": len(self._recorder.render(messages.read(await _body(request))))})
+        return JSONResponse({"input_tokens": len(self._recorder.render(_asked(messages.read, await _body(request))))})
 
     async def _turn(self, session: AgentSession, asked: Asked, dialect: Dialect) -> Response:
         assert self.calls is not None, "made before the first request is taken"
@@ -164,12 +168,23 @@ class AgentProxy:
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = read_json(await request.body())
+        return read_object(await read_body(request, limit=_MAX_BODY))
+    except BodyTooLong as error:
+        raise BadRequest(error.message, status=413) from error
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body is no object")
-    return body
+        raise BadRequest(f"the body is no JSON object: {error}") from error
+
+
+def _asked(read: Callable[[dict[str, Any]], Asked], body: dict[str, Any]) -> Asked:
+    """What an agent asks for. Raises BadRequest where the body is not one of this API.
+
+    Readers do nothing but translate the body, so that what they stumble over is a part of it of another kind.
+    """
+    try:
+        return read(body)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        kind = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise BadRequest(f"the body is none of this API: {kind}") from error
 
 
 async def _stream(events: Iterator[Event], dialect: Dialect) -> AsyncIterator[str]:

@@ -1,0 +1,160 @@
+"""The end of a server of another library's: within seconds of the first signal, and with its engine's last error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from lachesis.process.managed import names_an_error
+
+# From the first signal until the server and its children are killed. They end by themselves within two, as a rule.
+LIMIT_S = 8.0
+_PART = 1 << 16
+_LONGEST_LINE = 16 << 10
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:ERROR|CRITICAL)\s[\d-]+ [\d:]+ \[[^\]]*\]\s*")
+# What vLLM says of an engine that has died; the error itself is above, or in the line.
+_DEATH = re.compile(r"EngineDeadError|EngineCore (?:encountered|failed)|Engine core proc\S* .*died|fatal error")
+# What only repeats that it has died.
+_REPEATS = re.compile(r"EngineDeadError|See (?:root cause|stack trace)|Engine core initialization failed")
+
+
+class LastWords:
+    """What a server has printed of errors: the last one, and whether its engine has died."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.engine_died = False
+
+    def hear(self, line: str) -> None:
+        """Take note of a line of the log."""
+        line = _COLOUR.sub("", line).strip()
+        if _DEATH.search(line):
+            self.engine_died = True
+        if names_an_error(line) and not _REPEATS.search(line):
+            self.error = _PREFIX.sub("", line)
+
+    @property
+    def sentence(self) -> str:
+        """The engine's own last error; empty unless it has died of one."""
+        return self.error if self.engine_died else ""
+
+
+@contextmanager
+def heard_output(words: LastWords) -> Iterator[int]:
+    """Within it a thread reads what this process and its children print, and passes it on to where it went.
+
+    Yields:
+        The descriptor of the standard error as it was.
+    """
+    kept = [os.dup(number) for number in (1, 2)]
+    threads: list[threading.Thread] = []
+    for number, target in zip((1, 2), kept, strict=True):
+        source, sink = os.pipe()
+        os.dup2(sink, number)
+        os.close(sink)
+        thread = threading.Thread(target=_pass_on, args=(source, target, words), name="lachesis-output", daemon=True)
+        thread.start()
+        threads.append(thread)
+    try:
+        yield kept[1]
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError, OSError):
+                stream.flush()
+        for number, target in zip((1, 2), kept, strict=True):
+            os.dup2(target, number)
+        for thread in threads:  # children that live on hold their ends
+            thread.join(0.5)
+
+
+def _pass_on(source: int, target: int, words: LastWords) -> None:
+    rest = b""
+    while part := os.read(source, _PART):
+        with suppress(OSError):  # nobody reads it any more: the server goes on
+            view = memoryview(part)
+            while view:
+                view = view[os.write(target, view) :]
+        *lines, rest = (rest + part).split(b"\n")
+        rest = rest[-_LONGEST_LINE:]
+        for line in lines:
+            words.hear(line[-_LONGEST_LINE:].decode(errors="replace"))
+    os.close(source)
+
+
+@contextmanager
+def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int = 2) -> Iterator[list[int]]:
+    """Within it the first SIGTERM or SIGINT begins a time after which this process and its children are killed.
+
+    The signal goes to the handlers that are, or will be, installed for it: of whoever serves. What these wait for, or
+    whether they return, does not matter.
+
+    Yields:
+        The signals that have come.
+    """
+    received: list[int] = []
+    install = signal.signal
+    own: dict[Any, Any] = {}
+
+    def begin(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
+            timer.daemon = True
+            timer.start()
+
+    def watched(handler: Any) -> Any:
+        def handle(number: int, frame: Any) -> None:
+            begin(number)
+            if callable(handler):
+                handler(number, frame)
+            elif handler == signal.SIG_DFL:
+                install(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        return handle
+
+    def replaced(number: Any, handler: Any) -> Any:
+        if number not in (signal.SIGTERM, signal.SIGINT) or handler == signal.SIG_IGN or os.getpid() != server:
+            return install(number, handler)
+        before = own.get(number, signal.getsignal(number))
+        install(number, watched(handler))
+        own[number] = handler
+        return before
+
+    server = os.getpid()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler != signal.SIG_DFL:
+            replaced(number, handler)
+    signal.signal = replaced
+    try:
+        yield received
+    finally:
+        signal.signal = install
+        for number, handler in before.items():
+            install(number, handler)
+
+
+def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:
+    """End this process as the signal would have, with its children, whatever any of them waits for."""
+    name, reason = signal.Signals(number).name, f": {words.sentence}" if words.sentence else ""
+    line = f"error: the server had not ended {limit_s:g} s after {name}, and was killed{reason}\n"
+    with suppress(OSError):
+        os.write(error_output, line.encode(errors="replace"))
+    children: list[int] = []
+    with suppress(psutil.Error):
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+    sys.setswitchinterval(60)  # whoever waits for a child would go on otherwise, between its end and ours
+    for pid in children:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(128 + number)
