@@ -37,6 +37,8 @@ from lachesis.plan.fit import fit, fit_lines
 from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
 
+ModelFormat = Literal["safetensors", "gguf"]
+
 
 @app.command()
 def train(
@@ -140,15 +142,16 @@ def _custom_lines(config: LachesisConfig) -> list[str]:
 
 @app.command("export")
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="RUN/checkpoints/step_N, or RUN for its latest checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="RUN, RUN/final or RUN/checkpoints/step_N.")],
     out: Annotated[Path | None, typer.Argument(help="Where to; RUN/models/step_N if unset.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base model's weights.")] = False,
+    to: Annotated[ModelFormat, typer.Option(help="gguf: as llama.cpp and Ollama load it, too.")] = "safetensors",
 ) -> None:
-    """Write a checkpoint as a model that transformers loads, or as an adapter that peft loads."""
+    """Write a run's model or a checkpoint for transformers, peft or llama.cpp."""
     from lachesis.run.export import export
 
     hide_progress_bars()
-    console.print(f"wrote {shown(export(checkpoint, out, merge=merge))}")
+    console.print(f"wrote {shown(export(checkpoint, out, merge=merge, to=to))}")
 
 
 @app.command("push")
@@ -164,7 +167,9 @@ def push_command(
 
     hide_progress_bars()
     if dry_run:
-        console.print(f"wrote {shown(write_card(run_dir))}; without --dry-run it goes to {repo} with the model")
+        console.print(
+            f"wrote {shown(write_card(run_dir, repo=repo))}; without --dry-run it goes to {repo} with the model"
+        )
     else:
         console.print(f"pushed: {push(run_dir, repo=repo, private=private, revision=revision)}")
 

@@ -1,90 +1,157 @@
-"""A model that transformers or peft loads, of any checkpoint of a run."""
+"""A model that transformers, peft or llama.cpp loads, of any checkpoint of a run or of the model at its end."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.load import load_config
-from lachesis.config.schema import LachesisConfig, ModelConfig
+from lachesis.config.schema import LachesisConfig, ModelConfig, NoAdapterConfig
 from lachesis.metrics.report.card import CARD, model_card
-from lachesis.run.model_step import note_step
+from lachesis.run.gguf import convert_to_gguf, find_converter
+from lachesis.run.model_step import note_step, noted_step
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, save_model
 from lachesis.train.model.loading import LoadedModel, load_model
+
+Format = Literal["safetensors", "gguf"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Path:
-    """Write what a checkpoint has of a model as a model of its own, or as an adapter, with tokenizer and model card.
+def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Format = "safetensors") -> Path:
+    """Write the model or adapter of a run with tokenizer and model card, in a directory of its own.
 
     Args:
-        source: a checkpoint, ``RUN/checkpoints/step_N``, or a run, of which the latest whole one is taken.
+        source: a run, of which the latest whole checkpoint is taken; one of its checkpoints,
+            ``RUN/checkpoints/step_N``; or ``RUN/final``. With ``merge`` or GGUF, a run stands for its final model
+            unless a checkpoint is newer.
         out: where to; ``RUN/models/step_N`` if unset.
         merge: adds an adapter to the weights of its base model, which makes an ordinary model of it.
+        to: ``gguf`` has llama.cpp's converter write ``model.gguf`` beside the model, or into ``out``; an adapter is
+            merged first.
 
     Returns:
-        The directory of the model.
+        The directory of the model, or the GGUF file.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged or of another model, or nothing can be written.
         DataError: the run's metrics are malformed.
+        DependencyError: llama.cpp's converter is not installed, or fails.
         ConfigError: there is no adapter to merge, or the run's configuration cannot be read.
         ModelError: the model that the run started from cannot be loaded.
     """
-    run_dir, step = _place(Path(source))
+    converter = find_converter() if to == "gguf" else None  # before anything is loaded
+    run_dir, name = _place(Path(source))
     config = load_config(run_paths(run_dir)["config"]).config
-    if merge and config.adapter.kind == "none":
+    adapts = config.adapter.kind != "none"
+    if merge and not adapts:
         raise ConfigError(
             f"the run {run_dir} trains all weights, so there is no adapter to merge", remedy="leave --merge out"
         )
+    merge = merge or (to == "gguf" and adapts)
     manager = CheckpointManager(run_paths(run_dir)["checkpoints"], keep_last=config.checkpoint.keep_last)
-    checkpoint = _loaded(manager, step, run_dir)
-    loaded = _load_trained(config, checkpoint)
-    model: Any = loaded.model
-    if merge:
-        assert isinstance(model, PeftModel), "the configuration has an adapter"
-        model = model.merge_and_unload()
-    directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
-    save_model(model, loaded.tokenizer, directory)
-    note_step(directory, checkpoint.step)
-    if run_paths(run_dir)["metrics"].exists():  # before the first step there is nothing to say of it
-        write_atomic(directory / CARD, model_card(run_dir, step=checkpoint.step, merged=merge))
+    if name == "final" or (name is None and (merge or to == "gguf") and _final_is_newest(run_dir, manager)):
+        directory = _export_final(run_dir, out, config=config, merge=merge, as_gguf=to == "gguf")
+    else:
+        checkpoint = _loaded(manager, None if name is None else _step_of(name), run_dir)
+        loaded = _load_trained(config, checkpoint)
+        directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
+        model = _merged(loaded.model, config.model) if merge else loaded.model
+        save_model(model, loaded.tokenizer, directory)
+        _describe(directory, run_dir, step=checkpoint.step, merged=merge)
+    return directory if converter is None else convert_to_gguf(directory, out or directory, converter)
+
+
+def _final_is_newest(run_dir: Path, manager: CheckpointManager) -> bool:
+    final, latest = run_paths(run_dir)["final"], manager.latest()
+    if not final.is_dir():
+        return False
+    step = noted_step(final)
+    return latest is None or step is None or step >= latest
+
+
+def _export_final(run_dir: Path, out: Path | None, *, config: LachesisConfig, merge: bool, as_gguf: bool) -> Path:
+    """The model at the end of a run, with its adapter merged, or as it is for a GGUF file of it."""
+    final = run_paths(run_dir)["final"]
+    is_adapter = (final / "adapter_config.json").is_file()
+    if as_gguf and not is_adapter:
+        return final
+    if not (merge and is_adapter):
+        raise _is_model_already(run_dir)
+    tensors = load_file(final / "adapter_model.safetensors")
+    base = load_model(_plain(config.model, dtype=_dtype_of(tensors.values())), NoAdapterConfig(kind="none"))
+    adapted = PeftModel.from_pretrained(base.model, str(final))  # pyright: ignore[reportArgumentType]
+    step = noted_step(final)
+    directory = out or run_dir / "models" / ("final" if step is None else f"step_{step:06d}")
+    save_model(_merged(adapted, config.model), base.tokenizer, directory)
+    _describe(directory, run_dir, step=step, merged=True)
     return directory
 
 
-def _place(source: Path) -> tuple[Path, int | None]:
-    """The run, and the step of a checkpoint in it; ``None`` is the latest."""
+def _is_model_already(run_dir: Path) -> CheckpointError:
+    final = run_paths(run_dir)["final"]
+    hint = "; --merge adds it to its base model" if (final / "adapter_config.json").is_file() else ""
+    return CheckpointError(
+        f"the run {run_dir} has no whole checkpoint",
+        remedy=f"its trained model is {final}, which is {'an adapter' if hint else 'a model'} already{hint}",
+    )
+
+
+def _merged(model: Any, config: ModelConfig) -> Any:
+    """The base model with the adapter in its weights, added at the adapter's precision, in the base's own dtype."""
+    assert isinstance(model, PeftModel), "the configuration has an adapter"
+    merged: Any = model.merge_and_unload()  # pyright: ignore[reportCallIssue]
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    own = AutoConfig.from_pretrained(config.path, **options).dtype
+    return merged if own is None else merged.to(own)
+
+
+def _describe(directory: Path, run_dir: Path, *, step: int | None, merged: bool) -> None:
+    if step is not None:
+        note_step(directory, step)
+    if run_paths(run_dir)["metrics"].exists():  # before the first step there is nothing to say of it
+        write_atomic(directory / CARD, model_card(run_dir, step=step, merged=merged))
+
+
+def _place(source: Path) -> tuple[Path, str | None]:
+    """The run, and the name of the checkpoint in it or ``final``; ``None`` is the latest checkpoint."""
     source = source.absolute()
     if run_paths(source)["config"].is_file():
         return source, None
+    if source.is_dir() and source.name == "final" and run_paths(source.parent)["config"].is_file():
+        return source.parent, "final"
     run_dir, name = source.parent.parent, source.name
     number = name.removeprefix("step_")
     if source.is_dir() and name != number and number.isdigit() and run_paths(run_dir)["config"].is_file():
-        return run_dir, int(number)
+        return run_dir, name
     raise CheckpointError(
         f"{source} is no checkpoint in a run's directory, and no run",
         remedy="name RUN/checkpoints/step_N, beside which RUN/config.yaml is, or RUN for its latest checkpoint",
     )
 
 
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
 def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Checkpoint:
     if step is None and manager.latest() is None:
-        trained = run_paths(run_dir)["final"]
+        if run_paths(run_dir)["final"].is_dir():
+            raise _is_model_already(run_dir)
         raise CheckpointError(
             f"the run {run_dir} has no whole checkpoint",
-            remedy=f"its trained model is {trained}, which is a model already"
-            if trained.is_dir()
-            else "a run has one that was stopped, or as often as checkpoint.every_steps says",
+            remedy="a run has one that was stopped, or as often as checkpoint.every_steps says",
         )
     return manager.load(step)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -236,6 +236,23 @@ class Run:
                 remedy=f"wait() for it, or make a model of its last checkpoint: lachesis export {self.directory}",
             )
         return path
+
+    def export(
+        self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"
+    ) -> Path:
+        """Write the model as a directory of its own, as ``lachesis export`` does; returns where it is.
+
+        Args:
+            out: where to; ``models/step_N`` in the run directory if unset.
+            merge: adds a LoRA adapter to its base model's weights.
+            to: ``gguf`` writes ``model.gguf`` for llama.cpp and Ollama too.
+
+        Raises:
+            LachesisError: one of its subclasses, as :func:`lachesis.run.export.export`.
+        """
+        from lachesis.run.export import export  # imports torch
+
+        return export(self.directory, None if out is None else Path(out), merge=merge, to=to)
 
     def __enter__(self) -> Run:
         return self

@@ -24,8 +24,8 @@ _NO_ANSWER: tuple[type[Exception], ...] = tuple(
 )
 
 
-def write_card(run_dir: Path) -> Path:
-    """Write the card of a run beside its final model.
+def write_card(run_dir: Path, *, repo: str | None = None) -> Path:
+    """Write the card of a run beside its final model, with ``repo`` as its id on the hub.
 
     Raises:
         CheckpointError: it has no model, or what says its step is malformed.
@@ -40,7 +40,10 @@ def write_card(run_dir: Path) -> Path:
         )
     # What the files are, and not what the run trained: an adapter may have been merged when it was exported to there,
     # or the run have gone on after it.
-    write_atomic(model / CARD, model_card(run_dir, step=noted_step(model), merged=not is_adapter))
+    write_atomic(
+        model / CARD,
+        model_card(run_dir, step=noted_step(model), merged=not is_adapter, name=repo if repo and "/" in repo else None),
+    )
     return model / CARD
 
 
@@ -59,7 +62,7 @@ def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | Non
         CheckpointError, DataError: as :func:`write_card`.
         ConfigError: the hub refuses, or does not answer.
     """
-    model = write_card(run_dir).parent
+    model = write_card(run_dir, repo=repo).parent
     api = HfApi()
     try:
         made = api.create_repo(repo, private=private, exist_ok=True)

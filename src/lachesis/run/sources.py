@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import names_module
-from lachesis.common.types import Prompt, SamplingParams
+from lachesis.common.types import Finding, Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
@@ -46,6 +46,9 @@ from lachesis.train.model.loading import (
     load_tokenizer,
 )
 from lachesis.train.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +103,12 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
             remedy="lower sampling.max_completion_length",
         )
     data = config.data
+    tokenizer = load_tokenizer(config.model)
     load = partial(
         load_problems,
-        tokenizer=load_tokenizer(config.model),
+        tokenizer=tokenizer,
         system_prompt=data.system_prompt,
-        conversations=data.conversations,
+        conversations=makes_conversations(config, has_template=has_chat_template(config, tokenizer)),
         max_prompt_length=min(room, data.max_prompt_length or room),
         overlong=data.overlong_prompts,
         prepared_path=data.prepared_path,
@@ -147,6 +151,47 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _texts(one)
+
+
+def has_chat_template(config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if prompts can be rendered with a chat template."""
+    return bool(tokenizer.chat_template or "chat_template" in config.data.chat_template_kwargs)
+
+
+def makes_conversations(config: LachesisConfig, *, has_template: bool) -> bool:
+    """Return True if a prompt that is a text is taken as a user's message."""
+    if config.data.conversations is not None:
+        return config.data.conversations
+    return has_template and config.rewards.text_completions == "messages"
+
+
+def template_findings(
+    config: LachesisConfig, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[Finding]:
+    """Say what became of prompts that are texts, where the tokenizer has a chat template and no key decided."""
+    data = config.data
+    if data.conversations is not None or data.system_prompt is not None or not has_chat_template(config, tokenizer):
+        return []
+    if not any(isinstance(problem.columns.get(data.prompt_column), str) for problem in problems[:1000]):
+        return []
+    if makes_conversations(config, has_template=True):
+        return [
+            Finding(
+                "note",
+                "chat_template",
+                "prompts are texts and the tokenizer has a chat template: each is sent as a user's message; to have "
+                "the model continue the bare texts, set data.conversations: false",
+            )
+        ]
+    return [
+        Finding(
+            "warning",
+            "chat_template",
+            "prompts are texts and the tokenizer has a chat template, which is not applied, because "
+            "rewards.text_completions is text; to apply it, set data.conversations: true (reward functions then get "
+            "messages), or set it to false to continue the bare texts without this warning",
+        )
+    ]
 
 
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:

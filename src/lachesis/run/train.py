@@ -55,7 +55,7 @@ from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
-from lachesis.run.sources import load_data, rewarder_of
+from lachesis.run.sources import load_data, rewarder_of, template_findings
 from lachesis.run.start import LaunchedEngine, seed_everything, set_up
 from lachesis.run.teacher import build_teach
 from lachesis.run.warm_up import EarlyPolicy
@@ -193,7 +193,8 @@ def _train_once(
             launched=launched,
         )
         with begin_run(run, resume=resume, engines=parts.side.rows) as log:
-            for finding in findings:
+            log_findings(parts.findings)
+            for finding in (*findings, *parts.findings):
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             if leadership is not None:
                 leadership.job.note_begun(run.path)
@@ -258,6 +259,7 @@ class Parts:
     evaluation: Evaluation
     reward_names: Sequence[str]
     kept: KeptRollouts | None
+    findings: Sequence[Finding] = ()
 
 
 def build_trainer(
@@ -375,7 +377,8 @@ def build_parts(
             evaluator=rollouts.evaluator,
         )
         closing.callback(evaluation.close)
-        return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept)
+        findings = template_findings(config, problems, policy.tokenizer)
+        return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept, findings)
 
 
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:

@@ -13,12 +13,13 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.errors import CheckpointError, ConfigError, DependencyError
 from lachesis.common.types import StepRecord
 from lachesis.config.load import dump_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.run.export import export
+from lachesis.run.model_step import note_step
 from lachesis.run.push import write_card
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.model.loading import load_model
@@ -155,3 +156,71 @@ def test_a_run_without_a_checkpoint_says_where_its_model_is(make_run: MakeRun):
     (run_dir / "final").mkdir()
     with pytest.raises(CheckpointError, match=r"its trained model is .*/final"):
         export(run_dir)
+
+
+def finish(run: Path, *, step: int) -> None:
+    """Save the model at the end of a run, as training does, and remove its checkpoints."""
+    directory = export(run)
+    shutil.copytree(directory, run / "final")
+    note_step(run / "final", step)
+    shutil.rmtree(directory)
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
+def test_the_adapter_at_the_end_of_a_run_is_merged(make_run: MakeRun):
+    run, expected = make_run(adapter={"kind": "lora", "r": 4})
+    finish(run, step=8)
+    with pytest.raises(CheckpointError, match=r"final, which is an adapter already; --merge adds it"):
+        export(run)
+    for source in (run, run / "final"):
+        directory = export(source, merge=True)
+        assert directory == run / "models" / "step_000008"
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        assert torch.allclose(logits(model), expected, atol=1e-4)
+
+
+def test_a_merged_model_has_the_dtype_of_its_base(make_run: MakeRun, tmp_path: Path):
+    run, _ = make_run(adapter={"kind": "lora", "r": 4})
+    tiny_model("qwen2").bfloat16().save_pretrained(tmp_path / "base")
+    assert str(AutoModelForCausalLM.from_pretrained(export(run, merge=True), dtype="auto").dtype) == "torch.bfloat16"
+
+
+CONVERTER = """
+import json, pathlib, sys
+model, flag, out = sys.argv[1:4]
+assert flag == "--outfile" and sys.argv[4:] == ["--outtype", "auto"]
+config = json.loads((pathlib.Path(model) / "config.json").read_text())
+if config["model_type"] != "qwen2":
+    sys.exit("Model is not supported")
+pathlib.Path(out).write_bytes(b"GGUF" + config["model_type"].encode())
+"""
+
+
+def test_llama_cpp_converts_the_merged_model(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, _ = make_run(adapter={"kind": "lora", "r": 4})
+    finish(run, step=8)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DependencyError, match=r"convert_hf_to_gguf\.py, which is neither in \$LLAMA_CPP"):
+        export(run, to="gguf")
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    written = export(run, to="gguf")
+    assert written == run / "models" / "step_000008" / "model.gguf" and written.read_bytes() == b"GGUFqwen2"
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER.replace("qwen2", "llama"))
+    with pytest.raises(DependencyError, match=r"could not convert .*: Model is not supported"):
+        export(run, tmp_path / "other", to="gguf")
+    assert not list((tmp_path / "other").glob("*gguf*"))
+
+
+def test_the_card_says_how_the_model_is_loaded_and_names_rewards_as_they_were_given(make_run: MakeRun):
+    run, _ = make_run(adapter={"kind": "lora", "r": 4}, rewards={"functions": ["given.call1.exact", "a.b"]})
+    lines = JsonlSink(run / "metrics.jsonl")
+    lines.write(StepRecord(step=1, values={"reward": 0.1}))
+    lines.close()
+    adapter = (export(run) / "README.md").read_text()
+    assert "Rewards: `exact`, `a.b`." in adapter
+    assert "from peft import AutoPeftModelForCausalLM" in adapter
+    assert "--enable-lora --max-lora-rank 4 --lora-modules run=MODEL" in adapter
+    merged = (export(run, merge=True) / "README.md").read_text()
+    assert "from transformers import AutoModelForCausalLM" in merged and "vllm serve MODEL\n" in merged

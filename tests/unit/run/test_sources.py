@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lachesis.plugins.sandbox.choice import VARIABLE
-from lachesis.run.sources import build_reward_functions, build_stream, load_data
+from lachesis.run.sources import build_reward_functions, build_stream, load_data, template_findings
+from lachesis.train.model.loading import load_tokenizer
 
 ENVIRONMENTS = {
     "source": {"kind": "atropos"},
     "engine": {"kind": "embedded_server"},
     "bridge": {"kind": "shared_vllm"},
 }
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 
 
 def texts(prompts: list[Any]) -> set[str]:
@@ -69,3 +75,33 @@ def test_filter_and_order_are_those_of_the_configuration(config: Any):
     )
     found = build_stream(ordered, problems).take(10)
     assert [prompt.text for prompt in found] == [f"train{i}=" for i in range(9, -1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("conversations", "text_completions", "as_messages", "said"),
+    [
+        (None, "messages", True, "note: prompts are texts .* set data.conversations: false"),
+        (None, "text", False, "warning: prompts are texts .*, which is not applied, .* data.conversations: true"),
+        (True, "text", True, ""),
+        (False, "messages", False, ""),
+    ],
+)
+def test_texts_go_through_the_chat_template_unless_a_key_says_otherwise(
+    config: Any, tmp_path: Path, conversations: bool | None, text_completions: str, as_messages: bool, said: str
+):
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rewards = {"functions": ["a.b"], "text_completions": text_completions}
+    built = config({"path": "train.jsonl", "conversations": conversations}, rewards=rewards)
+    problems, _ = load_data(built)
+    assert problems[0].text == ("<user>train0=<assistant>" if as_messages else "train0=")
+    found = template_findings(built, problems, load_tokenizer(built.model))
+    assert bool(found) == bool(said)
+    if found:
+        assert re.match(said, f"{found[0].level}: {found[0].message}")
+
+
+def test_without_a_chat_template_a_text_is_continued(config: Any):
+    built = config({"path": "train.jsonl"})
+    problems, _ = load_data(built)
+    assert problems[0].text == "train0=" and problems[0].messages is None
+    assert template_findings(built, problems, load_tokenizer(built.model)) == []

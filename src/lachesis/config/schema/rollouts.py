@@ -55,9 +55,11 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         default=None, description="System message put before every prompt that has none of its own."
     )
-    conversations: bool = Field(
-        default=False,
-        description="A text in the prompt's column is the user's message, not what the model goes on with.",
+    conversations: bool | None = Field(
+        default=None,
+        description="Whether a text in the prompt's column is a user's message, which goes through the chat template, "
+        "or a text that the model continues. Unset takes it as a message where the tokenizer has a chat template, "
+        "unless `rewards.text_completions` is `text`; files of Axolotl and TRL continue texts, as there.",
     )
     more: list[DatasetConfig] = Field(
         default_factory=list[DatasetConfig],

@@ -294,7 +294,8 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
         return "problem", f"because every completion hit {longest} tokens: raise sampling.max_completion_length"
     if all(group.empty == len(group.lengths) for group in groups):
         return "problem", (
-            "because every completion is empty: check how prompts end (model.chat_template, data.prompt_column)"
+            "because every completion is empty: check how prompts end "
+            "(model.chat_template, data.prompt_column, or data.conversations: true for texts)"
         )
     if len(levels) == 1 and _is_best(levels[0], seen.reward_range()):
         return "note", (
@@ -566,7 +567,7 @@ def empty_completions(seen: Observation) -> Alarm | None:
     return Alarm(
         "problem" if share == 1.0 else "warning",
         f"{format_share(share)} of the completions are empty: the model ends at once; check the prompt and "
-        "its end (model.chat_template, data.prompt_column)",
+        "its end (model.chat_template, data.prompt_column, or data.conversations: true for texts)",
         share,
     )
 

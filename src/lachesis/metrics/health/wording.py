@@ -29,7 +29,7 @@ ELSEWHERE = {
     "see the log for the first error, and set rewards.on_error to fail to stop at it": (
         "see the environment's log for the first error"
     ),
-    "(model.chat_template, data.prompt_column)": "in the environment",
+    "(model.chat_template, data.prompt_column, or data.conversations: true for texts)": "in the environment",
     "give generation more hardware": "give generation more hardware, or the environment --env.max_num_workers",
 }
 _KNOWN = re.compile("|".join(re.escape(words) for words in ELSEWHERE))

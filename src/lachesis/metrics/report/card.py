@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from lachesis import __version__
+from lachesis.common.given import is_given
 from lachesis.metrics.names import format_number
 from lachesis.metrics.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
 from lachesis.metrics.sinks.jsonl import MetricsLog
@@ -30,12 +32,13 @@ _SHOWN = (
 )
 
 
-def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False) -> str:
+def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False, name: str | None = None) -> str:
     """What was trained, how, and with what result, as Markdown with the metadata that the hub reads.
 
     Args:
         step: that the model is of: what came after it is left out, and said to be.
         merged: an adapter was added to its base model's weights.
+        name: id of the model on the hub; the lines that load it say ``MODEL`` if unset.
 
     Raises:
         DataError: the directory holds no run, or its metrics are malformed.
@@ -50,6 +53,7 @@ def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False) 
         _left_out(whole.log, step),
         _curve(run.log),
         _settings(run),
+        _usage(run, base, name=name, merged=merged),
     ]
     words = ", ".join([base if _is_hub_id(base) else Path(base).name, *descriptors(run.config)[1:]])
     parts.append(
@@ -119,11 +123,44 @@ def _settings(run: Run) -> str:
     return "## Settings\n\n" + _table("", "", rows) if rows else ""
 
 
+def _usage(run: Run, base: str, *, name: str | None, merged: bool) -> str:
+    """The lines that load the model in transformers, vLLM and Ollama."""
+    model = name or "MODEL"
+    short = shlex.quote((name or run.directory.resolve().name).rpartition("/")[2])
+    loader, library, server = "AutoModelForCausalLM", "transformers", f"vllm serve {model}"
+    if setting(run.config, "adapter.kind") == "lora" and not merged:
+        loader, library = "AutoPeftModelForCausalLM", "peft"
+        rank = setting(run.config, "adapter.r", 16)
+        server = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {short}={model}"
+    where = "" if name else "`MODEL` is the directory with these files, or the model's id on the hub.\n\n"
+    return f"""## Use it
+
+{where}```python
+from transformers import AutoTokenizer
+from {library} import {loader}
+
+model = {loader}.from_pretrained("{model}")
+tokenizer = AutoTokenizer.from_pretrained("{model}")
+```
+
+```bash
+{server}
+```
+
+For Ollama, from the run's directory `RUN`, with llama.cpp's converter installed:
+
+```bash
+lachesis export RUN gguf --to gguf
+echo "FROM ./gguf/model.gguf" > Modelfile && ollama create {short.lower()} -f Modelfile
+```"""
+
+
 def _rewards(run: Run) -> list[str]:
     """By the names of the functions, without the directories of whoever trained."""
     names: list[str] = []
     for spec in setting(run.config, "rewards.functions") or ():
         text = str(spec.get("function")) if isinstance(spec, dict) else str(spec)
+        text = text.rpartition(".")[2] if is_given(text) else text
         names.append(f"`{Path(text).name if text.startswith('/') else text}`")
     return names
 

@@ -59,7 +59,11 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
             several: those that the file is for count then.
     """
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
-    return translator(document, processes=processes)
+    translation = translator(document, processes=processes)
+    data = translation.document.data.setdefault("data", {})
+    if isinstance(data, dict):  # texts are continued there, whatever chat template the tokenizer has
+        data.setdefault("conversations", False)
+    return translation
 
 
 def _known(data: Mapping[str, Any], dialect: Dialect) -> int:
