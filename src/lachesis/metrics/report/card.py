@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lachesis import __version__
-from lachesis.common.given import is_given
+from lachesis.common.objects import is_given
 from lachesis.metrics.names import format_number
 from lachesis.metrics.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
 from lachesis.metrics.sinks.jsonl import MetricsLog

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_object
 from lachesis.config.document import Document
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import axolotl, trl
@@ -61,7 +62,7 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
     translation = translator(document, processes=processes)
     data = translation.document.data.setdefault("data", {})
-    if isinstance(data, dict):  # texts are continued there, whatever chat template the tokenizer has
+    if is_object(data):  # texts are continued there, whatever chat template the tokenizer has
         data.setdefault("conversations", False)
     return translation
 
