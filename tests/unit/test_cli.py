@@ -21,6 +21,7 @@ from lachesis.cli.commands import COMMANDS
 from lachesis.common import errors
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
+from lachesis.plugins.dialects.commands import keys
 from tests.logs import handlers_kept
 from tests.unit.run.test_watch import write_run
 
@@ -198,7 +199,7 @@ def failing(command: Command, monkeypatch: pytest.MonkeyPatch, error: BaseExcept
     def explain(key: str) -> Any:
         raise error
 
-    monkeypatch.setattr(cli.inspection, "explain", explain)
+    monkeypatch.setattr(keys, "explain", explain)
     return command("explain", "anything")
 
 

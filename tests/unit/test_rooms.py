@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -17,23 +17,6 @@ from tests.paths import PACKAGE
 ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").replace("\n", " ").split(", ")
 # Products beside the core, each a folder; they may import any room of it.
 PLUGINS = ("atropos", "cluster", "dialects", "environments", "sandbox", "sinks", "tinker")
-# Files of the core that import plug-ins when they are loaded, and why. Every line is a seam that is still to be cut.
-CORE_IMPORTS_PLUGINS = {
-    "cli.doctor": "tries the walls of the sandbox",
-    "cli.inspection": "`translate` writes files of other trainers in our keys",
-    "cli.serving": "`tinker-server` takes its options from the plug-in",
-    "config.explain": "explains keys of other trainers",
-    "config.load": "reads files of other trainers",
-    "config.problems": "names keys as the file that was read does",
-    "rollouts.datasets.check": "reads tests of code as the rewards do",
-    "rollouts.rewards.registry": "knows the rewards that run code by name",
-    "run.checkup.network": "asks the rollout API whether it is there",
-    "run.feeds": "builds the source of the rollout API",
-    "run.parts": "builds the source of the rollout API",
-    "run.serve": "reads the keys of Axolotl's servers",
-    "run.sinks": "builds all sinks",
-    "run.sources": "builds all sources",
-}
 # Plug-ins that use another, and why.
 PLUGIN_IMPORTS_PLUGIN = {
     ("atropos", "cluster"): "`lachesis run` places its processes by Ray",
@@ -155,9 +138,42 @@ def test_what_has_one_name_in_neighbouring_folders_is_one_thing():
 CORE = [path for path in FILES if plugin_of(module_of(path)) is None and module_of(path) != "plugins"]
 
 
-def test_no_file_of_the_core_imports_a_plug_in():
-    found = {module_of(path) for path in CORE if any(module.startswith("plugins") for module in at_import(path))}
-    assert found == CORE_IMPORTS_PLUGINS.keys()
+def test_no_file_of_the_core_imports_a_plug_in_but_by_the_table_of_names():
+    found = {module_of(path): module for path in CORE for module in at_import(path) if module.startswith("plugins")}
+    assert set(found.values()) == {"plugins.load"}
+
+
+def closure(module: str) -> set[Path]:
+    """Return the files that importing ``module`` loads, packages included."""
+    loaded: set[Path] = set()
+    names = [module]
+    while names:
+        parts = names.pop().split(".")
+        for end in range(1, len(parts) + 1):
+            stem = PACKAGE.joinpath(*parts[:end])
+            path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+            if path.is_file() and path not in loaded:
+                loaded.add(path)
+                names += at_import(path)
+    return loaded
+
+
+def lines(paths: Iterable[Path]) -> int:
+    return sum(path.read_text().count("\n") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("module", "most"), [("run.train", 47_000), ("config.load", 4_200), ("rollouts.rewards.registry", 2_500)]
+)
+def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
+    loaded = closure(module)
+    assert not {path for path in loaded if plugin_of(module_of(path)) is not None}
+    assert lines(loaded) <= most
+
+
+def test_the_core_stays_small():
+    assert lines(CORE) <= 63_000
+    assert lines(FILES) <= 90_000
 
 
 def test_no_plug_in_imports_another():

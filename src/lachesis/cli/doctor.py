@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -25,13 +26,14 @@ from lachesis.common.imports import installed_version
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
-from lachesis.plugins.sandbox.escapes import Attempt, try_escapes
-from lachesis.plugins.sandbox.records import SandboxError
 from lachesis.run.checkup.checks import Check
 from lachesis.run.checkup.tiny_model import write_tiny_model
 from lachesis.run.checkup.trials import trials
 from lachesis.run.train import train
+
+if TYPE_CHECKING:
+    from lachesis.plugins.sandbox.escapes import Attempt
+
 
 logger = logging.getLogger("lachesis")
 
@@ -105,6 +107,10 @@ def inspect_sandbox() -> list[Check]:
 
     Without any wall nothing fails but what runs such code, which then says so itself.
     """
+    from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
+    from lachesis.plugins.sandbox.escapes import try_escapes
+    from lachesis.plugins.sandbox.records import SandboxError
+
     kind = os.environ.get(VARIABLE) or "auto"
     if kind == "none":
         return [Check("sandbox", f"none, as {VARIABLE} says: code of the model can do what you can")]

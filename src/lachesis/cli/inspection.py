@@ -11,13 +11,10 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.base import Overrides, app, console, hide_progress_bars, print_findings, shown
-from lachesis.cli.codes import meaning
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.config.explain import Explanation, explain
 from lachesis.config.load import load_config
-from lachesis.plugins.dialects.foreign_files import translated
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
 rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)
@@ -91,46 +88,6 @@ def status(
             console.print(Text.assemble((f"{title:<11}", "bold"), text))
     if not found.goes_on and found.state != "finished":
         raise typer.Exit(1)
-
-
-@app.command("explain", context_settings={"ignore_unknown_options": True})
-def explain_command(
-    key: Annotated[
-        str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'; an exit code; a health rule.")
-    ],
-) -> None:
-    """Say what a configuration key means, its type, its default, and its names in other trainers."""
-    if lines := list(meaning(key)):
-        for line in lines:
-            console.print(line)
-        return
-    answer = explain(key)
-    if answer.description:
-        console.print(f"{answer.explanations[0].section}: {answer.description}\n")
-    for found in answer.explanations:
-        console.print(_headline(found), style="bold")
-        console.print(f"    {found.description}")
-        for alias in found.aliases if found.path and answer.meaning != "section" else ():
-            default = "" if alias.default is None else f", default there {alias.default}"
-            note = f" ({alias.note})" if alias.note else ""
-            console.print(f"    {alias.dialect}: {alias.name}{default}{note}", style="dim")
-
-
-def _headline(found: Explanation) -> str:
-    if not found.path:
-        return f"{found.aliases[0].name}: a name of {found.dialect}'s that sets nothing here"
-    default = "required" if found.default is None else f"default {found.default}"
-    kinds = f" (only with kind {' or '.join(found.kinds)})" if found.kinds else ""
-    return f"{found.path}: {found.type}, {default}{kinds}"
-
-
-@app.command("translate")
-def translate_command(
-    file: Annotated[Path, typer.Argument(help="A file of Axolotl's, TRL's, verl's or OpenRLHF's, or a script.")],
-    overrides: Overrides = None,
-) -> None:
-    """Print another trainer's configuration in our keys."""
-    console.out(translated(file, overrides=overrides or []), end="")
 
 
 @app.command()

@@ -17,47 +17,9 @@ from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_ba
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
-from lachesis.plugins.tinker.options import TinkerOptions
 
 
-@app.command("run-api")
-def run_api(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8002,
-    state_dir: Annotated[Path | None, typer.Option(help="Keep what is queued here, across restarts.")] = None,
-    max_queued_tokens: Annotated[int | None, typer.Option(help="Answer 429 instead of queueing more tokens.")] = None,
-    max_body_mb: Annotated[float, typer.Option(help="Refuse larger bodies, in MiB, before or after inflating.")] = 64.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Set aside groups that no trainer could use.")] = False,
-    ack_timeout: Annotated[
-        float, typer.Option(help="Seconds until an unacknowledged batch is handed out again.")
-    ] = 600,
-    env_timeout: Annotated[
-        float, typer.Option(help="Seconds of silence after which an environment counts no more.")
-    ] = 300,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer for texts on the dashboard.")] = None,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A further name that it is asked for by; may be repeated.")
-    ] = None,
-) -> None:
-    """Serve the rollout API that Atropos environments push to and trainers pull from."""
-    from lachesis.plugins.atropos.api.server import ServerOptions, serve
-
-    options = ServerOptions(
-        host=host,
-        port=port,
-        state_dir=state_dir,
-        max_queued_tokens=max_queued_tokens,
-        max_body_mb=max_body_mb,
-        strict=strict,
-        ack_timeout_s=ack_timeout,
-        env_timeout_s=env_timeout,
-        tokenizer=tokenizer,
-        allowed_hosts=tuple(allowed_host or ()),
-    )
-    serve(options, on_ready=lambda url: console.print(f"rollout API at {url}, dashboard at {url}/dashboard"))
-
-
-def _with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
+def with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
     """A command's ``**values`` become an option for each field of the model."""
 
     def parameter(name: str, field: FieldInfo) -> Parameter:
@@ -79,7 +41,7 @@ def _with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
 
 
 @app.command(context_settings=PASS_ON)
-@_with_options(ServeOptions)
+@with_options(ServeOptions)
 def serve(context: typer.Context, **values: Any) -> None:
     """Serve a model for rollouts, so that trainers can change its weights.
 
@@ -94,23 +56,6 @@ def serve(context: typer.Context, **values: Any) -> None:
         hide_progress_bars()
     with _exports_shown():
         serving.serve(options, on_ready=console.print)
-
-
-@app.command("tinker-server")
-@_with_options(TinkerOptions)
-def tinker_server(**values: Any) -> None:
-    """Serve a model to the client `tinker`: LoRA runs of several programs at once, and sampling with what they learn.
-
-    Clients find it by TINKER_BASE_URL. Where TINKER_API_KEY is set it takes requests with that key only.
-    """
-    from lachesis.plugins.tinker import server as serving
-
-    hide_progress_bars()
-
-    options = TinkerOptions(**{name: value for name, value in values.items() if value is not None})
-    serving.serve(
-        options, on_ready=lambda url: console.print(f"serving {options.name or options.model} to tinker at {url}")
-    )
 
 
 @app.command("vllm-serve", context_settings=PASS_ON)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -21,13 +21,10 @@ from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
-from lachesis.plugins.dialects import DialectName, recognize, translate
-from lachesis.plugins.dialects.atropos import ManagedEngine, translate_argv
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
-from lachesis.plugins.dialects.defaults import default_findings
-from lachesis.plugins.dialects.environment import environment_findings
-from lachesis.plugins.dialects.table import Dialect
-from lachesis.plugins.dialects.trl import TRL
+
+if TYPE_CHECKING:
+    from lachesis.plugins.dialects import DialectName
+    from lachesis.plugins.dialects.atropos import ManagedEngine
 
 logger = logging.getLogger("lachesis")
 
@@ -85,13 +82,16 @@ def load_document(
         complete: whether it has to say all that a run needs; else what the schema needs is enough.
     """
     cwd = Path.cwd()
-    dialect = recognize(document.data)
+    dialect = dialect_of(document)
     if dialect == "canonical":
         lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
         put_stages(document, document)
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
         return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
+    from lachesis.plugins.dialects import translate
+    from lachesis.plugins.dialects.defaults import default_findings
+
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs, row_sections=row_sections(dialect))
     if processes is None and "WORLD_SIZE" in os.environ:
@@ -113,6 +113,20 @@ def load_document(
         located=partial(located, document=translation.document),
         name=document.name,
     )
+
+
+def dialect_of(document: Document) -> DialectName:
+    """Return whose keys a document is in. A file in our keys alone does not load the dialects.
+
+    Raises:
+        ConfigError: as :func:`lachesis.plugins.dialects.recognize`.
+    """
+    sections = {*LachesisConfig.model_fields, "stages"}
+    if all(key in sections and not isinstance(value, str | bool) for key, value in document.data.items()):
+        return "canonical"
+    from lachesis.plugins.dialects import recognize
+
+    return recognize(document.data)
 
 
 def put_stages(source: Document, target: Document) -> None:
@@ -152,6 +166,9 @@ def load_argv(
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
     """
+    from lachesis.plugins.dialects.atropos import translate_argv
+    from lachesis.plugins.dialects.environment import environment_findings
+
     translation = translate_argv(argv, engine=engine)
     apply_overrides(translation.document, overrides)
     cwd = Path.cwd()
@@ -205,17 +222,17 @@ def _said_twice(document: Document, overrides: Sequence[str]) -> list[str]:
 
 def _is_theirs(override: str, dialect: DialectName) -> bool:
     """Whether an override names a key of the file's dialect, or at least none of ours."""
+    from lachesis.plugins.dialects import keys_of
+
     path = override.partition("=")[0].strip()
-    return path in _names(dialect).entries or path.partition(".")[0] not in LachesisConfig.model_fields
+    return path in keys_of(dialect).entries or path.partition(".")[0] not in LachesisConfig.model_fields
 
 
 def row_sections(dialect: DialectName) -> frozenset[str]:
     """The keys of another trainer's file that are lists of mappings."""
-    return _names(dialect).row_sections
+    from lachesis.plugins.dialects import keys_of
 
-
-def _names(dialect: DialectName) -> Dialect:
-    return AXOLOTL if dialect == "axolotl" else TRL
+    return keys_of(dialect).row_sections
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
 from lachesis.config.schema import LachesisConfig
-from lachesis.plugins.dialects import DIALECTS
 
 # A dotted key of ours, perhaps with an item of its list; not a part of a longer path or of a file's name.
 _PATH = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(\[\d+\])?(?![\w/-]|\.\w)")
@@ -151,6 +150,8 @@ def _missing(key: Key, document: Document) -> tuple[str, str]:
 
 def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     section = ".".join(map(str, place[:-1]))
+    from lachesis.plugins.dialects import DIALECTS
+
     for dialect in DIALECTS if root is LachesisConfig and not paths_named(str(place[-1])) else ():
         entry = dialect.entries.get(".".join(map(str, place)))
         if entry is not None and entry.path:

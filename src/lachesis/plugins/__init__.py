@@ -1,1 +1,42 @@
-"""Products beside the core: a run loads those that its configuration names, and no other."""
+"""Products beside the core, and the one table of what the core loads of them by name.
+
+A row is imported when a configuration names it. Commands are rows of :data:`lachesis.cli.commands.COMMANDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+TABLE: Mapping[str, Mapping[str, str]] = {
+    "sources": {
+        "atropos": "atropos.source.feed:build_feed",
+        "agent": "environments.agents.build:build_agents",
+        "steps": "environments.steps.build:build_players",
+        "verifiers": "environments.verifiers.build:build_players",
+    },
+    "rewards": {
+        "code": "sandbox.rewards.open_r1:code_reward",
+        "binary_code": "sandbox.rewards.open_r1:binary_code_reward",
+        "ioi_code": "sandbox.rewards.piston:get_ioi_code_reward",
+        "cf_code": "sandbox.rewards.piston:get_cf_code_reward",
+    },
+    "sinks": {
+        "tensorboard": "sinks.tensorboard:TensorBoardSink",
+        "wandb": "sinks.wandb:WandbSink",
+        "trackio": "sinks.trackio:TrackioSink",
+        "mlflow": "sinks.mlflow:MlflowSink",
+        "opentelemetry": "sinks.otel:OpenTelemetrySink",
+    },
+}
+
+
+def load(group: str, name: str) -> Any:
+    """Import what ``name`` stands for in a group of :data:`TABLE`.
+
+    Raises:
+        KeyError: there is no such row.
+    """
+    module, _, attribute = TABLE[group][name].partition(":")
+    return getattr(import_module(f"lachesis.plugins.{module}"), attribute)

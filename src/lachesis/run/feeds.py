@@ -11,12 +11,12 @@ from lachesis.common.errors import EngineError
 from lachesis.common.types import Prompt
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 from lachesis.pipeline.feed import Feed
-from lachesis.plugins.atropos.source.source import EngineWatch
+from lachesis.plugins import load
 from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.engine import EngineSide, RunPlace
-from lachesis.run.parts import build_atropos_feed, build_feed, feed_from
+from lachesis.run.parts import build_feed, feed_from
 from lachesis.run.sources import build_episodes
 from lachesis.run.teacher import Teach
 from lachesis.train.batch import Batch
@@ -56,11 +56,13 @@ def build_rollouts(
         feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
         return Rollouts(feed, episodes.players.reward_names, kept, evaluator)
     if config.source.kind == "atropos" or rewarder is None:
-        feed = build_atropos_feed(
+        feed = load("sources", "atropos")(
             config,
             policy=policy,
+            engine=engine,
             run_dir=place.directory,
-            watch=partial(watch_over, side, EngineWatch(engine, watch=stop), companions, stop),
+            watch=partial(watch_over, side, companions, stop),
+            stop=stop,
             reachable=companions is None or not companions.starts_api,
             teach=teach,
         )
@@ -71,7 +73,9 @@ def build_rollouts(
     return Rollouts(feed, rewarder.names, kept)
 
 
-def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None, stop: Callable[[], None]) -> None:
+def watch_over(
+    side: EngineSide, companions: Companions | None, stop: Callable[[], None], engine: Callable[[], None]
+) -> None:
     """Raise where a batch would be waited for in vain: ``stop`` does, or the engine or a companion has died."""
     stop()
     if side.owned is None:

@@ -12,19 +12,15 @@ import torch
 
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, Prompt
-from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import prompts_per_generation, rollout_steps, total_steps
 from lachesis.engines.base import Engine
-from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
+from lachesis.pipeline.collect import Collector, Reroll
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.plugins.atropos.source.convert import Conversion
-from lachesis.plugins.atropos.source.source import build_atropos_source, keep_given_advantages
-from lachesis.process.threads import Watch
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
@@ -108,48 +104,6 @@ def policy_of(
 def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
     """Whether decoder layers are compiled, for a model that computes on ``device``."""
     return config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda")
-
-
-def build_atropos_feed(
-    config: LachesisConfig, *, policy: Policy, run_dir: Path, watch: Watch, reachable: bool, teach: Teach = list
-) -> Feed[Batch]:
-    """The way from a rollout API to packed batches, each as large as the API makes them.
-
-    Args:
-        watch: called while a batch is waited for; raises where that has become useless.
-        reachable: whether the API has to answer by now.
-        teach: what a teacher outside of the trainer says of groups.
-
-    Raises:
-        EngineError: the API does not answer.
-    """
-    assert isinstance(config.source, schema.AtroposSourceConfig)
-    teacher = config.algorithm.teacher
-    source = build_atropos_source(
-        config,
-        conversion=Conversion(
-            decode=text_decoder(policy.loaded.tokenizer),
-            vocab_size=policy.transformer.config.get_text_config().vocab_size,
-            max_length=context_length(config.model),
-            eos_token_ids=frozenset(eos_token_ids(policy.loaded)),
-            teacher=teacher if teacher is not None and teacher.kind == "rollouts" else None,
-        ),
-        checkpoint_dir=str(run_dir / "checkpoints"),
-        watch=watch,
-        reachable=reachable,
-    )
-    pack_groups = partial(pack_batch, config=config, policy=policy)
-    feed = SynchronousFeed(
-        collector=WholeBatches(source, count=prompts_per_generation(config)),
-        finisher=Finisher(
-            advantages=keep_given_advantages(advantage_assigner(config)),
-            pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
-            teach=teach,
-            replay=build_replay(config),
-        ),
-        batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
-    )
-    return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 
 
 def repeated(

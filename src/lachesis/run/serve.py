@@ -23,7 +23,6 @@ from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
-from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
 from lachesis.process.managed import answers, check_port_free
 from lachesis.run.bounded_end import LastWords, bounded_end, heard_output
 
@@ -253,6 +252,8 @@ def _when_healthy(url: str, announce: Callable[[], None]) -> None:
 
 def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
     """The section ``vllm:`` of an Axolotl file, whose keys have been checked."""
+    from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
+
     document = read_document(path)
     apply_overrides(document, [override for override in overrides if override.startswith(("vllm.", "trl.vllm_"))])
     below_trl = document.data.get("trl") or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lachesis.bridges.proof import coarser_quantization
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, StepRecord
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, WandbConfig
 from lachesis.config.steps import steps_per_batch, total_steps
 from lachesis.metrics.custom import custom_rules, custom_sinks
 from lachesis.metrics.health.monitor import HealthMonitor
@@ -26,11 +27,7 @@ from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.tape import TapeSink, token_texts, write_groups
-from lachesis.plugins.sinks.mlflow import MlflowSink
-from lachesis.plugins.sinks.otel import OpenTelemetrySink
-from lachesis.plugins.sinks.tensorboard import TensorBoardSink
-from lachesis.plugins.sinks.trackio import TrackioSink
-from lachesis.plugins.sinks.wandb import WandbSink, is_wanted
+from lachesis.plugins import load
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
 
@@ -68,7 +65,7 @@ def build_sinks(
         texts, report_groups = token_texts(tokenizer), logging_config.report_groups
         sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
     if logging_config.tensorboard:
-        sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
+        sinks.append(load("sinks", "tensorboard")(files["tensorboard"], resume_step=resume_step))
     sinks += _services(config, run=run, resume_step=resume_step, completions=completions)
     sinks += custom_sinks(
         logging_config.sinks, run_dir=run.path, settings=config.model_dump(mode="json"), resume_step=resume_step
@@ -101,13 +98,13 @@ def _services(
     }
     sinks: list[Sink] = []
     if wandb is not None and is_wanted(wandb):
-        sinks.append(WandbSink(wandb, run_dir=run.path, **shared))
+        sinks.append(load("sinks", "wandb")(wandb, run_dir=run.path, **shared))
     if trackio is not None:
-        sinks.append(TrackioSink(trackio, **shared))
+        sinks.append(load("sinks", "trackio")(trackio, **shared))
     if mlflow is not None:
-        sinks.append(MlflowSink(mlflow, run_dir=run.path, **shared))
+        sinks.append(load("sinks", "mlflow")(mlflow, run_dir=run.path, **shared))
     if config.logging.opentelemetry is not None:
-        sinks.append(OpenTelemetrySink(config.logging.opentelemetry, run_name=config.run.name))
+        sinks.append(load("sinks", "opentelemetry")(config.logging.opentelemetry, run_name=config.run.name))
     return sinks
 
 
@@ -121,6 +118,17 @@ def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
         return None
     fast: Any = tokenizer  # the base class declares no added tokens
     return frozenset(fast.get_added_vocab()) | frozenset(TURN_MARKS.findall(str(own)))
+
+
+def is_wanted(config: WandbConfig) -> bool:
+    """Return False where mode is auto and the package wandb is not installed, which is logged."""
+    if config.mode != "auto" or importlib.util.find_spec("wandb") is not None:
+        return True
+    logger.warning(
+        "nothing is logged to Weights & Biases: the package wandb is not installed (%s)",
+        'pip install "lachesis[wandb]"',
+    )
+    return False
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:

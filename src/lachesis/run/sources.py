@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, update_wrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.contracts import load_part
@@ -18,20 +17,14 @@ from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
-from lachesis.plugins.environments.agents.container import container_of
-from lachesis.plugins.environments.agents.player import AgentRollouts
-from lachesis.plugins.environments.agents.process import AgentCommand
-from lachesis.plugins.environments.agents.proxy import AgentProxy
-from lachesis.plugins.environments.agents.session import Recorder
-from lachesis.plugins.environments.steps.build import StepSettings, step_players
-from lachesis.plugins.environments.verifiers.build import verifiers_players
-from lachesis.plugins.sandbox.choice import use_sandbox
+from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
+from lachesis.rollouts.evaluate import Turns
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
@@ -198,6 +191,8 @@ def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
     """The reward functions and models, by name."""
     rewards = config.rewards
     if rewards.sandbox != "auto":  # which is what holds where nothing else is said, here or in the environment
+        from lachesis.plugins.sandbox.choice import use_sandbox
+
         use_sandbox(rewards.sandbox)
     return load_rewards(
         rewards.functions,
@@ -261,7 +256,7 @@ def build_source(
         "generation_s": config.deadlines.generation_s,
     }
     if isinstance(config.source, schema.AgentSourceConfig):
-        return PlayedSource(player=build_agents(config, policy=policy, engine=engine), **common)
+        return PlayedSource(player=load("sources", "agent")(config, policy=policy, engine=engine), **common)
     assert isinstance(config.source, schema.LocalSourceConfig)
     if config.source.tools:
         return PlayedSource(player=build_turns(config, policy=policy, engine=engine), **common)
@@ -291,44 +286,12 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     return replace(params, stop_token_ids=tuple(ends))
 
 
-def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns | AgentRollouts | None:
+def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine) -> Turns | None:
     """Who plays completions of several turns; nobody where they are of one."""
     if isinstance(config.source, schema.AgentSourceConfig):
-        return build_agents(config, policy=policy, engine=engine)
+        return load("sources", "agent")(config, policy=policy, engine=engine)
     has_tools = isinstance(config.source, schema.LocalSourceConfig) and config.source.tools
     return build_turns(config, policy=policy, engine=engine) if has_tools else None
-
-
-def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> AgentRollouts:
-    """Agents and their proxy, which begins to listen with the first rollout.
-
-    Raises:
-        ConfigError: the command or its directory is not there, or the model has no chat template.
-    """
-    source, tokenizer = config.source, policy.loaded.tokenizer
-    assert isinstance(source, schema.AgentSourceConfig)
-    if not tokenizer.chat_template and "chat_template" not in config.data.chat_template_kwargs:
-        raise ConfigError(
-            "agents send conversations, and the model has no chat template", remedy="set model.chat_template"
-        )
-    recorder = Recorder(
-        tokenizer,
-        parse=load_parser(source.tool_parser, tokenizer=tokenizer),
-        template_kwargs=config.data.chat_template_kwargs,
-        max_context=context_length(config.model),
-    )
-    # What shares the trainer's process does one call after the other.
-    at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
-    workdir = None if source.workdir is None else Path(source.workdir)
-    container = None if source.container is None else container_of(source.container)
-    return AgentRollouts(
-        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s, container),
-        proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
-        decode=text_decoder(tokenizer),
-        max_concurrent=source.max_concurrent,
-        retries=source.retries,
-        score_nonzero=source.nonzero_exit == "score",
-    )
 
 
 def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
@@ -369,7 +332,7 @@ def build_episodes(
         max_context=context_length(config.model),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
     )
-    players = build_players(config, access, rewarder)
+    players: TaskPlayers = load("sources", source.kind)(config, access, rewarder)
     training, held_out = players.split()
     episodes = EpisodeSource(
         stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
@@ -389,34 +352,6 @@ def build_episodes(
         generation_s=config.deadlines.generation_s,
     )
     return episodes, evaluator if held_out else None
-
-
-def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> TaskPlayers:
-    """The players of an environment that has tasks of its own."""
-    source = config.source
-    if isinstance(source, schema.StepsSourceConfig):
-        settings = StepSettings(
-            environment=source.environment,
-            interface=source.interface,
-            args=source.args,
-            tasks=source.tasks,
-            max_tasks=source.max_tasks,
-            eval_tasks=source.eval_tasks,
-            max_turns=source.max_turns,
-            turn_tokens=source.turn_tokens,
-            tool_parser=source.tool_parser,
-            template_kwargs=config.data.chat_template_kwargs,
-        )
-        return step_players(access, settings, rewarder=rewarder)
-    assert isinstance(source, schema.VerifiersSourceConfig)
-    return verifiers_players(
-        access,
-        environment=source.environment,
-        args=source.args,
-        renderer=source.renderer,
-        max_tasks=source.max_tasks,
-        eval_tasks=source.eval_tasks,
-    )
 
 
 def generated_ahead(config: LachesisConfig) -> int:

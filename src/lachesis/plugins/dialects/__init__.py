@@ -67,6 +67,11 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
     return translation
 
 
+def keys_of(dialect: DialectName) -> Dialect:
+    """Return the table of the keys of Axolotl's files, or of TRL's."""
+    return AXOLOTL if dialect == "axolotl" else TRL
+
+
 def _known(data: Mapping[str, Any], dialect: Dialect) -> int:
     """The top-level keys that a dialect has; a section there is a section here as well."""
     return sum(

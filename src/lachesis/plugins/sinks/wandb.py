@@ -38,7 +38,7 @@ class WandbSink(Sink):
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:
-        DependencyError: the package wandb is not installed (see :func:`is_wanted`).
+        DependencyError: the package wandb is not installed (see :func:`lachesis.run.sinks.is_wanted`).
         ConfigError: W&B refused to start, for example because nobody is logged in.
     """
 
@@ -99,14 +99,6 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
-
-
-def is_wanted(config: WandbConfig) -> bool:
-    """Whether the run logs to W&B at all: with mode auto not where the package is missing, which is said."""
-    if config.mode != "auto" or importlib.util.find_spec("wandb") is not None:
-        return True
-    logger.warning("nothing is logged to Weights & Biases: the package wandb is not installed (%s)", _INSTALL)
-    return False
 
 
 def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online", "offline", "disabled"] | None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Finding, Level
-from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
-from lachesis.plugins.sandbox.rewards.grpo_code.transforms import read_tests
 from lachesis.rollouts.datasets.formats import PAIRS, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.problems import Dataset, read_rows
 from lachesis.rollouts.datasets.rendering import Rendered, render, tokenize
@@ -160,6 +158,9 @@ def _problems(rows: Sequence[Row], dataset: Dataset, conversation: bool, found: 
 
 
 def _check_answer(row: Row, column: str, found: _Findings) -> None:
+    from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
+    from lachesis.plugins.sandbox.rewards.grpo_code.transforms import read_tests
+
     answer, tests = row.columns.get(column), row.columns.get("test_cases")
     if is_blank(answer) and column in row.columns:
         found.add("warning", "no answer", f"{row.place}: column {column!r} is empty: rewards have nothing to compare")

@@ -16,11 +16,8 @@ from typing import Any
 
 from lachesis.common.errors import DependencyError
 from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed
-from lachesis.plugins.sandbox.rewards.code_tests import read_cases
-from lachesis.plugins.sandbox.rewards.execution import share_passed
-from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
-from lachesis.plugins.sandbox.rewards.piston import get_cf_code_reward, get_ioi_code_reward
-from lachesis.rollouts.rewards.functions import Excluded, Reward
+from lachesis.plugins import load
+from lachesis.rollouts.rewards.functions import Reward
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
 # Characters of an answer: those of datasets have some dozens.
@@ -30,7 +27,7 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
     """1 where the answer is mathematically the solution, 0 where not, None for a solution that cannot be parsed."""
-    return [_same_answer(_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
+    return [_same_answer(completion_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
 
 
 def reasoning_accuracy_reward(
@@ -39,7 +36,7 @@ def reasoning_accuracy_reward(
     """:func:`accuracy_reward` of what comes after the last delimiter; 0 where none ends the reasoning."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, solution, strict=True):
-        text = _text(completion)
+        text = completion_text(completion)
         end = next((one for one in reasoning_delimiters if one in text), None)
         rewards.append(0.0 if end is None else _same_answer(text.rpartition(end)[2], gold))
     return rewards
@@ -47,22 +44,22 @@ def reasoning_accuracy_reward(
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for reasoning between one ``<think>``, at the beginning, and ``</think>``."""
-    return [float(_thinks_first(_text(one))) for one in completions]
+    return [float(_thinks_first(completion_text(one))) for one in completions]
 
 
 def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for ``<think>`` and ``<answer>``, each with lines of its own, and nothing else."""
-    return [float(_has_form(_text(one))) for one in completions]
+    return [float(_has_form(completion_text(one))) for one in completions]
 
 
 def tag_count_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """A quarter for each of the four tags of :func:`format_reward` that is there once."""
-    return [sum(_text(one).count(tag) == 1 for tag in _TAGS) / len(_TAGS) for one in completions]
+    return [sum(completion_text(one).count(tag) == 1 for tag in _TAGS) / len(_TAGS) for one in completions]
 
 
 def reasoning_steps_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """A third for each mark of a step (``Step 1:``, a list's item, ``First,``), 1 from three on."""
-    return [min(1.0, len(_STEP.findall(_text(one))) / 3) for one in completions]
+    return [min(1.0, len(_STEP.findall(completion_text(one))) / 3) for one in completions]
 
 
 def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
@@ -71,35 +68,12 @@ def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any)
     Kimi k1.5 (2025), section 2.3.3. Lengths are in characters, over all completions of a call.
     """
     right = accuracy_reward(completions, solution)
-    lengths = [len(_text(one)) for one in completions]
+    lengths = [len(completion_text(one)) for one in completions]
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
         return [0.0] * len(lengths)
     shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
     return [share if good is None or good else min(0.0, share) for share, good in zip(shares, right, strict=True)]
-
-
-def code_reward(
-    completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
-) -> list[float | Excluded | None]:
-    """The share of ``verification_info``'s test cases (input, output) that the code passes, run in a sandbox.
-
-    A completion whose sandbox failed is excluded. Raises SandboxError where there is none.
-    """
-    rewards: list[float | Excluded | None] = []
-    for completion, info in zip(completions, verification_info, strict=True):
-        tests = read_cases(info["test_cases"])
-        code = extract_code(_text(completion))
-        rewards.append(share_passed(code, tests) if tests and code.strip() else 0.0 if tests else None)
-    return rewards
-
-
-def binary_code_reward(
-    completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
-) -> list[float | Excluded | None]:
-    """1 where the code passes all its test cases. Excludes and raises as :func:`code_reward`."""
-    shares = code_reward(completions, verification_info)
-    return [float(share > 0.99) if isinstance(share, float) else share for share in shares]
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Reward:
@@ -138,7 +112,7 @@ def get_cosine_scaled_reward(
             if right is None:
                 rewards.append(None)
                 continue
-            length = len(completion_ids[index]) if in_tokens else len(_text(completions[index]))
+            length = len(completion_ids[index]) if in_tokens else len(completion_text(completions[index]))
             low, high = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
             course = 1.0 + math.cos(math.pi * min(length / max_len, 1.0))
             rewards.append(low + 0.5 * (high - low) * course)
@@ -156,7 +130,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     def repetition_penalty_reward(
         completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float | None]:
-        sequences = completion_ids if in_tokens else [_text(one).lower().split() for one in completions]
+        sequences = completion_ids if in_tokens else [completion_text(one).lower().split() for one in completions]
         return [max_penalty * _repeated(sequence, ngram_size) for sequence in sequences]
 
     return repetition_penalty_reward
@@ -166,7 +140,7 @@ def get_code_format_reward(language: str = "python") -> Reward:
     """:func:`format_reward` with a block of code in that language in the answer."""
 
     def code_format_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(_has_form(_text(one), f"```{language}", "```")) for one in completions]
+        return [float(_has_form(completion_text(one), f"```{language}", "```")) for one in completions]
 
     return code_format_reward
 
@@ -180,8 +154,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "tag_count": tag_count_reward,
     "reasoning_steps": reasoning_steps_reward,
     "length": length_reward,
-    "code": code_reward,
-    "binary_code": binary_code_reward,
+    "code": lambda *given, **columns: load("rewards", "code")(*given, **columns),
+    "binary_code": lambda *given, **columns: load("rewards", "binary_code")(*given, **columns),
 }
 FACTORIES: Mapping[str, Callable[..., Reward]] = {
     "get_soft_overlong_punishment": get_soft_overlong_punishment,
@@ -191,8 +165,8 @@ FACTORIES: Mapping[str, Callable[..., Reward]] = {
     "cosine": get_cosine_scaled_reward,
     "repetition_penalty": get_repetition_penalty_reward,
     "code_format": get_code_format_reward,
-    "ioi_code": get_ioi_code_reward,
-    "cf_code": get_cf_code_reward,
+    "ioi_code": lambda **arguments: load("rewards", "ioi_code")(**arguments),
+    "cf_code": lambda **arguments: load("rewards", "cf_code")(**arguments),
 }
 
 
@@ -215,7 +189,7 @@ def _repeated(sequence: Sequence[Any], size: int) -> float:
     return 1.0 - len(grams) / grams.total() if grams else 0.0
 
 
-def _text(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[0]["content"])
 
 

@@ -20,7 +20,6 @@ from lachesis.common.http import server_url
 from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
 from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
-from lachesis.plugins.atropos.source.client import RolloutApiClient, api_url
 from lachesis.process.managed import check_port_free
 from lachesis.run.checkup.checks import CLOCKS_S, Check, attempted, failure
 from lachesis.transport.rendezvous import address_towards, listen
@@ -122,6 +121,8 @@ def _engine_says(url: str) -> str:
 
 def _others(config: LachesisConfig) -> Iterator[RunningServer]:
     if isinstance(config.source, AtroposSourceConfig):
+        from lachesis.plugins.atropos.source.client import api_url
+
         url, startable = api_url(config.source.url), config.services.api is not None
         yield RunningServer("rollout API", url, "/info", partial(_api_says, url), startable=startable)
     teacher = config.algorithm.teacher
@@ -131,6 +132,8 @@ def _others(config: LachesisConfig) -> Iterator[RunningServer]:
 
 def _api_says(url: str) -> str:
     """Raises EngineError where it is no rollout API."""
+    from lachesis.plugins.atropos.source.client import RolloutApiClient
+
     with closing(RolloutApiClient(url)) as client:
         client.require(limit_s=LIMIT_S)
     return "is a rollout API"

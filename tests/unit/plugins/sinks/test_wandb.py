@@ -14,7 +14,8 @@ from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.config.schema import WandbConfig
 from lachesis.metrics.sinks.console import CompletionPicker
-from lachesis.plugins.sinks.wandb import WandbSink, is_wanted
+from lachesis.plugins.sinks.wandb import WandbSink
+from lachesis.run.sinks import is_wanted
 
 CONFIG = WandbConfig(project="fates", group="quick", mode="offline")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import describe_exception, load_function
+from lachesis.config.schema import LachesisConfig, StepsSourceConfig
 from lachesis.plugins.environments.steps.game import EnvironmentCalls, Game, Row
 from lachesis.plugins.environments.steps.gymnasium import GymnasiumGame
 from lachesis.plugins.environments.steps.observations import Rendering
@@ -53,6 +54,25 @@ class StepSettings:
     turn_tokens: int | None = None
     tool_parser: str = HERMES
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> StepPlayers:
+    """Build the players of the section ``source`` with kind steps. Raises as :func:`step_players`."""
+    source = config.source
+    assert isinstance(source, StepsSourceConfig)
+    settings = StepSettings(
+        environment=source.environment,
+        interface=source.interface,
+        args=source.args,
+        tasks=source.tasks,
+        max_tasks=source.max_tasks,
+        eval_tasks=source.eval_tasks,
+        max_turns=source.max_turns,
+        turn_tokens=source.turn_tokens,
+        tool_parser=source.tool_parser,
+        template_kwargs=config.data.chat_template_kwargs,
+    )
+    return step_players(access, settings, rewarder=rewarder)
 
 
 def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewarder | None = None) -> StepPlayers:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import DependencyError, first_line
+from lachesis.config.schema import LachesisConfig, VerifiersSourceConfig
 from lachesis.plugins.environments.verifiers.settings import (
     NEEDS,
     VerifiersPlayers,
@@ -17,7 +18,25 @@ from lachesis.plugins.environments.verifiers.settings import (
 )
 from lachesis.rollouts.episodes import PolicyAccess, TaskPlayers
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.turn_server import TurnServer
+
+
+def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> TaskPlayers:
+    """Build the players of the section ``source`` with kind verifiers, whose rubrics score them.
+
+    Raises as :func:`verifiers_players`.
+    """
+    source = config.source
+    assert isinstance(source, VerifiersSourceConfig)
+    return verifiers_players(
+        access,
+        environment=source.environment,
+        args=source.args,
+        renderer=source.renderer,
+        max_tasks=source.max_tasks,
+        eval_tasks=source.eval_tasks,
+    )
 
 
 def verifiers_players(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.explain import Alias, explain
+from lachesis.plugins.dialects.explain import Alias, explain
 from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing
 
 TRAINER = Dialect(
