@@ -22,7 +22,6 @@ TO_DO = (
     "process",
     "rollouts",
     "run",
-    "train",
 )
 # Words that open a fragment, such as "Whether somebody has." or "Those that were generated."
 FRAGMENTS = {"By", "How", "If", "Of", "That", "Their", "Them", "There", "They", "Those", "What", "When", "Where"}

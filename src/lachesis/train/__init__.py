@@ -1,1 +1,1 @@
-"""The algorithm: batches of scored completions come in, optimizer steps, checkpoints and metrics go out."""
+"""Training algorithm: scored batches come in; optimizer steps, checkpoints and metrics go out."""

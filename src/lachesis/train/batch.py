@@ -1,14 +1,14 @@
-"""From scored groups to packed micro-batches, and to those of each rank.
+"""Packing of scored groups into micro-batches, and their division among ranks.
 
-A micro-batch is one stream of tokens without padding, in which the sequences of a group are a prefix tree: what two
-of them begin with stands in it once, be it the prompt, the turns before they part, or all of an earlier turn. A token
-attends to those before it in its own sequence, nothing else. That is written down as *segments*: runs of queries with
-the keys they may see, causal and aligned at the end. Each sequence that is not the beginning of another is one: its
-queries are the tokens that no sequence before it has, its keys all of its own. So there are no more keys than there
-were tokens without sharing, however the tree branches.
+A micro-batch is one stream of tokens without padding, in which the sequences of a group form a prefix tree: a prefix
+that two of them share occurs once, be it the prompt, the turns before they part, or all of an earlier turn. A token
+attends to those before it in its own sequence and to nothing else. This is written down as *segments*: runs of
+queries with the keys they may see, causal and aligned at the end. Each sequence that is not a prefix of another is a
+segment: its queries are the tokens that no sequence before it has, its keys are all of its tokens. So there are no
+more keys than there were tokens without sharing, however the tree branches.
 
-The last token of a completion predicts nothing and is no input. Predictions that are equal, with all before them, are
-made once and read by every sample that has them.
+The last token of a completion predicts nothing and is not an input. Predictions that are equal, with all before them,
+are made once and read by every sample that has them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ Objective = Literal["policy", "sft"]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass needs. T inputs, G segments, M predictions, N loss tokens, S rows.
+    """Inputs of one forward and backward pass: T inputs, G segments, M predictions, N loss tokens, S rows.
+
+    T inputs, G segments, M predictions, N loss tokens, S rows.
 
     Attributes:
         input_ids, position_ids: int64 [T]; positions count from each sequence's own start.
@@ -89,11 +91,14 @@ class MicroBatch:
 
     @property
     def num_inputs(self) -> int:
-        """T, the tokens that go through the model."""
+        """Return T, the number of tokens that go through the model."""
         return self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device. To a GPU the tensors go without waiting; what comes from one is there."""
+        """Return the micro-batch on a device.
+
+        Copies to a GPU do not wait; a copy from one is complete on return.
+        """
         if self.input_ids.device == device:  # all are on one
             return self
         moved: dict[str, Any] = {
@@ -113,9 +118,9 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Those of a batch, each made when it is first read, and kept.
+    """Micro-batches of a batch, each made when it is first read, and then kept.
 
-    So a GPU does not wait until all of them are made: it works on one while the next is.
+    A GPU therefore works on one while the next is made, instead of waiting for all of them.
     """
 
     def __init__(self, makers: Iterable[Callable[[], MicroBatch]]) -> None:
@@ -123,7 +128,7 @@ class MicroBatches(Sequence[MicroBatch]):
 
     @classmethod
     def of(cls, passes: Iterable[Sequence[Unit]]) -> MicroBatches:
-        """A micro-batch for the units of each pass."""
+        """Return a micro-batch for the units of each pass."""
         return cls(cache(partial(_collate, units)) for units in passes)
 
     def __len__(self) -> int:
@@ -139,13 +144,12 @@ class MicroBatches(Sequence[MicroBatch]):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All of one optimizer step.
+    """Packed data of one optimizer step.
 
-    ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, also of rows that
-    are wholly masked, or left out of the forward pass because their advantage is 0. Of the inputs of the rows that are
-    not, ``flat_tokens`` are all, and ``distinct_tokens`` those that differ within their group, or have others before
-    them. ``iteration`` counts from 0 the uses of one and the same batch, ``num_iterations`` is how often it will be
-    used.
+    ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, including rows that are
+    wholly masked, or left out of the forward pass because their advantage is 0. Of the inputs of the other rows,
+    ``flat_tokens`` counts all, and ``distinct_tokens`` those that differ within their group, or follow other tokens.
+    ``iteration`` counts the uses of one batch from 0, ``num_iterations`` is how often it will be used.
     """
 
     groups: tuple[Group, ...]
@@ -224,7 +228,7 @@ def pack(
 
 
 def _teaches(sample: Sample) -> bool:
-    """Whether the advantage of any of its tokens is not 0."""
+    """Return True if any token of the sample has an advantage other than 0."""
     return bool(sample.advantage) or any(sample.token_advantages or ())
 
 
@@ -248,7 +252,7 @@ def _require_whole(sample: Sample) -> None:
 
 
 class _Stream:
-    """Collects one micro-batch as plain lists, segment by segment."""
+    """Builder of one micro-batch, which collects plain lists segment by segment."""
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
@@ -272,7 +276,7 @@ class _Stream:
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
-        """Append ``ids``, which see the stream positions ``context`` and themselves; returns their positions."""
+        """Append ``ids``, which see the stream positions ``context`` and themselves; return their positions."""
         start = len(self.input_ids)
         positions = range(start, start + len(ids))
         self.input_ids.extend(ids)
@@ -314,7 +318,7 @@ class _Stream:
         self.inverse_temperature.extend([inverse_temperature] * len(positions))
 
     def _add_row(self, row: Row, mask: Sequence[int], numbers: Sequence[int]) -> None:
-        """Append a sample of which the tokens that the ``mask`` counts are the predictions ``numbers``."""
+        """Append a sample; the tokens that ``mask`` counts are the predictions ``numbers``."""
         sample = row.sample
         self.expand.extend(numbers)
         self.row.extend([len(self.advantages)] * len(numbers))
@@ -332,7 +336,7 @@ class _Stream:
 
 
 def _leaf(parts: Sequence[Part], place: int) -> int:
-    """The place of the sequence that the one at ``place`` is the beginning of, and those in between; or its own."""
+    """Return the index of the longest sequence that the one at ``place`` is a prefix of, or ``place`` itself."""
     while place + 1 < len(parts) and parts[place + 1].shared == len(parts[place].sequence.ids):
         place += 1
     return place
@@ -358,7 +362,7 @@ def _collate(units: Sequence[Unit]) -> MicroBatch:
 
 
 def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
-    """One sequence whose every token but the first is predicted, at temperature 1; no advantage."""
+    """Return one sequence whose every token but the first is predicted, at temperature 1, without advantages."""
     prompt, completion = tuple(token_ids[:1]), tuple(token_ids[1:])
     sample = Sample(prompt, completion, (math.nan,) * len(completion), "stop", UNKNOWN_VERSIONS)
     sequence = Inputs(prompt + completion[:-1], len(prompt), (Row(sample, "sampler", 0),))
@@ -366,10 +370,10 @@ def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
 
 
 def idle_micro_batch() -> MicroBatch:
-    """A pass through the model without a loss token: its loss and its gradients are 0.
+    """Return a pass through the model without a loss token: its loss and its gradients are 0.
 
-    Sharded ranks meet in collectives at every pass. One that has fewer micro-batches than another takes part
-    with these; a constant in their place would leave the others waiting.
+    Sharded ranks meet in collectives at every pass. A rank that has fewer micro-batches than another takes part
+    with these; a constant instead would leave the others waiting.
     """
     index, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
     plain = plain_micro_batch((0, 0))
@@ -404,7 +408,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
 
 
 def _tensor(values: Sequence[float], *, dtype: type[np.number]) -> Tensor:
-    """Of a list; by way of numpy, as ``torch.tensor`` takes three times as long."""
+    """Convert a list to a tensor by way of numpy, because ``torch.tensor`` takes three times as long."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
@@ -416,11 +420,11 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def split(batch: Batch, ranks: int) -> list[Batch]:
-    """A batch for each rank: micro-batch i goes to rank i mod ``ranks``.
+    """Split a batch among ranks: micro-batch i goes to rank i mod ``ranks``.
 
-    Ranks meet at every pass, which takes as long as the largest of its micro-batches. They are packed from the
-    largest to the smallest, so that dealing them in order brings equals together. The counts of the step stay with
-    rank 0: over all ranks they add up to what they were. Groups are no business of a policy.
+    Ranks meet at every pass, which takes as long as the largest of its micro-batches. They are packed from the largest
+    to the smallest, so that dealing them in order brings equals together. The counts of the step stay with rank 0:
+    summed over ranks they are unchanged. Groups are left out, because a policy does not use them.
     """
     counts = ("num_sequences", "num_tokens", "skipped_sequences", "distinct_tokens", "flat_tokens")
     none: dict[str, Any] = {"groups": ()} | dict.fromkeys(counts, 0)
@@ -431,12 +435,12 @@ def split(batch: Batch, ranks: int) -> list[Batch]:
 
 
 def deal(items: Sequence[T], ranks: int) -> list[Sequence[T]]:
-    """Item i to rank i mod ``ranks``."""
+    """Deal items to ranks: item i goes to rank i mod ``ranks``."""
     return [items[rank::ranks] for rank in range(ranks)]
 
 
 def collect(parts: Sequence[Sequence[T]]) -> list[T]:
-    """The reverse of :func:`deal`."""
+    """Restore the order of items that :func:`deal` distributed."""
     missing = object()
     rounds = zip_longest(*parts, fillvalue=missing)
     return [item for items in rounds for item in items if item is not missing]  # type: ignore[misc]

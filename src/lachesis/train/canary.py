@@ -1,4 +1,4 @@
-"""The trainer's reading of the canary: logprobs of a fixed sequence, through the path that training takes."""
+"""Reader of the canary in the trainer: logprobs of a fixed sequence, computed as in training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class CanaryReader:
-    """Reads canaries of a model.
+    """Reader of a model's canaries.
 
-    A sequence of a dozen tokens keeps a GPU busy for less time than it takes to launch its thousand kernels. So
-    the second reading of a sequence is captured as a CUDA graph, and later ones replay that: it reads the weights
-    where they are, as they are by then. Weights that have moved since are captured anew. A network that waits for
-    the GPU on its way, as layers in int8 do, cannot be captured and is run each time.
+    A sequence of a dozen tokens keeps a GPU busy for less time than it takes to launch its thousand kernels. So the
+    second reading of a sequence is captured as a CUDA graph, and later ones replay it: the graph reads the weights
+    where they are, with their current values. Weights that have moved since are captured anew. A network that waits for
+    the GPU on its way, as int8 layers do, cannot be captured and is run each time.
 
     Args:
         transformer: the causal language model, adapter included.
@@ -47,7 +47,7 @@ class CanaryReader:
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs [T - 1] of ``token_ids`` [T] after the first, at temperature 1, in nats."""
+        """Return the logprobs [T - 1] of ``token_ids`` [T] after the first, at temperature 1, in nats."""
         tokens = tuple(token_ids)
         captured = self._graph(tokens) if self._capture and self._device.type == "cuda" else None
         if captured is None:
@@ -56,7 +56,7 @@ class CanaryReader:
         return captured.logprobs.tolist()
 
     def _graph(self, tokens: tuple[int, ...]) -> _Captured | None:
-        """What replays a reading of ``tokens``; None where it is to be run."""
+        """Return the captured graph that replays a reading of ``tokens``, or None if the model is to be run."""
         if self._seen != tokens:
             # The first run of a shape may compile or load kernels, which a graph cannot hold.
             self._seen, self._captured = tokens, None
@@ -85,7 +85,7 @@ class CanaryReader:
 
 
 def _end_capture() -> None:
-    """After a capture that failed, random numbers go on.
+    """Reset the CUDA random generator after a capture that failed.
 
     torch (2.11, 2.13) leaves its generator in the state of capturing when a capture is broken off, and every random
     number on the GPU is an error from then on. A capture that succeeds ends that state.
@@ -96,7 +96,7 @@ def _end_capture() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph with the tensors that it reads and writes; ``places`` are the addresses of the weights."""
+    """Captured graph with the tensors that it reads and writes; ``places`` are the addresses of the weights."""
 
     graph: torch.cuda.CUDAGraph
     micro: MicroBatch

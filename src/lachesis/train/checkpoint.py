@@ -1,14 +1,14 @@
-"""Checkpoints that are wholly there or not at all, and models in their ecosystem's own formats.
+"""Atomic checkpoints, and models saved in the formats of transformers and peft.
 
 A resumable checkpoint is a directory::
 
     checkpoints/step_000010/
         weights.safetensors   tensors by name
         state.pt              optimizer and random states, loadable with weights_only=True
-        meta.json             whatever is JSON: data position, configuration, versions
-        manifest.json         sizes and CRC-32 of the others, and which save this was
+        meta.json             JSON values: data position, configuration, versions
+        manifest.json         sizes and CRC-32 of the others, and the number of this save
 
-That of a sharded policy has in place of ``weights.safetensors`` the directory ``parts/``, in which each rank has
+A sharded policy's checkpoint has the directory ``parts/`` instead of ``weights.safetensors``, in which each rank has
 written its own rows of all tensors (:mod:`lachesis.train.distributed.sharded_checkpoint`); ``state.pt`` then has their
 names.
 
@@ -57,10 +57,10 @@ _SHARED = "put run.dir on a disk that all nodes share, or set checkpoint.format:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was saved at a step. Tensors are on the CPU; tied ones are one tensor again.
+    """State that was saved at a step. Tensors are on the CPU; tied ones are one tensor again.
 
-    Where ranks are to read their own ``parts``, which this is the directory of, tensors are on the meta device, and in
-    the state names stand in their places.
+    If ranks are to read their own ``parts`` (the directory of the parts), tensors are on the meta device, and the state
+    has their names instead of them.
     """
 
     step: int
@@ -72,18 +72,21 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint that is being written, in a directory that nobody takes for one yet."""
+    """Checkpoint in the making, in a directory that is not yet recognised as a checkpoint."""
 
     directory: Path
     number: int
 
     @property
     def parts(self) -> Path:
-        """Where ranks write theirs."""
+        """Return the directory in which ranks write their parts."""
         return self.directory / _PARTS
 
     def write(self, *, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """All but the tensors of weights or parts. Raises CheckpointError where it could not be read back."""
+        """Write all but the tensors of weights or parts.
+
+        Raises CheckpointError if it could not be read back. Raises CheckpointError where it could not be read back.
+        """
         with (self.directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
             torch.save(dict(state), file)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(self.directory / _STATE):
@@ -94,14 +97,14 @@ class Draft:
         (self.directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     def describe(self, *, aliases: Mapping[str, str] | None = None, parts: Sequence[Written] = ()) -> None:
-        """Write the manifest, with which it is whole.
+        """Write the manifest, which completes the checkpoint.
 
         Args:
             aliases: names of tied tensors.
-            parts: what ranks have written, with the sums that they have made of it.
+            parts: files that ranks have written, with their checksums.
 
         Raises:
-            CheckpointError: they have written it elsewhere.
+            CheckpointError: ranks have written them elsewhere.
         """
         files = {f"{_PARTS}/{part.name}": {"bytes": part.size, "crc32": part.crc32} for part in parts}
         for name, expected in files.items():
@@ -116,11 +119,11 @@ class Draft:
 
 
 class CheckpointManager:
-    """Saves and finds resumable checkpoints under one directory. One process writes at a time.
+    """Manager of the resumable checkpoints under one directory. One process writes at a time.
 
     Args:
         directory: holds the ``step_N`` directories; made at the first save.
-        keep_last: how many of the latest saves stay, at least 1.
+        keep_last: number of latest saves to keep, at least 1.
     """
 
     def __init__(self, directory: Path, *, keep_last: int) -> None:
@@ -154,7 +157,7 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, step: int, *, needed: int) -> Iterator[Draft]:
-        """What becomes the checkpoint of ``step`` where the block ends without an error; as :meth:`save`.
+        """Yield a draft that becomes the checkpoint of ``step`` if the block ends without an error.
 
         Args:
             needed: bytes that will be written.
@@ -172,7 +175,7 @@ class CheckpointManager:
             self._prune()
 
     def latest(self) -> int | None:
-        """The step of the most recent save that is whole, or None; damaged ones are logged and ignored."""
+        """Return the step of the most recent complete save, or None; damaged ones are logged and skipped."""
         restore_replaced(self.directory)
         # By time of saving, not by step: a run that went back to an earlier step saves lower ones anew.
         for path in sorted(self._paths(), key=_number_of_save, reverse=True):
@@ -183,7 +186,7 @@ class CheckpointManager:
         return None
 
     def newest(self) -> int | None:
-        """As :meth:`latest`, but None only if there is no save at all.
+        """Return :meth:`latest`, or None only if there is no save at all.
 
         Raises:
             CheckpointError: all of them are damaged.
@@ -199,7 +202,7 @@ class CheckpointManager:
         return step
 
     def load(self, step: int | None = None, *, parts: bool = False) -> Checkpoint:
-        """Read the checkpoint of ``step``, or the latest one that is whole.
+        """Read the checkpoint of ``step``, or the latest complete one.
 
         Args:
             parts: leave tensors that were saved in parts to those who read their own (:attr:`Checkpoint.parts`).
@@ -238,7 +241,7 @@ class CheckpointManager:
 
 
 class Savable(Protocol):
-    """A model or tokenizer of transformers or peft."""
+    """Model or tokenizer of transformers or peft."""
 
     def save_pretrained(self, save_directory: str, **options: Any) -> Any: ...
 
@@ -253,12 +256,12 @@ def save_model(
 ) -> None:
     """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
 
-    A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or
-    not at all; an earlier model in its place is replaced.
+    A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or not at
+    all; an earlier model in its place is replaced.
 
     Args:
-        weights: whole tensors by the model's names, where its own parameters are sharded.
-        write: writes all that the directory is to hold, in place of the model's and the tokenizer's own methods.
+        weights: whole tensors by the model's names, if its own parameters are sharded.
+        write: writes the whole content of the directory instead of the model's and the tokenizer's own methods.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the directory holds something else.
@@ -281,7 +284,7 @@ def save_model(
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of the random generators of Python, numpy and torch (CPU, and CUDA where it is in use).
+    """Return the states of the random generators of Python, numpy and torch (CPU, and CUDA where it is in use).
 
     It can be part of a checkpoint's ``state``: plain numbers and tensors only.
     """
@@ -298,7 +301,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """The reverse of :func:`capture_rng`. Fewer or more CUDA devices than then are logged."""
+    """Restore what :func:`capture_rng` returned.
+
+    A number of CUDA devices other than at the capture is logged.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -338,7 +344,7 @@ def _read(path: Path, *, parts: bool) -> Checkpoint:
 
 
 def _damage(path: Path, *, read_content: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None: every file is there with the size and the content it had."""
+    """Describe what is wrong with a checkpoint, or return None if every file has its recorded size and content."""
     try:
         files = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
@@ -358,7 +364,10 @@ def _damage(path: Path, *, read_content: bool = True) -> str | None:
 
 
 def _number_of_save(path: Path) -> float:
-    """Counts the saves of a run. Infinite where it cannot be read, so that ``latest`` looks and tells."""
+    """Return the number of a save within its run.
+
+    Infinite if it cannot be read, so that ``latest`` inspects the checkpoint and reports it.
+    """
     try:
         return int(json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["save"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -370,7 +379,7 @@ def _step_of(path: Path) -> int:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without those that are the same memory as an earlier one, and the names of the latter."""
+    """Return the tensors without those that share memory with an earlier one, and the names of the latter."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -385,13 +394,13 @@ def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and alone in its storage: safetensors refuses overlapping views."""
+    """Return the tensor contiguous and alone in its storage, because safetensors refuses overlapping views."""
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _state_bytes(state: Any) -> int:
-    """What torch.save writes for a nested state: whole storages, each once."""
+    """Return the bytes that torch.save writes for a nested state: whole storages, each once."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     storages: dict[int, int] = {}
     while tensors:

@@ -1,7 +1,7 @@
-"""Copies of a checkpoint in pinned host memory, which is taken beside training.
+"""Pinned host memory for copies of a checkpoint, allocated beside training.
 
-The first copy would be held up by taking it of the machine, for many times as long as by the copy itself
-(benchmarks/RESULTS.md, "What a checkpoint of 8B copies"). torch keeps what was taken once, by sizes, for next copies.
+Otherwise the first copy would wait for the allocation, which takes many times as long as the copy itself
+(benchmarks/RESULTS.md, "What a checkpoint of 8B copies"). torch keeps allocations, by size, for later copies.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Allocate = Callable[[torch.Size, torch.dtype], object]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_pinned_when_copied(tensor: Tensor) -> bool:
-    """Whether its copy goes to pinned memory: it is on a GPU, and is one piece."""
+    """Return True if the tensor's copy goes to pinned memory: it is on a GPU, and contiguous in one piece."""
     return tensor.is_cuda and not is_traceable_wrapper_subclass(tensor)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; from a GPU it is on its way until that one is waited for."""
+    """Return a copy on the CPU; a copy from a GPU is complete once the GPU was waited for."""
     if is_traceable_wrapper_subclass(tensor):  # quantized: made of several tensors
         return tensor.to("cpu", copy=True)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned_when_copied(tensor))
@@ -51,7 +51,7 @@ def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class HostMemory:
-    """As much pinned memory as copies of some tensors need, which a thread takes once.
+    """Pinned memory for copies of some tensors, allocated once by a thread.
 
     Args:
         allocate: takes memory for a copy and holds it for as long as its result lives.
@@ -69,11 +69,11 @@ class HostMemory:
 
     @property
     def there(self) -> bool:
-        """Whether nothing is being taken."""
+        """Return True if nothing is being allocated."""
         return self._there.is_set()
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to take what copies of them need; what comes after the first call does nothing."""
+        """Begin to allocate memory for copies of the tensors; calls after the first do nothing."""
         if self._begun:
             return
         self._begun = True
@@ -83,7 +83,7 @@ class HostMemory:
             call_aside(lambda: self._take(sizes), name="lachesis-host-memory")
 
     def wait(self) -> None:
-        """Return once it is there: a copy that is made before would take it a second time."""
+        """Wait for the allocation, because a copy made before its end would allocate a second time."""
         self._there.wait()
 
     def _take(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:

@@ -1,4 +1,4 @@
-"""Which logprobs the importance ratio π/π_old compares with, and batches that are used several times.
+"""Old logprobs of the importance ratio π/π_old, and batches that are used several times.
 
 A token has up to three logprobs beside the current log π: log s, by the sampler that drew it; log π_old, of the
 importance ratio; log π_ref, of the KL term. The first two differ where generation ran ahead of training, and by
@@ -44,13 +44,13 @@ Pack: TypeAlias = Callable[[Sequence[Group]], Batch]
 
 
 class OldLogprobStore:
-    """log π_old of a batch's loss tokens: found at its first use, the same at all others."""
+    """Store of log π_old of a batch's loss tokens: found at its first use, the same at all others."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
 
     def begin(self, batch: Batch, *, num_passes: int) -> None:
-        """A use of ``batch`` begins, in ``num_passes`` micro-batches.
+        """Begin a use of ``batch``, in ``num_passes`` micro-batches.
 
         Raises:
             TrainingError: it is not the first use, and the one before was not seen.
@@ -65,7 +65,7 @@ class OldLogprobStore:
             )
 
     def take(self, batch: Batch, index: int, micro: MicroBatch, *, current: Tensor) -> Tensor:
-        """log π_old of micro-batch ``index``, [N]; ``current`` are the policy's logprobs, detached."""
+        """Return log π_old of micro-batch ``index``, [N]; ``current`` are the policy's logprobs, detached."""
         if batch.iteration > 0:
             held = self._held[index].to(current.device)
             if held.shape != current.shape:
@@ -80,16 +80,16 @@ class OldLogprobStore:
         return old
 
     def state_dict(self) -> list[Tensor]:
-        """One tensor for each micro-batch of the batch in use; empty where it is used once."""
+        """Return one tensor for each micro-batch of the batch in use; empty if batches are used once."""
         return list(self._held)
 
     def load_state_dict(self, held: Sequence[Tensor]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self._held = list(held)
 
 
 class RepeatedFeed(Feed[Batch]):
-    """Makes optimizer steps of what was generated at once: ``steps_per_generation``, ``num_iterations`` times over.
+    """Feed that makes ``steps_per_generation`` optimizer steps of one generation, ``num_iterations`` times over.
 
     The loop and the feed know nothing of it. Where there are several, groups are dealt out at random, by the seed and
     the number of the generation, and all old logprobs are those from before the first step: the sampler's, and where
@@ -174,7 +174,7 @@ class RepeatedFeed(Feed[Batch]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError where its batch was to be used another number of times."""
+        """Restore the state. Raises CheckpointError if its batch was to be used another number of times."""
         groups = [decode_group(group) for group in state["groups"]]
         sizes = state.get("sizes", [len(groups)] if groups else [])  # of version 0.1: one part
         if groups and state["uses"] >= self._num_iterations * len(sizes):
@@ -201,12 +201,12 @@ class RepeatedFeed(Feed[Batch]):
 
 
 def undivided(groups: Sequence[Group]) -> Batch:
-    """What was generated at once, for :class:`RepeatedFeed` to divide and pack."""
+    """Return one generation as a batch, for :class:`RepeatedFeed` to divide and pack."""
     return Batch(groups=tuple(groups), micro_batches=(), num_sequences=0, num_tokens=0)
 
 
 def _with_old(part: Batch, old: Sequence[Sequence[float]]) -> Batch:
-    """The part with old logprobs from before the first step, a list for each micro-batch."""
+    """Return the part with old logprobs from before the first step, a list for each micro-batch."""
     micro_batches = [
         replace(micro, old_logprobs=torch.tensor(values, dtype=torch.float64))
         for micro, values in zip(part.micro_batches, old, strict=True)

@@ -1,4 +1,8 @@
-"""THE loop. What a bridge, a source, an engine or a strategy is, it does not know."""
+"""Training loop.
+
+It knows no bridge, source, engine or strategy in particular. What a bridge, a source, an engine or a strategy is, it
+does not know.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from lachesis.train.resume import RunCheckpoints
 
 
 class Evaluation(Protocol):
-    """Held-out problems, when they are due."""
+    """Evaluation on held-out problems, when due."""
 
     def due(self, step: int) -> bool: ...
 
@@ -30,14 +34,14 @@ class Evaluation(Protocol):
 
 
 class PausePoint(Protocol):
-    """Returns at once, unless somebody wants the run to wait; then it calls ``meanwhile`` until it may go on."""
+    """Check that returns at once, or, while a pause is requested, calls ``meanwhile`` until the run may continue."""
 
     def __call__(self, step: int, meanwhile: Callable[[], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The parts of a run; :meth:`train` is the algorithm."""
+    """Trainer made of the parts of a run; :meth:`train` is the algorithm."""
 
     policy: Policy
     feed: Feed[Batch]
@@ -49,7 +53,7 @@ class Trainer:
     pause: PausePoint
 
     def train(self, *, start: int, steps: int) -> int:
-        """Train from step ``start`` (the number already done) to ``steps``; returns the last step done."""
+        """Train from step ``start`` (the number already done) to ``steps``; return the last step done."""
         self.bridge.sync(start)
         if start == 0:
             self.telemetry.evaluation(self._evaluate(start))
@@ -117,7 +121,7 @@ class Trainer:
 
 
 class Clock:
-    """Seconds by name, since they were last taken."""
+    """Clock of seconds by name, since they were last taken."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -125,20 +129,20 @@ class Clock:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the seconds spent within to ``name``."""
+        """Add the seconds spent in the block to ``name``."""
         started = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """The seconds spent within are no part of the step."""
+        """Leave the seconds spent in the block out of the step's."""
         started = time.perf_counter()
         yield
         self._started += time.perf_counter() - started
 
     def take(self) -> dict[str, MetricValue]:
-        """All measured seconds, and those of the whole step; measuring begins anew."""
+        """Return all measured seconds, and those of the whole step, and begin anew."""
         now = time.perf_counter()
         self._seconds["step_time"] = now - self._started
         taken: dict[str, MetricValue] = {name: Mean(seconds) for name, seconds in self._seconds.items()}

@@ -1,8 +1,8 @@
-"""Which sequences go through the model together: from samples to trees of what they share, and to passes of a budget.
+"""Packing of samples: trees of shared prefixes, distributed over passes with a budget.
 
-A group is one tree as long as nothing is gained by cutting it. Where groups leave room that no whole one fits into,
-they are split between passes, and what the sequences on both sides share is computed on both: only if all passes
-together cost less then, each for its tokens and for itself.
+A group is one tree as long as nothing is gained by cutting it. If groups leave room that no whole one fits into, they
+are split between passes, and prefixes shared across the split are computed in both: only if all passes together cost
+less then, each for its tokens and for itself.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SLACK = (1.0, 1.1, 1.25, 1.5)
 
 
 class Shares(NamedTuple):
-    """What the advantages of a group are multiplied by, and a teacher's part of its loss."""
+    """Weights of the rewards' and of a teacher's part in a group's loss."""
 
     reward: float = 1.0
     teacher: float = 1.0
 
 
 class Row(NamedTuple):
-    """A sample of the batch, where its old logprobs are from, the number of its group, and what its loss is made of."""
+    """Sample of the batch, with the origin of its old logprobs, its group's number and its loss weights."""
 
     sample: Sample
     old_logprobs: OldLogprobs
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What goes through the model for samples that are equal in all that they predict: the last token is no input."""
+    """Model inputs of samples with equal predictions; the last token is not an input."""
 
     ids: tuple[int, ...]
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Inputs:
 
 
 class Part(NamedTuple):
-    """A sequence in a unit, and how many of its first inputs the one before it there has too."""
+    """Sequence in a unit, and how many of its first inputs the one before it there shares."""
 
     sequence: Inputs
     shared: int
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Sequences in the order of their prefix tree: what packing moves around."""
+    """Sequences in the order of their prefix tree, which packing moves together."""
 
     parts: tuple[Part, ...]
     num_inputs: int = field(init=False)
@@ -78,13 +78,13 @@ class Unit:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that go through the model: equal ones are one."""
+        """Return the number of sequences that go through the model; equal ones count once."""
         return len(self.parts)
 
 
 @dataclass(slots=True)
 class _Pass:
-    """What goes through the model together, as it is filled."""
+    """Inputs that go through the model together, while they are collected."""
 
     units: list[Unit] = field(default_factory=list[Unit])
     tokens: int = 0
@@ -97,19 +97,19 @@ class _Pass:
 
 
 class _Budget(NamedTuple):
-    """What a pass may have at most."""
+    """Limits of a pass."""
 
     tokens: int
     rows: float
 
     def fitting(self, unit: Unit, passes: Sequence[_Pass]) -> _Pass | None:
-        """The first of the passes that has room for all of a unit."""
+        """Return the first of the passes that has room for all of a unit."""
         tokens, rows = self.tokens - unit.num_inputs, self.rows - unit.num_rows
         return next((one for one in passes if one.tokens <= tokens and one.rows <= rows), None)
 
 
 def trees(rows: Sequence[Row]) -> Iterator[Unit]:
-    """A prefix tree for each group, and one for those that have a prompt in common."""
+    """Yield a prefix tree for each group, and one for those that have a prompt in common."""
     grown: dict[int, dict[tuple, list[Row]]] = {}
     tree_of: dict[int | tuple[int, ...], int] = {}
     for row in rows:
@@ -128,7 +128,7 @@ def trees(rows: Sequence[Row]) -> Iterator[Unit]:
 def arrange(
     whole: Sequence[Unit], *, max_tokens: int, max_rows: int | None, share_prefixes: bool, ranks: int
 ) -> list[list[Unit]]:
-    """The units of each pass, of all that is in the trees ``whole``, in the cheapest of a few ways.
+    """Return the units of each pass, for all trees of ``whole``, in the cheapest of a few ways.
 
     The ways are whole groups, and groups that are split where room is left. For several ranks, of which one that has no
     pass of its own would idle, both are also tried with smaller budgets, by which all ranks have equally much to do.
@@ -160,18 +160,18 @@ def arrange(
 
 
 def passes_cost(sizes: Sequence[int], ranks: int) -> int:
-    """What passes of so many inputs take, in tokens: ranks wait for the largest of those that they make together."""
+    """Return the cost in tokens of passes of these sizes: ranks wait for the largest of the passes made together."""
     return sum(max(sizes[start : start + ranks]) + PASS_TOKENS for start in range(0, len(sizes), ranks))
 
 
 def _even_budget(passes: Sequence[_Pass], ranks: int) -> int:
-    """Tokens of each pass where all ranks are busy as often as any of them is."""
+    """Return the tokens of each pass that keep all ranks busy equally often."""
     rounds = -(-len(passes) // ranks)
     return -(-sum(one.tokens for one in passes) // (rounds * ranks))
 
 
 def _filled(units: Sequence[Unit], *, budget: _Budget, split: bool) -> list[_Pass]:
-    """First-fit decreasing bin packing by inputs (and rows).
+    """Pack by first-fit decreasing, by inputs (and rows).
 
     The longest first: sequences of one length meet, and the last pass is the fullest it can be.
 
@@ -196,9 +196,9 @@ def _filled(units: Sequence[Unit], *, budget: _Budget, split: bool) -> list[_Pas
 
 
 def _split(unit: Unit, *, tokens: int, rows: float) -> tuple[Unit, Unit] | None:
-    """As many of its sequences as there is room for, and the others; ``None`` where that is of no use.
+    """Split a unit into as many sequences as there is room for, and the others; ``None`` if that is of no use.
 
-    It is of none where what is computed again is more than is moved, or more than a pass costs beside its tokens.
+    It is of no use if more is computed again than is moved, or more than a pass costs beside its tokens.
     """
     ends = accumulate(part.new for part in unit.parts)
     count = sum(number < rows and end <= tokens for number, end in enumerate(ends))
@@ -211,13 +211,13 @@ def _split(unit: Unit, *, tokens: int, rows: float) -> tuple[Unit, Unit] | None:
 
 
 def _flat(tree: Unit) -> Iterator[Unit]:
-    """Each sample alone, with its whole sequence."""
+    """Yield each sample alone, with its whole sequence."""
     for sequence, _ in tree.parts:
         yield from (Unit((Part(dataclasses.replace(sequence, rows=(row,)), 0),)) for row in sequence.rows)
 
 
 def _cut(tree: Unit, *, budget: _Budget) -> Iterator[Unit]:
-    """The tree in units that a pass can take, cut also where nothing is shared."""
+    """Yield the tree in units that a pass can take, cut also where nothing is shared."""
     kept: list[Part] = []
     inputs = 0
     for part in tree.parts:

@@ -1,4 +1,4 @@
-"""The policy: forward, loss, backward over a batch's micro-batches, and the optimizer step."""
+"""Policy: forward, loss, backward over a batch's micro-batches, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOp
 
 
 class StepCounts(NamedTuple):
-    """What a loss is normalized by: counts over the whole optimizer step and all ranks.
+    """Counts by which a loss is normalized, over the whole optimizer step and all ranks.
 
     ``entropy_threshold`` and ``num_high_entropy_tokens`` are ``None`` where every token is kept.
     """
@@ -69,7 +69,7 @@ class StepCounts(NamedTuple):
 
 
 class Policy(PolicyState, SendsWeights):
-    """A model that learns from batches.
+    """Policy model that learns from batches.
 
     Args:
         loaded: model, tokenizer and adapter.
@@ -155,16 +155,19 @@ class Policy(PolicyState, SendsWeights):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's own."""
+        """Return the model's tokenizer."""
         return self.loaded.tokenizer
 
     @property
     def ignores_zero_advantage(self) -> bool:
-        """Whether leaving out rows whose advantage is 0 changes nothing; a custom loss may do anything with them."""
+        """Return True if rows with an advantage of 0 can be left out without effect.
+
+        A custom loss may use them in any way.
+        """
         return self.options.ignores_zero_advantage and self.custom_loss is None
 
     def forward_backward(self, groups: Sequence[Group]) -> dict[str, float]:
-        """As :meth:`accumulate`, of groups whose advantages are set; the metrics as numbers.
+        """Run :meth:`accumulate` on groups whose advantages are set; return the metrics as numbers.
 
         Raises:
             TrainingError: no sample has a token to learn from.
@@ -172,7 +175,7 @@ class Policy(PolicyState, SendsWeights):
         return reduce_metrics(self.accumulate(self.pack(groups)))
 
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """Of all completion tokens of each sample of each group, under the weights of now: float [tokens], on the CPU.
+        """Return the current logprobs of each sample's completion tokens, by group: float [tokens], on the CPU.
 
         They are those of log-softmax(logits / temperature) with the sample's temperature, as the loss takes them.
 
@@ -209,12 +212,12 @@ class Policy(PolicyState, SendsWeights):
         )
 
     def _write_files(self, directory: Path) -> None:
-        """A sharded model, of which at most one file's worth is whole at a time."""
+        """Write a sharded model, of which at most one file's worth is whole at a time."""
         write_checkpoint(directory, as_saved(self.model, full_weights(self.model, whole=self.whole)))
         save_companions(self.transformer, self.tokenizer, directory)
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
-        """Forward and backward over all micro-batches; gradients add up, nothing is updated.
+        """Run forward and backward over all micro-batches; gradients add up, nothing is updated.
 
         The gradient is that of the loss over the whole batch, whatever the split into micro-batches, and over
         all ranks. A batch of several iterations is given once for each, in order. Where no rank has a
@@ -263,16 +266,16 @@ class Policy(PolicyState, SendsWeights):
         return {"grad_norm": Mean(norm), "learning_rate": Mean(rate), "skipped_steps": skipped}
 
     def make_room(self) -> None:
-        """Give back what the allocator keeps of the GPU without need: an engine beside the policy takes its own."""
+        """Release GPU memory that the allocator holds without need, for an engine beside the policy."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def canary(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of ``token_ids[1:]`` at temperature 1, through the path that training takes."""
+        """Return logprobs of ``token_ids[1:]`` at temperature 1, computed as in training."""
         return self._canary.read(token_ids)
 
     def weight_digests(self, *, quantized: Collection[str] = ()) -> dict[str, int]:
-        """Of all weights as an engine holds them, an adapter merged; those of ``quantized`` in 8 bits, with scales.
+        """Return digests of all weights as an engine holds them: adapter merged, ``quantized`` in 8 bits with scales.
 
         Ranks that have parts of the weights read those, and gather nothing where the digests of parts add up.
         """
@@ -285,14 +288,14 @@ class Policy(PolicyState, SendsWeights):
         return full_digests(self.model, whole=self.whole, quantized=quantized)
 
     def digest_shares(self) -> list[dict[str, int]]:
-        """Of each rank's part of the weights, what that is of their digests."""
+        """Return each rank's contribution to the weights' digests."""
         return [share_digests(self.strategy.shares(base_parameters(self.model)))]
 
     @torch.no_grad()
     def recompute_logprobs(self, batch: Batch) -> Batch:
-        """The batch with the trainer's π_old fixed as of now, where it would be that of its first use.
+        """Return the batch with the trainer's π_old computed now, if it would be that of its first use.
 
-        Log s stays as it is, and so does a π_old that is s. All ranks call it together.
+        Log s is unchanged, and so is a π_old that equals s. All ranks call it together.
         """
         with self.alone(), self.loaded.float8.on():
             scored = [(micro, self._scored(micro).logprobs.cpu()) for micro in self._passes(batch)]
@@ -303,10 +306,10 @@ class Policy(PolicyState, SendsWeights):
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
 
     def _passes(self, batch: Batch) -> Sequence[MicroBatch]:
-        """The batch's micro-batches, and idle ones up to the number that the busiest rank has.
+        """Return the batch's micro-batches, and idle ones up to the number of the busiest rank.
 
-        Which rows are left out for want of an advantage is each rank's own affair; how many passes
-        all of them take part in is decided together, before the first collective.
+        Each rank decides by itself which rows are left out for want of an advantage; the number of passes
+        is agreed on by all, before the first collective.
         """
         idle = self.strategy.max_count(len(batch.micro_batches)) - len(batch.micro_batches)
         # As they are, where nothing is added: the first is worked on before the second is made.
@@ -314,7 +317,10 @@ class Policy(PolicyState, SendsWeights):
 
     @torch.no_grad()
     def _count(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> StepCounts:
-        """With an entropy quantile this takes a first pass: the quantile is one of all tokens of the step."""
+        """Return the counts of the step.
+
+        With an entropy quantile this takes a first pass, because the quantile is over all tokens of the step.
+        """
         num_sequences, num_tokens = self.strategy.sum_counts(batch.num_sequences, batch.num_tokens)
         counts = StepCounts(num_sequences, num_tokens)
         if self.options.top_entropy_quantile == 1 or not micro_batches:
@@ -327,14 +333,17 @@ class Policy(PolicyState, SendsWeights):
         return counts._replace(entropy_threshold=threshold, num_high_entropy_tokens=reached)
 
     def _num_inputs(self, batch: Batch) -> int:
-        """Tokens of the step that go through the model, over all ranks; 0 where nothing is normalized by them."""
+        """Return the tokens of the step that go through the model, over all ranks.
+
+        0 if nothing is normalized by them.
+        """
         if self.routing is None or not self.routing.coefficient:
             return 0
         return self.strategy.sum_counts(sum(micro.num_inputs for micro in batch.micro_batches))[0]
 
     @contextmanager
     def _routed(self, micro: MicroBatch, *, num_inputs: int) -> Iterator[list[Tensor]]:
-        """Watch the experts of a mixture; what is yielded has their auxiliary loss after the block, if they have one.
+        """Watch the experts of a mixture; the yielded list has their auxiliary loss after the block, if any.
 
         An idle pass counts for nothing.
         """
@@ -385,9 +394,9 @@ class Policy(PolicyState, SendsWeights):
         return PolicyLoss(sum(auxiliary, output.loss), metrics)
 
     def _alignment(self, current: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-        """How far trainer and sampler are apart: (sum, count) [2], and the largest (-inf of no token).
+        """Measure the difference of trainer and sampler: (sum, count) [2], and the largest (-inf without tokens).
 
-        Only tokens that the weights of now have sampled count: others differ because of what was learned since.
+        Only tokens sampled by the current weights count: others differ because of later learning.
         """
         fresh = (micro.versions == self.optimizer.steps_taken)[micro.row]
         difference = torch.where(fresh, (current - micro.sampling_logprobs).abs(), torch.nan)
@@ -403,14 +412,14 @@ class Policy(PolicyState, SendsWeights):
         return corrects or self.custom_loss is not None
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
-        """By the reference's own choice of experts, also where its modules are the policy's."""
+        """Return the reference's logprobs by its own choice of experts, even if its modules are the policy's."""
         if self.reference is None:
             return None
         with nullcontext() if self.replay is None else self.replay.replaying(None):
             return self.reference.logprobs(micro)
 
     def _learn_routers(self) -> RouterReplay:
-        """Raises ModelError where the model's routing cannot be replayed."""
+        """Prepare the replay of routers. Raises ModelError if the model's routing cannot be replayed."""
         replay = RouterReplay(self.transformer)
         tokens = [token % self.transformer.config.get_text_config().vocab_size for token in range(3, 11)]
         with torch.no_grad(), replay.learning():
@@ -418,7 +427,7 @@ class Policy(PolicyState, SendsWeights):
         return replay
 
     def _replayed(self, micro: MicroBatch, *, counting: bool = False) -> AbstractContextManager[object]:
-        """Within it the policy's tokens go through the experts that they were sampled with, where that is asked for."""
+        """Send the policy's tokens through the experts they were sampled with, if that is configured."""
         if self.replay is None:
             return nullcontext()
         routed = micro.routed
@@ -439,9 +448,9 @@ class Policy(PolicyState, SendsWeights):
 
 
 def _numbered(groups: Sequence[Group]) -> list[Group]:
-    """The groups with every token counted, and each sample's number, from 1, in the place of its advantage.
+    """Return the groups with every token counted, and each sample's number, from 1, as its advantage.
 
-    The number is how a packed row is found again: packing changes the order, and puts equal completions together.
+    The number identifies a packed row: packing changes the order, and merges equal completions.
     """
     number = count(1)
     return [
@@ -460,8 +469,8 @@ def _numbered(groups: Sequence[Group]) -> list[Group]:
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:
     """Merge the micro-batches' values on the device and fetch all at once.
 
-    Pairs [2] are (weighted sum, weight); scalars are maxima where their name ends so, else sums. They are added up in
-    float64 where the device has it: in float32 the sum depends on how many micro-batches there are.
+    Pairs [2] are (weighted sum, weight); scalars are maxima if their name says so, else sums. They are summed in
+    float64 if the device has it: in float32 the sum depends on the number of micro-batches.
     """
     if not parts:
         return {"loss": Sum(0.0)}

@@ -1,4 +1,4 @@
-"""What a policy has learned and goes on from: its tensors, whole or in the parts that ranks have, and its states."""
+"""State of a policy to save and resume: its tensors, whole or in the parts that ranks have, and its states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PolicyState:
-    """The part of a :class:`~lachesis.train.policy.Policy` that checkpoints, bridges and exports see."""
+    """Part of a :class:`~lachesis.train.policy.Policy` that checkpoints, bridges and exports see."""
 
     model: PreTrainedModel | PeftModel
     strategy: Strategy
@@ -43,19 +43,22 @@ class PolicyState:
     _host_memory: HostMemory
 
     def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All of each of these parameters of the model, also where they are sharded over ranks; not to be written to.
+        """Yield these parameters of the model whole, even if they are sharded over ranks; not to be written to.
 
-        They come as they are asked for, and few are in memory at a time if the caller keeps none. Ranks are in the
-        midst of it until the last has come, or the caller lets go of the iterator: nothing else is theirs meanwhile.
+        They come on demand, and few are in memory at a time if the caller keeps none. Ranks are busy with it until the
+        last has come, or the caller closes the iterator, and can do nothing else meanwhile.
         """
         return self.strategy.gather([parameter.detach() for parameter in parameters])
 
     def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """As :meth:`whole`, of the parameters of these names."""
+        """Yield :meth:`whole` parameters by name."""
         return self.strategy.gather([self.model.get_parameter(name).detach() for name in names])
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
-        """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
+        """Return every trained tensor, whole, by name; with ``frozen`` all others too.
+
+        On the CPU if they are sharded. On the CPU where they are sharded.
+        """
         chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
         if not self.strategy.sharded:
             return {name: parameter.detach() for name, parameter in chosen.items()}
@@ -63,7 +66,7 @@ class PolicyState:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Copy what the policy has learned into a whole model that was loaded as its own was, in place."""
+        """Copy the trained weights into a whole model that was loaded as the policy's own was, in place."""
         own = dict(model.named_parameters())
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         for name, tensor in zip(trained, self.whole([*trained.values()]), strict=True):
@@ -71,30 +74,36 @@ class PolicyState:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse of :meth:`weights`. In place: an engine may share the storage."""
+        """Load what :meth:`weights` returned, in place, because an engine may share the storage.
+
+        In place: an engine may share the storage.
+        """
         own = dict(self.model.named_parameters())
         for name, tensor in tensors.items():
             own[name].copy_(self.strategy.spread(own[name], tensor))
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What a checkpoint has of the optimizer, its schedule included."""
+        """Return the optimizer's state for a checkpoint, its schedule included."""
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`optimizer_state`. Raises CheckpointError where it is of another optimizer."""
+        """Restore what :meth:`optimizer_state` returned.
+
+        Raises CheckpointError if it is of another optimizer. Raises CheckpointError where it is of another optimizer.
+        """
         self.optimizer.load_state_dict(dict(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
+        """Return the rest of a checkpoint beyond weights and optimizer: the reference, and old logprobs in use."""
         return {"reference": self.reference_state(), "old_logprobs": self.old_logprobs()}
 
     def reference_state(self) -> dict[str, Tensor]:
-        """The reference's tensors, whole, by name; none where there is no reference."""
+        """Return the reference's tensors, whole, by name; none if there is no reference."""
         reference = {} if self.reference is None else self.reference.state_dict()
         return dict(zip(reference, self.strategy.gather([*reference.values()]), strict=True))
 
     def reserve_copies(self) -> None:
-        """Begin to take the host memory that :meth:`begin_parts` needs for copies, beside what comes next."""
+        """Begin to allocate host memory for the copies of :meth:`begin_parts`, beside the following work."""
         self._host_memory.reserve(self._parts()[1].values())
 
     def begin_parts(self, directory: str, copied: bool) -> dict[str, Any]:
@@ -115,16 +124,16 @@ class PolicyState:
         return state
 
     def parts_bytes(self) -> int:
-        """What all ranks' parts take on disk."""
+        """Return the size in bytes of all ranks' parts on disk."""
         return whole_bytes(self._parts()[1])
 
     def parts_written(self) -> bool:
-        """Whether all ranks have written what they began to."""
+        """Return True if all ranks have written their current parts."""
         assert self._saving is not None, "begin_parts() comes before"
         return self._saving.written
 
     def finish_parts(self) -> list[Written]:
-        """Wait until all ranks have written their parts, and index them; all files, on rank 0.
+        """Wait until all ranks have written their parts, and index them; return all files, on rank 0.
 
         Raises:
             CheckpointError: one of them could not.
@@ -134,7 +143,7 @@ class PolicyState:
         return saving.finish()
 
     def load_parts(self, directory: str, state: Mapping[str, Any]) -> None:
-        """Go on from the parts of a checkpoint, of which each rank reads what it keeps.
+        """Resume from the parts of a checkpoint, of which each rank reads what it keeps.
 
         Args:
             state: as :meth:`begin_parts` returned it.
@@ -150,7 +159,7 @@ class PolicyState:
         self.optimizer.load_parts(state["optimizer"], saved=saved, read=read)
 
     def sees(self, path: str) -> bool:
-        """Whether all ranks have this file."""
+        """Return True if all ranks have this file."""
         return Path(path).is_file()
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -161,17 +170,17 @@ class PolicyState:
         return state, tensors | self._live_parts()
 
     def _live_parts(self) -> dict[str, Tensor]:
-        """What this rank has of weights and reference, by their names in a checkpoint."""
+        """Return this rank's weights and reference, by their names in a checkpoint."""
         trained = {f"{WEIGHTS}{n}": p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         reference = {} if self.reference is None else self.reference.state_dict()
         return trained | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
     def old_logprobs(self) -> list[Tensor]:
-        """Log π_old in use, of each micro-batch."""
+        """Return log π_old in use, of each micro-batch."""
         return self._old.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             CheckpointError: it is of another reference.
@@ -181,5 +190,5 @@ class PolicyState:
         self._old.load_state_dict(state["old_logprobs"])
 
     def load_old_logprobs(self, held: list[Tensor]) -> None:
-        """The reverse of :meth:`old_logprobs`."""
+        """Restore what :meth:`old_logprobs` returned."""
         self._old.load_state_dict(held)

@@ -1,4 +1,4 @@
-"""Which first tokens sequences have in common, in the order in which each shares the most with the one before it."""
+"""Prefix trees of token sequences, in the order in which each shares the most with the one before it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Tokens = tuple[int, ...]
 
 
 class Branch(NamedTuple):
-    """A sequence's place in a prefix tree: its ``index``, and how many of its first tokens the one before has too."""
+    """Place of a sequence in a prefix tree: its ``index``, and how many first tokens it shares with the one before."""
 
     index: int
     shared: int
 
 
 def branches(sequences: Sequence[Tokens]) -> list[Branch]:
-    """The sequences in lexicographic order, which is a depth-first order of their prefix tree; equal ones as they came.
+    """Return the sequences in lexicographic order, which is a depth-first order of their prefix tree.
 
     In that order ``shared`` is all that a sequence has in common with any before it, so that Σ(length - shared) is the
     number of nodes of the tree: of distinct tokens, where a token is one with all that comes before it. One that is the
@@ -28,7 +28,7 @@ def branches(sequences: Sequence[Tokens]) -> list[Branch]:
 
 
 def common_length(one: Tokens, other: Tokens) -> int:
-    """How many first tokens two sequences have in common."""
+    """Return the number of first tokens that two sequences have in common."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -42,5 +42,5 @@ def common_length(one: Tokens, other: Tokens) -> int:
 
 
 def distinct_tokens(sequences: Sequence[Tokens]) -> int:
-    """Tokens that differ, or have others before them."""
+    """Return the number of distinct tokens, where tokens with different prefixes are distinct."""
     return sum(len(sequences[branch.index]) - branch.shared for branch in branches(sequences))

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is saved, what is in it, and how the run goes on from it."""
+"""Checkpoints of a run: when one is saved, its content, and how the run resumes from it."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _LOOK_S = (0.005, 0.5)
 
 
 class Save(ABC):
-    """A checkpoint that is being written."""
+    """Checkpoint that is being written."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since there was a copy of what is written."""
+        """Return the seconds since a copy of the state was complete."""
         return time.perf_counter() - self._began
 
     @abstractmethod
     def written(self) -> bool:
-        """Whether :meth:`finish` has nothing to wait for."""
+        """Return True if :meth:`finish` has nothing to wait for."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until it is a checkpoint. Raises CheckpointError where it cannot be one."""
+        """Wait until the checkpoint is complete. Raises CheckpointError if it failed."""
 
 
 class WholeSave(Save):
-    """Written by this process, in a thread, or when it is waited for."""
+    """Save by this process, in a thread, or when it is waited for."""
 
     def __init__(self, save: Callable[[], object], *, ahead: bool) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class WholeSave(Save):
 
 
 class SaveInParts(Save):
-    """Written by all ranks, each its part.
+    """Save by all ranks, each its part.
 
     Args:
         manager, policy, step: what is saved.
@@ -141,10 +141,10 @@ class SaveInParts(Save):
 
 
 class Budget:
-    """Decides when there is a checkpoint so that saving takes at most a share of the time.
+    """Time budget of checkpoints, so that saving takes at most a share of the run's time.
 
-    The next one is due when the seconds for which the last one held training up are at most ``share`` of those since
-    it. The cost of the first is estimated from its size.
+    The next checkpoint is due when the seconds for which the last one held up training are at most ``share`` of those
+    since it. The cost of the first is estimated from its size.
 
     Args:
         share: of the time; 0 where there are none.
@@ -168,7 +168,7 @@ class Budget:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure what a checkpoint costs: the block saves one."""
+        """Measure the cost of a checkpoint, which is saved in the block."""
         began = self._clock()
         yield
         self._since = self._clock()
@@ -176,7 +176,7 @@ class Budget:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Add what the last one costs later: the block waits until it is written."""
+        """Add the later cost of the last checkpoint: the block waits until it is written."""
         began = self._clock()
         yield
         if self._cost is not None:
@@ -184,16 +184,16 @@ class Budget:
 
 
 class RunCheckpoints:
-    """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
+    """Checkpoints of a run, which save and restore weights, optimizer, schedule, random generators and data position.
 
     Args:
         manager: where they go.
         policy, feed: whose state it is.
         every_steps: how often; 0 only when the run is asked to stop, or as ``max_share`` allows.
-        max_share: the most of the time that saving may take, where that decides how often; else 0.
-        asked: whether somebody wants one now.
-        asynchronous: go on as soon as there is a copy in host memory.
-        whole: also where the policy is sharded one process writes all of it.
+        max_share: largest share of the time that saving may take, if that decides how often; else 0.
+        asked: whether a checkpoint is requested now.
+        asynchronous: continue training as soon as there is a copy in host memory.
+        whole: let one process write everything, even if the policy is sharded.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class RunCheckpoints:
         self._host_memory, self._reserved = HostMemory(), False
 
     def require_shared_disk(self) -> None:
-        """Raises ConfigError where ranks are to write into one directory, and do not have one."""
+        """Raise ConfigError if ranks are to write into one directory, and do not share one."""
         if not self._in_parts:
             return
         seen = self._manager.directory.parent.absolute() / f".seen-by-ranks-{secrets.token_hex(4)}"
@@ -236,7 +236,7 @@ class RunCheckpoints:
             seen.unlink()
 
     def maybe_save(self, step: int, *, stopping: bool = False, recorded: Callable[[], object] = lambda: None) -> None:
-        """Save if step N·every_steps is done, ``max_share`` allows it, the run stops, or somebody has asked for it.
+        """Save if step N·every_steps is done, ``max_share`` allows it, the run stops, or a checkpoint was requested.
 
         Args:
             step: the last one that is done.
@@ -253,11 +253,14 @@ class RunCheckpoints:
         self._save(step, wanted=wanted, waits=stopping, recorded=recorded)
 
     def save_if_asked(self, step: int, *, recorded: Callable[[], object] = lambda: None) -> None:
-        """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
+        """Save step N if a checkpoint was requested since the last one.
+
+        Raises as :meth:`maybe_save`. Raises as :meth:`maybe_save`.
+        """
         self._save(step, wanted=self._asked(), recorded=recorded)
 
     def _reserve(self) -> None:
-        """Memory for the first copy is taken beside the steps that come before it, once there is all of the state."""
+        """Allocate memory for the first copy beside the steps before it, once all of the state exists."""
         if self._reserved:
             return
         self._reserved = True
@@ -267,7 +270,7 @@ class RunCheckpoints:
             self._host_memory.reserve(self._held())
 
     def _num_bytes(self) -> int:
-        """Of a checkpoint."""
+        """Return the size of a checkpoint in bytes."""
         if self._in_parts:
             return self._policy.parts_bytes()
         return sum(leaf.nbytes for leaf in self._held())
@@ -288,7 +291,10 @@ class RunCheckpoints:
                     self.wait()
 
     def wait(self) -> None:
-        """Return once what is being written is a checkpoint. Raises CheckpointError where it cannot be one."""
+        """Wait until the current save is complete.
+
+        Raises CheckpointError if it failed. Raises CheckpointError where it cannot be one.
+        """
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.finish()
@@ -297,7 +303,7 @@ class RunCheckpoints:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """What is being written when the block ends is a checkpoint after it, also after an error if it can be.
+        """Complete the current save after the block, also after an error if possible.
 
         Raises:
             CheckpointError: it cannot be one.
@@ -313,7 +319,7 @@ class RunCheckpoints:
         self.wait()
 
     def take_metrics(self) -> dict[str, MetricValue]:
-        """Of a checkpoint that was finished since the last call, where training went on meanwhile."""
+        """Return metrics of a checkpoint that was finished beside training since the last call."""
         seconds, self._write_time = self._write_time, None
         return {} if seconds is None or not self._asynchronous else {"checkpoint_write_time": Mean(seconds)}
 
@@ -333,7 +339,7 @@ class RunCheckpoints:
         return WholeSave(lambda: self._manager.save(step, **content, meta=meta), ahead=self._asynchronous)
 
     def restore(self) -> int:
-        """Load the newest good checkpoint and return its step; 0 where there is none.
+        """Load the newest good checkpoint and return its step; 0 if there is none.
 
         Raises:
             CheckpointError: it belongs to another model, or its place in the data is one of another source; or every
@@ -383,7 +389,7 @@ def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _copied(content: Any) -> Any:
-    """The same with copies in host memory of all tensors; what is one tensor in several places stays one."""
+    """Return the content with copies of all tensors in host memory; a tensor in several places is copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experts that engines used for the inputs of a micro-batch, as a tensor."""
+"""Experts that engines used for the inputs of a micro-batch, as a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = -1
 
 
 class Stretch(NamedTuple):
-    """The inputs ``start`` to ``stop`` of a sequence, and the experts of all of its inputs where they are known."""
+    """Inputs ``start`` to ``stop`` of a sequence, and the experts of all of its inputs if they are known."""
 
     routed: RoutedExperts | None
     start: int
@@ -25,7 +25,7 @@ class Stretch(NamedTuple):
 
 
 def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
-    """Int16 [T, L, K] of the inputs in their order, -1 where they are not known; ``None`` where none is.
+    """Return int16 [T, L, K] of the inputs in their order, -1 where they are unknown; ``None`` if all are.
 
     Raises:
         TrainingError: sequences have those of different models.
@@ -49,7 +49,7 @@ def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
 
 
 def require_routed(groups: Sequence[Group]) -> None:
-    """Raise TrainingError where a sample has not the experts that it was sampled with."""
+    """Raise TrainingError if a sample lacks the experts that it was sampled with."""
     missing = sum(sample.routed is None for group in groups for sample in group.samples)
     if missing:
         raise TrainingError(

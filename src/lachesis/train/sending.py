@@ -1,4 +1,4 @@
-"""A policy's ranks send its weights to the engines together: each rank's part of it."""
+"""Sending of a policy's weights to the engines by all ranks together, each its part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SendsWeights:
-    """The part of a :class:`~lachesis.train.policy.Policy` that takes part in transfers."""
+    """Part of a :class:`~lachesis.train.policy.Policy` that takes part in transfers."""
 
     model: PreTrainedModel | PeftModel
     strategy: Strategy
@@ -31,11 +31,11 @@ class SendsWeights:
 
     @property
     def num_ranks(self) -> int:
-        """How many could send."""
+        """Return the number of ranks that could send."""
         return self.strategy.world_size
 
     def share(self, senders: Sequence[int], *, saved: bool) -> Iterator[tuple[str, Tensor]]:
-        """What this rank sends where ``senders`` do, in order, by a checkpoint's names if ``saved``.
+        """Yield what this rank sends as one of ``senders``, in order, by a checkpoint's names if ``saved``.
 
         It has to be taken to its end: ranks gather for one another.
         """
@@ -44,11 +44,11 @@ class SendsWeights:
         return as_saved(self.model, tensors) if saved else tensors
 
     def others(self, step: str, told: Mapping[str, Any]) -> AbstractContextManager[list[Any]]:
-        """The other ranks do :meth:`send_share` meanwhile; what they return is in the list afterwards."""
+        """Have the other ranks :meth:`send_share` meanwhile; their answers are in the list afterwards."""
         return nullcontext([])
 
     def send_share(self, step: str, told: Mapping[str, Any]) -> Any:
-        """What a rank other than 0 does in a transfer; what goes wrong with the engines is part of the answer.
+        """Take part in a transfer as a rank other than 0; failures of the engines are part of the answer.
 
         Args:
             step: ``listen`` for new channels, where they are in the answer, or ``send`` over them.

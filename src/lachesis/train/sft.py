@@ -1,4 +1,4 @@
-"""A supervised start: batches of given answers, and then those of the feed that generates.
+"""SFT warm start: batches of given answers, followed by those of the feed that generates.
 
 The loop knows nothing of it. Weights travel to the engine after these steps too.
 """
@@ -20,7 +20,7 @@ from lachesis.train.batch import Batch
 def demonstrations(
     problems: Sequence[Prompt], *, column: str, encode: Callable[[str], list[int]], end: int, longest: int
 ) -> list[Group]:
-    """A group of one sample for each problem: its answer and the end token, all of which is learned.
+    """Return a group of one sample for each problem: its answer and the end token, all of which is learned.
 
     Args:
         column: of the answer.
@@ -54,7 +54,7 @@ def demonstrations(
 
 
 class StartedFeed(Feed[Batch]):
-    """A number of batches of answers, in an order of each epoch's own, and then those of another feed.
+    """Feed of a number of batches of answers, in a new order each epoch, followed by another feed.
 
     Args:
         feed: what goes on after the start.
@@ -91,7 +91,7 @@ class StartedFeed(Feed[Batch]):
         return replace(batch, groups=(), objective="sft")  # they are no rollouts
 
     def _answer(self, number: int) -> Group:
-        """The answer of this number, counted over all epochs."""
+        """Return the answer of this number, counted over all epochs."""
         epoch, place = divmod(number, len(self._answers))
         order = [*range(len(self._answers))]
         random.Random(f"{self._seed}:sft:{epoch}").shuffle(order)
@@ -110,7 +110,7 @@ class StartedFeed(Feed[Batch]):
         return self._feed.state_dict() | {"sft_steps": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError where the run had no such start."""
+        """Restore the state. Raises CheckpointError if the run had no such start."""
         if "sft_steps" not in state:
             raise CheckpointError(
                 "the checkpoint is of a run without a supervised start", remedy="resume with the stages of that run"

@@ -1,4 +1,4 @@
-"""What a teacher outside of the trainer has said of the predictions of a micro-batch, as tensors."""
+"""Logprobs of a teacher outside the trainer for the predictions of a micro-batch, as tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Said: TypeAlias = tuple[TaughtTokens | None, int]
 
 
 def taught_tensors(said_of: Sequence[Said]) -> dict[str, Tensor]:
-    """``taught_ids``, ``taught_logprobs`` [M, K] and ``taught_sampled`` [M]; none where no teacher has said anything.
+    """Return ``taught_ids``, ``taught_logprobs`` [M, K] and ``taught_sampled`` [M]; empty without teacher logprobs.
 
-    K is that of the completion of which the most was said.
+    K is that of the completion with the most candidates.
     """
     places: dict[int, list[int]] = {}
     records: dict[int, TaughtTokens] = {}

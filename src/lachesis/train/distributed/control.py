@@ -1,9 +1,9 @@
-"""The two process groups that the ranks of a job make, once they have met (:mod:`~lachesis.train.distributed.job`).
+"""Process groups that the ranks of a job create once they have met (:mod:`~lachesis.train.distributed.job`).
 
-A model's tensors travel in the default one. In the control group, of gloo beside it, rank 0 announces its turns. It is
-no group of torch's registry: aborting NCCL's collectives takes all of those down, and this one has to live on, so that
-who is gone can be named. It has no timeout to speak of, for rank 0 may generate for hours between two turns; that a
-process has died gloo says at once, by the connection that is closed.
+A model's tensors travel in the default group. In the control group, a second one that uses gloo, rank 0 announces its
+turns. It is not registered with torch: aborting NCCL's collectives takes all registered groups down, and this one has
+to survive, so that the lost rank can be named. It has practically no timeout, because rank 0 may generate for hours
+between two turns; gloo reports the death of a process at once, by the closed connection.
 
 Messages are bytes of our codec (:mod:`~lachesis.train.distributed.messages`). ``dist.broadcast_object_list`` would be
 pickle, which runs what it is sent; gloo does not ask who connects, so before a group is used its ranks prove to one
@@ -41,7 +41,7 @@ _LENGTH_BYTES = 8
 
 
 def rank_device(world: World, *, wanted: str) -> torch.device:
-    """The device of this rank, made the current one: ``wanted`` is ``model.device``.
+    """Return the device of this rank and make it the current one; ``wanted`` is ``model.device``.
 
     Raises:
         ConfigError: there are more ranks on this node than GPUs.
@@ -60,7 +60,7 @@ def rank_device(world: World, *, wanted: str) -> torch.device:
 
 
 def init_process_group(world: World, store: Store, *, device: torch.device, limit_s: float, secret: str = "") -> None:
-    """Make the default process group, of all ranks; every collective has ``limit_s`` seconds.
+    """Create the default process group of all ranks; every collective has ``limit_s`` seconds.
 
     Raises:
         DeadlineExceeded: not all came in time.
@@ -92,7 +92,10 @@ def _join_default_group(world: World, store: Store, *, device: torch.device, lim
 
 @contextmanager
 def destroying_process_group() -> Iterator[None]:
-    """Destroy the default process group afterwards, where it was made; after an error without waiting for others."""
+    """Destroy the default process group after the block, if there is one.
+
+    After an error this does not wait for other ranks.
+    """
     try:
         yield
     except BaseException:
@@ -103,17 +106,17 @@ def destroying_process_group() -> Iterator[None]:
 
 
 def abort_collectives() -> None:
-    """End collectives on GPUs that wait for a rank that is gone; those on CPUs end by themselves."""
+    """Abort collectives on GPUs that wait for a lost rank; those on CPUs end by themselves."""
     if dist.is_initialized() and torch.cuda.is_initialized():
         c10d._abort_process_group()
 
 
 class Gone(TrainingError):
-    """Another rank has ended, or the connection to it has."""
+    """Error for a rank that has ended, or whose connection was lost."""
 
 
 class Tag(IntEnum):
-    """What a message from one rank to one other is, so that threads can wait for different ones."""
+    """Tag of a message from one rank to another, so that threads can wait for different ones."""
 
     PART = 1
     ANSWER = 2
@@ -122,13 +125,13 @@ class Tag(IntEnum):
 
 
 class ControlGroup:
-    """All ranks, once all have come.
+    """Control group of all ranks; the constructor returns once all have joined.
 
     Args:
         world: this process among them.
         store: of this attempt.
-        limit_s: how long ranks wait for one another; the others take over rank 0's when they hear of it.
-        secret: of the job, which each rank shows each other that it has.
+        limit_s: how long ranks wait for one another; followers adopt rank 0's when they hear of it.
+        secret: of the job, which each rank proves to each other that it has.
 
     Raises:
         DeadlineExceeded: not all came in time.
@@ -151,11 +154,14 @@ class ControlGroup:
         prove(self._group, **proof, name=self.name)
 
     def name(self, rank: int) -> str:
-        """A rank with its process and machine, in words."""
+        """Return a rank with its process and machine, for messages."""
         return self._names[rank]
 
     def broadcast(self, message: Any = None) -> Any:
-        """The message that rank 0 gives, on all ranks. Raises gloo's RuntimeError where one of them is gone."""
+        """Return the message that rank 0 gives, on all ranks.
+
+        Raises gloo's RuntimeError if one of them is gone. Raises gloo's RuntimeError where one of them is gone.
+        """
 
         def move(data: Tensor) -> None:
             self._group.broadcast(data, 0).wait()
@@ -166,19 +172,19 @@ class ControlGroup:
         return _read(move)
 
     def send(self, message: Any, *, to: int, tag: Tag) -> None:
-        """Raises Gone where nobody is there."""
+        """Send a message to a rank. Raises Gone if the rank has ended."""
         try:
             _write(message, lambda data: self._group.send([data], to, tag).wait())
         except RuntimeError as error:
             raise self._gone(to) from error
 
     def receive(self, source: int, *, tag: Tag, deadline: Deadline | None = None) -> Any:
-        """The next message of a rank, however long it takes unless there is a deadline.
+        """Return the next message of a rank, waiting without limit unless there is a deadline.
 
         Raises:
             Gone: none will come.
             DeadlineExceeded: none came in time.
-            TrainingError: it is none of our messages.
+            TrainingError: it is not one of our messages.
         """
 
         def move(data: Tensor) -> None:

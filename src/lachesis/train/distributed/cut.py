@@ -1,4 +1,4 @@
-"""Parameters of which ranks that compute together have a part each, beside what FSDP shards of them."""
+"""Parameters split among ranks that compute together, in addition to FSDP's sharding."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TENSOR, EXPERT = "tensor", "expert"
 
 
 def cut_by(tensor: Tensor) -> str | None:
-    """The dimension of the mesh over which such a part of a tensor was cut; None where there is none."""
+    """Return the mesh dimension over which a part of a tensor was cut, or None."""
     names = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
     return next((name for name in (TENSOR, EXPERT) if name in names), None)
 
 
 def style_of(plan: Mapping[str, str], name: str) -> str | None:
-    """What a plan of transformers says of a module or parameter, where layers are numbered by a star."""
+    """Return the style that a transformers plan gives to a module or parameter (a star stands for layer numbers)."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def part_of(parameter: Parameter, dimension: int, *, rank: int, mesh: DeviceMesh) -> Parameter:
-    """A rank's part of a parameter, cut in this dimension over all ranks of the mesh; they divide it."""
+    """Return a rank's part of a parameter, cut evenly in this dimension over all ranks of the mesh."""
     size = parameter.shape[dimension] // mesh.size()
     part = parameter.detach().narrow(dimension, rank * size, size)
     # A copy, after which the whole can be let go.
@@ -40,7 +40,10 @@ def part_of(parameter: Parameter, dimension: int, *, rank: int, mesh: DeviceMesh
 
 @contextmanager
 def computing_with_parts(module: nn.Module, *, adds_bias: bool = True) -> Generator[None]:
-    """Within it a module's own parameters are plain tensors, this rank's parts; or 0 in the place of a bias."""
+    """Make a module's own parameters plain tensors (this rank's parts) within the block.
+
+    A bias is replaced by 0 unless this rank adds it.
+    """
     whole = dict(module._parameters)  # pyright: ignore[reportPrivateUsage]  # which takes no plain tensor by setattr
     for name, parameter in whole.items():
         if parameter is not None:

@@ -1,8 +1,8 @@
-"""Each layer's experts dealt out to the ranks of an expert group, where transformers' plan for the model does so.
+"""Expert parallelism: each layer's experts dealt out to the ranks of an expert group, by transformers' plan.
 
-As a layer's other matrices where ranks share them (:mod:`~lachesis.train.distributed.tensor_parallel`) they are
-DTensors over the ranks that have them, and FSDP shards further what a rank has, over those of other groups that have
-the same experts.
+Like a layer's other matrices under tensor parallelism (:mod:`~lachesis.train.distributed.tensor_parallel`) they are
+DTensors over the ranks that have them, and FSDP further shards a rank's experts over the ranks of other groups that
+have the same ones.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _DISPATCHED, _WHOLE = "ep_dispatch_experts", "grouped_gemm"
 
 
 class ExpertCut:
-    """How the experts of a model are dealt out.
+    """Distribution of a model's experts over ranks.
 
     Args:
-        model: before any of it is sharded; it may wear an adapter.
+        model: before any of it is sharded; it may have an adapter.
         mesh: of the expert group.
         group: the same ranks.
-        tensor: those that have the same tokens.
+        tensor: the ranks that have the same tokens.
 
     Raises:
-        ModelError: its experts are such as nobody has tried, or wear an adapter.
+        ModelError: its kind of experts is untested, or they have an adapter.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ExpertCut:
         self._experts = set(_experts(model))
 
     def apply(self, layer: nn.Module) -> nn.Module | None:
-        """Keep this rank's experts of a layer, in place; the module that holds them, where it has any."""
+        """Keep this rank's experts of a layer, in place; return the module that holds them, or None."""
         module: Any = next((module for module in layer.modules() if module in self._experts), None)
         if module is None:
             return None
@@ -75,7 +75,7 @@ class ExpertCut:
 
 
 def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that hold a layer's experts."""
+    """Yield the modules that hold a layer's experts."""
     remedy = f"leave distributed.expert_parallel_size out; it is for {', '.join(sorted(ARCHITECTURES))}"
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""The other ranks: hear of a turn, take it with their own policy, until the leader says that the run is over."""
+"""Followers: ranks that take each announced turn with their own policy, until the leader ends the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEWS_S = 5.0
 
 
 class ToldLeader(TrainingError):
-    """What went wrong here, which the leader has heard of and says."""
+    """Error on this rank that the leader has heard of and reports."""
 
     def __init__(self, failure: LachesisError) -> None:
         super().__init__(failure.message, remedy=failure.remedy)
@@ -40,13 +40,13 @@ class ToldLeader(TrainingError):
 
 
 class FollowingPolicy(Policy):
-    """A :class:`Policy` of another rank than the leader's, which hears from here how long it took and what its GPU did.
+    """Policy of a follower, which also reports how long a turn took and the use of its GPU.
 
     Args:
         *args, **options: of :class:`Policy`.
         control: all ranks.
-        room: where an engine's worker on this rank's device reads weights.
-        gpus: what is known of the GPU since the last call.
+        room: memory where an engine's worker on this rank's device reads weights.
+        gpus: meters of the GPU since the last call.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FollowingPolicy(Policy):
         return {**metrics, f"{TRAINING_OF}{self._control.rank}": Mean(time.perf_counter() - began), **self._gpus()}
 
     def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool) -> None:
-        """This rank's part of :meth:`LeadingPolicy.pack_buckets`."""
+        """Pack this rank's part of :meth:`LeadingPolicy.pack_buckets`."""
         if anew:
             self._room.close()
         source = travelling(kind, self.whole)
@@ -73,7 +73,7 @@ class FollowingPolicy(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _LeaderLine:
-    """To the leader, in the midst of a turn."""
+    """Connection to the leader during a turn."""
 
     control: ControlGroup
 
@@ -85,12 +85,12 @@ class _LeaderLine:
 
 
 class Follower:
-    """One rank of a run that another leads.
+    """Rank that follows the leader's turns.
 
     Args:
         control: all ranks.
-        build: makes the policy of a configuration (as plain data), and says the run's seed.
-        end_process: the last resort where the leader is gone and a collective goes on waiting for it.
+        build: makes the policy of a configuration (as plain data), and gives the run's seed.
+        end_process: last resort if the leader is gone and a collective goes on waiting for it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Follower:
         return value
 
     def _explained(self, error: Exception) -> LachesisError:
-        """What to raise, once the leader knows or is known to be gone."""
+        """Return the error to raise, once the leader knows or is known to be gone."""
         if isinstance(error, Gone) or of_a_collective(error):
             self._leader_ended.wait(_NEWS_S)  # the leader is gone, or about to say that another is
         if self._lost is not None:

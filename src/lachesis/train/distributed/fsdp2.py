@@ -1,10 +1,10 @@
-"""The model sharded over ranks by PyTorch's FSDP2: each has a part of every parameter, and of all that goes with it.
+"""Sharding of the model over ranks by PyTorch's FSDP2: each has a part of every parameter and of its states.
 
-A decoder layer's parameters are gathered when it runs and, if asked for, let go again until its backward pass; what
-is outside of the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
+A decoder layer's parameters are gathered when it runs and, if requested, released until its backward pass; everything
+outside the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
 backward. The policy reads the head's weight itself, so that the whole pass is run as the model's forward
-(:func:`~lachesis.train.distributed.strategy.run_within`). Where ranks share the matrices of a layer, what is sharded is
-each one's part of them.
+(:func:`~lachesis.train.distributed.strategy.run_within`). Where ranks share the matrices of a layer, FSDP shards each
+rank's part of them.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 
 class Fsdp2(Ranks):
-    """Shards over all ranks, or over groups of ranks that are replicas of one another (HSDP).
+    """Sharding over all ranks, or over groups of ranks that are replicas of one another (HSDP).
 
     Args:
         device: of this rank.
         config: how to shard.
-        buffer_elements: how much is gathered at once; two such buffers are under way at a time.
+        buffer_elements: number of elements gathered at once; two such buffers are under way at a time.
     """
 
     sharded = True
@@ -130,7 +130,7 @@ class Fsdp2(Ranks):
             module.set_requires_all_reduce(last, recurse=False)
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Of what a tensor group has alike, so that it stays so; all else FSDP has added up."""
+        """Sum the gradients of parameters that a tensor group holds alike; FSDP has summed all others."""
         if self.tensor is None:
             return
         partial = {number for cut in self._cuts for number in cut.partial}
@@ -151,14 +151,17 @@ class Fsdp2(Ranks):
         return next(self.gather([tensor]))
 
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """As :meth:`Strategy.gather`; while one buffer's tensors are used, the next buffer travels."""
+        """Yield whole tensors as :meth:`Strategy.gather`.
+
+        While one buffer's tensors are used, the next buffer travels.
+        """
         cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         buckets = by_size(cut, elements=self._buffer_elements, kind=_kind)
         arrived = (tensor for finish in _ahead(map(self._begin, buckets)) for tensor in finish())
         return (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
 
     def gather_to(self, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Iterator[Tensor]:
-        """As :meth:`Strategy.gather_to`: a collective for all of a part that has one dtype, by which one rank gets it.
+        """Yield whole tensors as :meth:`Strategy.gather_to`: one collective per part and dtype, to a single rank.
 
         In a group of replicas only the one with that rank takes part.
         """
@@ -181,12 +184,12 @@ class Fsdp2(Ranks):
 
     @torch.no_grad()
     def _begin(self, bucket: Sequence[DTensor], *, to: int | None = None) -> Callable[[], Iterator[Tensor]]:
-        """Send for what other ranks have of some tensors of one dtype; the result waits for it.
+        """Request other ranks' parts of some tensors of one dtype; the result waits for them.
 
-        It is empty on other ranks than ``to``, if only that one is to have them.
+        It yields nothing on ranks other than ``to``, if only that one is to have them.
 
-        Of what FSDP was given of a tensor, all or a part, rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...],
-        where k = ceil(rows / n); the last ranks may have fewer, or none.
+        Of the tensor (or part) that FSDP was given, rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...], where
+        k = ceil(rows / n); the last ranks may have fewer, or none.
         """
         ways = {None: 1, TENSOR: self.mesh.tensor, EXPERT: self.mesh.expert}[cut_by(bucket[0])]
         mesh = self._meshes.sharded if ways == 1 else self._meshes.cut
@@ -228,7 +231,7 @@ class Fsdp2(Ranks):
         return found
 
     def _says(self, tensor: DTensor) -> bool:
-        """Whether this rank is the first of those that have the same part of a tensor."""
+        """Return True if this rank is the first of those that have the same part of a tensor."""
         places = tensor.device_mesh.get_coordinate() or ()
         replica = any(place for place, held in zip(places, tensor.placements, strict=True) if held.is_replicate())
         alike = self.tensor is not None and self.tensor.rank > 0 and cut_by(tensor) is None
@@ -246,9 +249,9 @@ class Fsdp2(Ranks):
 
 @dataclass(frozen=True, slots=True)
 class _Meshes:
-    """The same ranks as they are seen by FSDP, by who have all of a parameter that is cut beforehand, and by groups.
+    """Meshes of the same ranks, as seen by FSDP, by holders of pre-cut parameters, and by groups.
 
-    The last dimension of ``sharded``, and of ``cut``, is that over which a tensor is gathered.
+    Tensors are gathered over the last dimension of ``sharded``, and of ``cut``.
     """
 
     sharded: DeviceMesh
@@ -270,26 +273,29 @@ def _meshes(device_type: str, mesh: Mesh) -> _Meshes:
 
 
 def _nested(device_type: str, replicas: int, ranks: int, name: str, size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Of ranks that have the model once, those over which FSDP shards what groups cut, and the groups."""
+    """Return the mesh over which FSDP shards what groups cut, and the mesh of the groups.
+
+    ``ranks`` hold the model once.
+    """
     whole = _named(device_type, {"replicate": replicas, _SHARD: ranks // size, name: size})
     return (whole[_SHARD] if replicas == 1 else whole["replicate", _SHARD]), whole[name]
 
 
 def _named(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """A mesh of these dimensions, without replicas where there is one alone."""
+    """Return a mesh of these dimensions, without the replica dimension if there is only one."""
     kept = {name: size for name, size in sizes.items() if name != "replicate" or size > 1}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def _cut_dimension(tensor: DTensor) -> int:
-    """That over which a tensor group has cut a tensor."""
+    """Return the dimension over which a tensor group has cut a tensor."""
     placement = tensor.placements[-1]
     assert isinstance(placement, Shard)
     return placement.dim
 
 
 def _part_shape(tensor: DTensor, ways: int) -> torch.Size:
-    """Of what FSDP cuts further by its rows."""
+    """Return the shape of the part that FSDP cuts further by its rows."""
     shape = [*tensor.shape]
     if ways > 1:
         shape[_cut_dimension(tensor)] //= ways
@@ -297,18 +303,18 @@ def _part_shape(tensor: DTensor, ways: int) -> torch.Size:
 
 
 def _kind(tensor: DTensor) -> object:
-    """What tensors that are gathered together have in common."""
+    """Return the key that tensors gathered together have in common."""
     return tensor.dtype, cut_by(tensor)
 
 
 def _gather_at(rank: int, buffer: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> Any:
-    """Begin to bring what all of a group have into one rank's buffer, which is empty on others."""
+    """Begin to gather a group's parts into one rank's buffer, which is empty on other ranks."""
     parts = [*buffer.view(group.size(), -1)] if buffer.numel() else None
     return dist.gather(own, parts, dst=rank, group=group, async_op=True)
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:
-    """The items; each next one is made before the one before it is used."""
+    """Yield the items; each next one is made before the one before it is used."""
     stream = iter(items)
     held = next(stream, None)
     while held is not None:
@@ -322,7 +328,10 @@ def _call(self: torch.nn.Module, function: Callable[[], T]) -> T:
 
 
 class _Resharding:
-    """After a pass without gradients nothing else lets go of what is gathered, and a step would leave it stale."""
+    """Hook that reshards after a pass without gradients.
+
+    Nothing else releases the gathered parameters then, and a step would leave them stale.
+    """
 
     def __init__(self, model: torch.nn.Module, run: MethodType) -> None:
         self._modules = _sharded_modules(model)

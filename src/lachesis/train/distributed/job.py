@@ -1,16 +1,16 @@
-"""Where the ranks of a job meet, and what keeps strangers out.
+"""Rendezvous of the ranks of a job, and its protection against strangers.
 
-torchrun's store listens on all interfaces and asks nobody who it is: whoever reaches its port reads and writes all of
-it. So little of it is believed.
+torchrun's store listens on all interfaces and authenticates nobody: whoever reaches its port can read and write all of
+it. It is therefore hardly trusted.
 
-- On one machine the ranks meet in a file that their user alone can open. Of torchrun's store they take its name, by
-  which a stranger can keep them from meeting, and nothing else. gloo listens on the loopback.
-- On several machines they meet in torchrun's store. With ``LACHESIS_JOB_TOKEN``, the same for all ranks, what a rank
-  says of itself there is sealed.
+- On one machine the ranks meet in a file that their user alone can open. They take only its name from torchrun's store,
+  with which a stranger can prevent their meeting, and nothing else. gloo listens on the loopback.
+- On several machines they meet in torchrun's store. With ``LACHESIS_JOB_TOKEN``, equal on all ranks, each rank seals
+  the values it writes there.
 
-In both cases each rank proves to each that it has the job's secret, over the very connection of gloo that is used after
-it. NCCL is asked for no proof: it has one of its own, a number that it passes on through the store, which is secret on
-one machine only.
+In both cases each rank proves to each that it has the job's secret, over the very connection of gloo that is used
+afterwards. NCCL is not asked for a proof: it has a number that it passes on through the store, which is secret on one
+machine only.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _KEPT_S = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks of this attempt of a job share.
+    """Shared state of the ranks in this attempt of a job.
 
     Args:
         store: of this attempt.
-        whole: torchrun's store. It outlives ranks: what an attempt has set, those after it find.
-        secret: what strangers do not have; empty where nothing tells ranks from strangers.
+        whole: torchrun's store. It outlives ranks: later attempts find the values that one has set.
+        secret: unknown to strangers; empty where nothing tells ranks from strangers.
         file: where the ranks of one machine meet.
     """
 
@@ -63,12 +63,15 @@ class Job:
     file: Path | None = None
 
     def note_begun(self, run_dir: Path) -> None:
-        """Let later attempts of this torchrun know that the run in this directory is theirs."""
+        """Tell later attempts of this torchrun that the run in this directory is theirs."""
         self.whole.set(_begun_key(run_dir), "begun")
 
 
 def began_before(world: World, run_dir: Path, *, limit_s: float) -> bool:
-    """Whether an earlier attempt of this torchrun began the run in this directory, so that this one goes on with it."""
+    """Return True if an earlier attempt of this torchrun began the run in this directory.
+
+    This attempt then resumes it.
+    """
     if world.restarts == 0:
         return False
     return job_store(world, limit_s=limit_s).check([_begun_key(run_dir)])
@@ -79,7 +82,7 @@ def join_job(world: World, *, limit_s: float, environment: Mapping[str, str] = o
 
     Raises:
         DeadlineExceeded: torchrun's store was not there in time.
-        ConfigError: the file in which ranks of one machine meet cannot be made, or is not theirs alone.
+        ConfigError: the file in which ranks of one machine meet cannot be made, or others can access it.
     """
     whole = job_store(world, limit_s=limit_s)
     store, token = attempt_store(world, whole), environment.get(TOKEN_VARIABLE, "")
@@ -92,7 +95,7 @@ def join_job(world: World, *, limit_s: float, environment: Mapping[str, str] = o
 
 
 def job_store(world: World, *, limit_s: float) -> Store:
-    """torchrun's store, of the whole job.
+    """Return torchrun's store, of the whole job.
 
     Raises:
         DeadlineExceeded: it was not there in time.
@@ -108,17 +111,23 @@ def job_store(world: World, *, limit_s: float) -> Store:
 
 
 def attempt_store(world: World, store: Store) -> Store:
-    """The part of the job's store for this attempt: after a restart the addresses of the one before are dead."""
+    """Return the part of the job's store for this attempt.
+
+    After a restart the addresses of the attempt before are dead.
+    """
     return PrefixStore(f"lachesis/attempt/{world.restarts}", store)
 
 
 def seal(secret: str, key: str, value: str) -> str:
-    """The value with what shows that who wrote it under this key has the secret."""
+    """Return the value with a proof that its writer under this key has the secret."""
     return f"{_mac(secret, f'{key}={value}'.encode()).hex()} {value}"
 
 
 def unseal(secret: str, key: str, sealed: str) -> str:
-    """The value. Raises TrainingError where a stranger has written it."""
+    """Return the value that was sealed.
+
+    Raises TrainingError if a stranger has written it. Raises TrainingError where a stranger has written it.
+    """
     value = sealed.partition(" ")[2]
     if not hmac.compare_digest(sealed.encode(), seal(secret, key, value).encode()):
         raise TrainingError(
@@ -129,7 +138,7 @@ def unseal(secret: str, key: str, sealed: str) -> str:
 
 
 def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name: Callable[[int], str]) -> None:
-    """Show each other rank that this one has the secret, and have each of them show it, over this group's connections.
+    """Prove to each other rank that this one has the secret, and verify theirs, over this group's connections.
 
     Args:
         group: a process group of gloo.
@@ -160,7 +169,10 @@ def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name
 
 @contextmanager
 def on_loopback(*, wanted: bool) -> Iterator[None]:
-    """Groups of gloo that are made within listen on the loopback alone, unless the environment names an interface."""
+    """Make gloo groups created within the block listen on the loopback alone.
+
+    A network interface named in the environment takes precedence.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if not wanted or loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
@@ -177,7 +189,7 @@ _CHALLENGE, _ANSWER = 101, 102
 
 
 def _exchange(group: Any, sent: Mapping[int, bytes], *, tag: int, limit_s: float) -> dict[int, bytes]:
-    """Send each other rank its bytes, and have from each as many."""
+    """Send each other rank its bytes, and receive equally many from each."""
     received: dict[int, Tensor] = {other: torch.empty(_PROOF_BYTES, dtype=torch.uint8) for other in sent}
     buffers = {other: torch.frombuffer(bytearray(data), dtype=torch.uint8) for other, data in sent.items()}
     works = [group.recv([tensor], other, tag) for other, tensor in received.items()]
@@ -192,7 +204,7 @@ def _mac(secret: str, message: bytes) -> bytes:
 
 
 def _meeting_file(store: Store) -> Path:
-    """The same for all ranks of this attempt, which agree on its name in torchrun's store."""
+    """Return the path of this attempt's meeting file, whose name all ranks agree on in torchrun's store."""
     name = store.compare_set("file", "", secrets.token_hex(16)).decode()
     if not _NAME.fullmatch(name):
         raise TrainingError(
@@ -203,7 +215,9 @@ def _meeting_file(store: Store) -> Path:
 
 
 def _private_directory() -> Path:
-    """Of this user alone, and on this machine: files of a store are locked, which not every network's file system can.
+    """Return a directory of this user alone on this machine.
+
+    Files of a store are locked, which not every network file system supports.
 
     Raises:
         ConfigError: it cannot be made, or somebody else can write to it.
@@ -226,7 +240,10 @@ def _private_directory() -> Path:
 
 
 def _remove_old_files(directory: Path) -> None:
-    """Those of jobs long ago. Not when a job ends: NCCL's threads look into theirs until their process is gone."""
+    """Remove the files of jobs long ago.
+
+    A job's own file stays when it ends: NCCL's threads look into theirs until their process is gone.
+    """
     for path in directory.iterdir():
         with suppress(FileNotFoundError):  # another rank was first
             found = path.lstat()

@@ -1,4 +1,4 @@
-"""Rank 0, the leader: it announces turns, hears how they went for the followers, and has a policy that does so."""
+"""Leader (rank 0): announces turns, hears how followers fared, and has a policy that does both."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _OF_A_RANK = (TRAINING_OF, GPU_UTILIZATION, GPU_MEMORY_IN_USE)
 
 
 class Leader:
-    """Rank 0, seen from its own policy.
+    """Leader of the ranks, as its policy sees it.
 
     Args:
         control: all ranks.
-        abort: ends collectives that wait for a rank that is gone, for which torch knows nothing of it by itself.
+        abort: ends collectives that wait for a lost rank, which torch does not notice by itself.
 
     Attributes:
-        broken: a turn has failed, so that the followers may be in the midst of it for good.
+        broken: a turn has failed, so that the followers may be stuck in it for good.
     """
 
     def __init__(self, control: ControlGroup, *, abort: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ class Leader:
 
     @property
     def turns(self) -> int:
-        """How many have been announced."""
+        """Return the number of turns announced."""
         return self._number
 
     def check(self) -> None:
-        """Raise what is known to be wrong with a follower, also between turns."""
+        """Raise any known failure of a follower, also between turns."""
         if self._trouble.is_set():
             raise self._explained(None, "a run whose ranks wait for it")
 
@@ -89,13 +89,13 @@ class Leader:
         parts: Sequence[Any] | None = None,
         answers: bool = False,
     ) -> Iterator[list[Any]]:
-        """Followers call ``method`` of their policies while the leader does so within; after it all have done it.
+        """Announce a turn: followers call ``method`` of their policies while the block runs; after it all are done.
 
         Args:
             arguments: of the method, for all followers.
             what: names the turn in errors.
-            parts: in place of arguments one for each follower, in the order of ranks.
-            answers: collect what the followers' methods return, in the order of ranks, in the list that is yielded.
+            parts: one argument for each follower, in the order of ranks, instead of ``arguments``.
+            answers: collect the results of the followers' methods, in the order of ranks, in the list that is yielded.
 
         Raises:
             TrainingError: a follower could not do its part, or is gone.
@@ -127,7 +127,7 @@ class Leader:
                 self._idle.set()
 
     def close(self) -> None:
-        """Tell followers that the run is over, and hear it back. Idempotent."""
+        """Tell followers that the run is over, and wait for their reply. Idempotent. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -139,12 +139,18 @@ class Leader:
             thread.join(deadline.remaining_s())
 
     def tell(self, message: Any) -> None:
-        """To all followers, in the midst of a turn that has more to say than what it is. Raises Gone."""
+        """Send a message to all followers during a turn that needs more than its announcement.
+
+        Raises Gone. Raises Gone.
+        """
         for rank in self._followers:
             self._control.send(message, to=rank, tag=Tag.BUCKET)
 
     def hear(self) -> Sequence[Any]:
-        """What each follower says in the midst of a turn, in the order of ranks. Raises Gone, DeadlineExceeded."""
+        """Return each follower's next message during a turn, in the order of ranks.
+
+        Raises Gone, DeadlineExceeded. Raises Gone, DeadlineExceeded.
+        """
         return [self._await(rank, Tag.BUCKET, "sending weights") for rank in self._followers]
 
     def _answer(self, rank: int, turn: Turn, what: str) -> Any:
@@ -163,7 +169,7 @@ class Leader:
             return self._control.receive(rank, tag=tag, deadline=deadline)
 
     def _explained(self, error: Exception | None, what: str) -> Exception:
-        """What to raise for an error of the leader's own part: the follower's that it comes from, if there is one."""
+        """Return the error to raise for a failure of the leader's part: the follower's error that caused it, if any."""
         if self._trouble.wait(_NEWS_S):
             time.sleep(_SETTLE_S)
         # One that is gone makes others fail.
@@ -208,12 +214,12 @@ class Leader:
 
 
 def of_a_collective(error: Exception) -> bool:
-    """Whether torch's library of collectives raised it; gloo's errors have no type of their own."""
+    """Return True if torch's collectives raised the error; gloo's errors have no type that says so."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 class LeadingPolicy(Policy):
-    """A :class:`Policy` that has the followers take part in whatever needs them: what it does, all ranks do.
+    """Policy of the leader, which has the followers take part in whatever needs them.
 
     A method that all ranks have to call together is overridden here, in a turn; there is no other place to name it.
     The methods are for one thread at a time, as those of a :class:`Policy` are.
@@ -230,12 +236,12 @@ class LeadingPolicy(Policy):
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _parts_of(self, batch: Batch) -> list[Batch]:
-        """The part of each rank, those of the others made; groups stay with the leader."""
+        """Return each rank's part of the batch, with the followers' micro-batches made; groups stay with the leader."""
         first, *others = self._mesh.of_ranks(split(batch, self._mesh.parts))
         return [first, *(replace(part, groups=(), micro_batches=tuple(part.micro_batches)) for part in others)]
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
-        """As :meth:`Policy.accumulate`, of the whole batch; metrics are of all ranks."""
+        """Run :meth:`Policy.accumulate` on the whole batch; metrics are over all ranks."""
         own, *others = self._parts_of(batch)
         with self._leader.turn("accumulate", what="forward and backward", parts=others, answers=True) as answers:
             began = time.perf_counter()
@@ -279,7 +285,7 @@ class LeadingPolicy(Policy):
         return self.full_parameters([self._names[id(parameter)] for parameter in parameters])
 
     def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked) -> None:
-        """``send`` an update of the weights while all ranks pack each bucket, each where an engine's worker reads it.
+        """Call ``send`` while all ranks pack each bucket of an update where an engine's worker reads it.
 
         Args:
             kind: all weights, or an adapter's.
@@ -383,7 +389,7 @@ class LeadingPolicy(Policy):
         return own and all(answers)
 
     def old_logprobs(self) -> list[Tensor]:
-        """As :meth:`Policy.old_logprobs`, in the order of the batch's micro-batches."""
+        """Return :meth:`Policy.old_logprobs` in the order of the batch's micro-batches."""
         with self._leader.turn("old_logprobs", what="gathering old logprobs", answers=True) as answers:
             own = super().old_logprobs()
         # Idle passes are at the end, and have none.
@@ -402,14 +408,14 @@ METHODS = frozenset(name for name in vars(LeadingPolicy) if not name.startswith(
 
 
 def _shapes(state: Any) -> Any:
-    """The same with meta tensors in place of those that ranks get by collectives; scalars stay."""
+    """Return the state with meta tensors for those that ranks get by collectives; scalars stay."""
     return tree_map_only(
         Tensor, lambda tensor: torch.empty_like(tensor, device="meta") if tensor.ndim else tensor, state
     )
 
 
 def _dealt_evenly(held: Sequence[Tensor], number: int) -> list[list[Tensor]]:
-    """Old logprobs by part of a batch, with those of idle passes where a part has fewer micro-batches."""
+    """Return old logprobs by part of a batch, with those of idle passes where a part has fewer micro-batches."""
     parts = [list(part) for part in deal(held, number)]
     passes = len(parts[0])
     return [part + [torch.empty(0)] * (passes - len(part)) for part in parts]

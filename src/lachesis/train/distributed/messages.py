@@ -1,6 +1,6 @@
-"""What ranks tell one another, and how it travels as bytes: JSON, and beside it the tensors as safetensors.
+"""Messages between ranks, and their encoding as bytes: JSON, with the tensors beside it as safetensors.
 
-It is decoded into these records and plain data alone, whoever sent it.
+Bytes are decoded into these records and plain data alone, whoever sent them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What all ranks do together now: a method of the policy.
+    """Turn that all ranks take together now: a method of the policy.
 
     Attributes:
         number: counted from 0 by every rank.
@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A follower has done its part of a turn."""
+    """Report of a follower that has done its part of a turn."""
 
     number: int
     value: Any = None
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A follower could not do its part, and ends: why, and what to do."""
+    """Report of a follower that could not do its part, and ends: the reason, and the remedy."""
 
     message: str
     remedy: str
@@ -58,12 +58,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life of the leader."""
+    """Sign of life of the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The leader ends; a follower says it back."""
+    """Announcement that the leader ends, which a follower returns."""
 
 
 # The records that travel, by name.
@@ -74,14 +74,17 @@ _RECORDS: dict[str, type] = {
 
 
 def encode(message: object) -> bytes:
-    """Records, tensors, mappings, sequences and scalars. A meta tensor is its dtype and shape alone."""
+    """Encode records, tensors, mappings, sequences and scalars.
+
+    A meta tensor is its dtype and shape alone. A meta tensor is its dtype and shape alone.
+    """
     tensors: dict[str, Tensor] = {}
     document = json.dumps(_document(message, tensors)).encode()
     return len(document).to_bytes(_LENGTH_BYTES, "big") + document + (save(tensors) if tensors else b"")
 
 
 def decode(data: bytes) -> Any:
-    """The reverse of :func:`encode`; tensors are on the CPU, or on the meta device where they were.
+    """Decode what :func:`encode` returned; tensors are on the CPU, or on the meta device if they were.
 
     Raises:
         TrainingError: it is none of our messages.

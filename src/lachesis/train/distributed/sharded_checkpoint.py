@@ -1,9 +1,9 @@
-"""What a checkpoint of a sharded policy has of its tensors: each rank writes its own rows, and nobody has them whole.
+"""Checkpoints of a sharded policy's tensors: each rank writes its own rows, and nobody holds them whole.
 
 The format is that of torch.distributed.checkpoint (DCP), one file for each rank beside an index, ``.metadata``, which
-says what is where: any number of ranks, or a process alone, reads back what it keeps. All that ranks have to tell one
-another is told before the first byte is written and after the last, so that a thread may write while they train.
-Torch's plans, results and index are pickles, of which nothing is read but torch's own records.
+locates every part: any number of ranks, or a process alone, reads back what it keeps. Ranks communicate only before
+the first byte is written and after the last, so that a thread may write while they train. Torch's plans, results and
+index are pickles, of which nothing is read but torch's own records.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _RECORDS = frozenset(
 
 
 class Written(NamedTuple):
-    """A file that a rank has written, beneath the directory of the parts."""
+    """File that a rank has written, relative to the directory of the parts."""
 
     name: str
     size: int
@@ -75,7 +75,10 @@ class Written(NamedTuple):
 
 
 def sharded_as(like: DTensor, local: Tensor) -> DTensor:
-    """A tensor of which this rank has ``local``, cut as ``like`` is; it stays on its device, wherever ``like`` is."""
+    """Return a tensor of which this rank has ``local``, cut as ``like`` is.
+
+    It stays on its device, wherever ``like`` is.
+    """
     shape = TensorMeta(like.shape, like.stride(), local.dtype)
     constructor: Any = DTensor  # its stub knows of no arguments
     return constructor(
@@ -84,12 +87,14 @@ def sharded_as(like: DTensor, local: Tensor) -> DTensor:
 
 
 def whole_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """What all ranks write of them together."""
+    """Return the bytes that all ranks write together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class PartsSave:
-    """The parts of one checkpoint on their way to disk. Ranks make it together, and finish it together.
+    """Save of a checkpoint's parts in progress.
+
+    Ranks make it together, and finish it together. Ranks make it together, and finish it together.
 
     Args:
         tensors: by name: a DTensor, or a tensor that is this rank's alone.
@@ -114,7 +119,7 @@ class PartsSave:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part is on disk, or has failed."""
+        """Return True if this rank's part is on disk, or has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> list[Written]:
@@ -137,7 +142,7 @@ class PartsSave:
         return [*(file for _, _, files in told for file in files), _written(self._directory, INDEX)]
 
     def _agree(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
-        """Who writes what, as all ranks need it: what several have alike is written once."""
+        """Agree with the other ranks on who writes what; a tensor that several ranks hold is written once."""
         first = dist.get_rank() == 0
         self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
         self._writer.set_up_storage_writer(first)
@@ -161,7 +166,10 @@ class PartsSave:
 
 
 def _gathered(own: object) -> list[Any] | None:
-    """What all ranks have, on rank 0. As torch's gather_object, but that nothing that is received may be called."""
+    """Return what all ranks have, on rank 0.
+
+    Like torch's gather_object, except that nothing received is executed.
+    """
     data = _pickled(own)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -172,7 +180,7 @@ def _gathered(own: object) -> list[Any] | None:
 
 
 def _dealt(parts: Sequence[object] | None) -> Any:
-    """The part of this rank of what rank 0 has for all; the same of torch's scatter_object_list."""
+    """Return this rank's part of rank 0's list, as torch's scatter_object_list does."""
     sent = None if parts is None else [_pickled(part) for part in parts]
     longest = torch.tensor([0 if sent is None else max(data.numel() for data in sent)])
     dist.broadcast(longest, 0)
@@ -187,13 +195,13 @@ def _pickled(value: object) -> Tensor:
 
 
 def _unpickled(data: Tensor) -> Any:
-    """What follows the end of a pickle is not looked at."""
+    """Load one pickle; ignore trailing bytes."""
     return _RecordsUnpickler(BytesIO(data.numpy().tobytes())).load()
 
 
 @torch.no_grad()
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of them on the CPU, those of DTensors of what this rank has."""
+    """Return copies of the tensors on the CPU, of DTensors their local parts."""
     locals_ = {name: local_part(tensor) for name, tensor in tensors.items()}
     copies = {name: host_copy(local.detach()) for name, local in locals_.items()}
     if any(local.is_cuda for local in locals_.values()):
@@ -205,7 +213,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's parts, on the meta device.
+    """Return all tensors of a checkpoint's parts, on the meta device.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -221,7 +229,7 @@ def saved_tensors(directory: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place by their names: of a DTensor this rank's part. It needs no other rank.
+    """Fill tensors in place by name, a DTensor with this rank's part. Needs no other rank. It needs no other rank.
 
     Raises:
         CheckpointError: they are not there, or of other shapes.
@@ -232,7 +240,10 @@ def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_whole(directory: Path) -> dict[str, Tensor]:
-    """All tensors, whole, on the CPU, but for those that belong to one rank. Raises CheckpointError."""
+    """Return all tensors, whole, on the CPU, except those that belong to one rank.
+
+    Raises CheckpointError. Raises CheckpointError.
+    """
     shapes = {name: tensor for name, tensor in saved_tensors(directory).items() if not name.startswith(NOISE)}
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shapes.items()}
     read_parts(directory, tensors)
@@ -240,7 +251,7 @@ def read_whole(directory: Path) -> dict[str, Tensor]:
 
 
 class _Reader(FileSystemReader):
-    """Reads an index without letting it call anything."""
+    """Unpickler for an index, which refuses to call anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with Path(self.path, INDEX).open("rb") as file:
@@ -265,7 +276,7 @@ def _written(directory: Path, name: str) -> Written:
 
 @contextmanager
 def _read_errors(directory: Path) -> Iterator[None]:
-    """Whatever torch raises for a checkpoint that it cannot read, as a CheckpointError."""
+    """Turn whatever torch raises for an unreadable checkpoint into a CheckpointError."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's is a BaseException

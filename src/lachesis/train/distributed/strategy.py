@@ -1,4 +1,4 @@
-"""How a model lives on one device or many: placement, sharding and reductions. No RL."""
+"""Strategies for a model on one device or many: placement, sharding and reductions. No RL. No RL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORWARD_METHOD = "run_within"
 
 
 class Strategy:
-    """How a model lives on one device or many; each method here is that of a process alone.
+    """Placement of a model on one device or many; each method here is that of a process alone.
 
     Ranks call the methods together and in the same order; those that only look at this process say so.
 
@@ -50,72 +50,87 @@ class Strategy:
 
     @property
     def together(self) -> bool:
-        """Whether a pass through the model takes other ranks."""
+        """Return True if a pass through the model involves other ranks."""
         return self.sharded or self.context is not None
 
     def place(self, model: PreTrainedModel) -> None:
-        """Bring the model to where it is trained, sharded in place where it is; before anything runs it."""
+        """Move the model to where it is trained, sharded in place if need be; before anything runs it."""
 
     def device(self, model: PreTrainedModel) -> torch.device:
-        """Where the model computes, which with offloaded parameters is not where they are. Of this process alone."""
+        """Return the device on which the model computes; offloaded parameters are elsewhere.
+
+        Local to this process. Of this process alone.
+        """
         return next(model.parameters()).device
 
     def compile(self, model: PreTrainedModel) -> None:
-        """Compile the decoder layers in place; of this process alone."""
+        """Compile the decoder layers in place. Local to this process."""
         for layer in decoder_layers(model):
             layer.compile(**compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
-        """Sum integer counts over all parts of a batch; the ranks that share one give the same."""
+        """Return integer counts summed over all parts of a batch; the ranks that share one give the same."""
         return counts
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """The sum of a tensor that has one shape on all ranks, over all but those that compute the same."""
+        """Return the sum of a tensor of equal shape over all ranks, except those that compute the same values."""
         return values
 
     def sum_squares(self, alike: float, cut: float) -> float:
-        """The sum over all that is sharded: of this rank's part of what others may have alike, and of what was cut
-        before FSDP has sharded it."""
+        """Return the sum of squares over all shards.
+
+        ``alike`` is from this rank's part of what others may have alike, ``cut`` from what was cut before FSDP sharded
+        it.
+        """
         return alike + cut
 
     def max_count(self, count: int) -> int:
-        """The largest of a count over all ranks: how often each has to take part in what all do together."""
+        """Return the largest of a count over all ranks: how often each has to join what all do together."""
         return count
 
     def gather_values(self, values: Tensor) -> Tensor:
-        """The values [n] of all parts of a batch, one after the other; the ranks that share one give the same."""
+        """Return the values [n] of all parts of a batch, concatenated; the ranks that share one give the same."""
         return values
 
     def begin_pass(self, *, last: bool) -> None:
-        """A pass through the model and back begins, the last or not of those of a batch. Of this process alone."""
+        """Begin a forward and backward pass, which may be the ``last`` of a batch.
+
+        Local to this process. Of this process alone.
+        """
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Leave in each ``.grad`` the sum over all ranks, where the backward pass has not done so."""
+        """Leave in each ``.grad`` the sum over all ranks, unless the backward pass has done so."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor of the model; the tensor itself where it is not sharded. Only rank 0 may use the result."""
+        """Return a whole tensor of the model (itself if it is not sharded).
+
+        Only rank 0 may use the result. Only rank 0 may use the result.
+        """
         return tensor
 
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """:meth:`whole` of each, in order, as they are asked for; several small ones travel together.
+        """Yield :meth:`whole` of each tensor, in order, on demand; several small ones travel together.
 
         Other ranks have to ask for all of them too.
         """
         return (self.whole(tensor) for tensor in tensors)
 
     def gather_to(self, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Iterator[Tensor]:
-        """:meth:`whole` of the tensors of each part, for the rank that is named with it and for no other, in order.
+        """Yield :meth:`whole` of the tensors of each part, in order, on the rank that is named with it alone.
 
         While one part is used the next one travels. All ranks have to take all that they get.
         """
         return (tensor for rank, tensors in parts if rank == self.rank for tensor in tensors)
 
     def shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Share]:
-        """What this rank has of tensors of the model; what several ranks have, one of them says. Of this rank alone."""
+        """Return this rank's parts of tensors; a part that several ranks have is given by one.
+
+        Local to this process. Of this rank alone.
+        """
         return {name: Share(tensor.detach(), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
-        """The reverse of :meth:`whole`: what this rank has to copy into ``like``.
+        """Return the part of ``whole`` that this rank has to copy into ``like``: the inverse of :meth:`whole`.
 
         Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
         """
@@ -123,7 +138,7 @@ class Strategy:
 
 
 class SingleDevice(Strategy):
-    """One process with one GPU, or none."""
+    """Strategy of one process with one GPU, or none."""
 
     rank = 0
     world_size = 1
@@ -134,7 +149,7 @@ class SingleDevice(Strategy):
 
 
 class Ranks(Strategy):
-    """What strategies of several ranks have in common: collectives over the group of all, which has to exist.
+    """Base of strategies over several ranks: collectives over the group of all ranks, which has to exist.
 
     Args:
         device: of this rank.
@@ -196,7 +211,7 @@ class Ranks(Strategy):
 
 
 class Replicate(Ranks):
-    """The whole model on every rank; gradients are added up before each step (data-parallel training).
+    """Strategy with the whole model on every rank; gradients are summed before each step (data parallelism).
 
     Replicas begin with rank 0's weights, and equal gradients keep them equal.
     """
@@ -214,7 +229,7 @@ class Replicate(Ranks):
 
 
 def rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT | None:
-    """This rank's group in a dimension of the mesh; None where it is alone in it."""
+    """Return this rank's group in a dimension of the mesh, or None if it is alone in it."""
     if mesh is None:
         return None
     own = mesh if mesh.ndim == 1 else mesh[name]
@@ -225,7 +240,7 @@ def rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT
 
 @torch.no_grad()
 def sum_in_place(tensors: Sequence[Tensor], *, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Add up tensors over the ranks of a group, or over all; several small ones travel together."""
+    """Sum tensors over the ranks of a group, or over all; several small ones travel together."""
     for bucket in by_size(tensors, elements=BUFFER_ELEMENTS):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
         # 16-bit sums would lose what a rank adds.
@@ -239,7 +254,7 @@ def sum_in_place(tensors: Sequence[Tensor], *, device: torch.device, group: dist
 def by_size(
     tensors: Sequence[TensorT], *, elements: int, kind: Callable[[TensorT], object] = lambda tensor: tensor.dtype
 ) -> Iterator[list[TensorT]]:
-    """Runs of one kind, of at most so many elements or a single tensor."""
+    """Yield runs of one kind, of at most ``elements`` elements or a single tensor."""
     group: list[TensorT] = []
     held = 0
     for tensor in tensors:
@@ -254,13 +269,13 @@ def by_size(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of a transformer: the members of its longest module list."""
+    """Return the repeated blocks of a transformer: the members of its longest module list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
 
 def run_within(model: nn.Module, function: Callable[[], T]) -> T:
-    """``function()``, in which the model's own parameters (embeddings, head) are whole, as they are in its forward.
+    """Call ``function`` while the model's outer parameters (embeddings, head) are whole, as in its forward.
 
     Where they always are, that is all. The tensors that it returns are those that a backward pass begins from.
     """

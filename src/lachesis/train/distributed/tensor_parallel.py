@@ -1,9 +1,9 @@
-"""Each layer's matrices cut over the ranks of a tensor group, by the plan that transformers has for the model.
+"""Tensor parallelism by transformers' plan for the model: each layer's matrices cut over the ranks of a group.
 
-A cut parameter is a DTensor over the ranks that share it, which is what FSDP shards further, checkpoints save in parts
-and bridges gather. A layer computes with the part alone (:mod:`lachesis.train.model.tensor`): attention, adapters and
-the head see tensors as they see them on one rank. Transformers' own hooks are not used: those of its norms add up over
-ranks what a gradient has accumulated, after each micro-batch again, and none knows an adapter.
+A cut parameter is a DTensor over the ranks that share it, which FSDP shards further, checkpoints save in parts and
+bridges gather. A layer computes with the part alone (:mod:`lachesis.train.model.tensor`): attention, adapters and the
+head see tensors as they do on one rank. Transformers' own hooks are not used: those of its norms sum a gradient's
+accumulated value over ranks again after each micro-batch, and none supports an adapter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CUT_DIMENSION = {_COLWISE: 0, _ROWWISE: 1}
 
 
 class TensorCut:
-    """How a model's layers are cut.
+    """Division of a model's layers over ranks.
 
     Args:
         model: before any of it is sharded; it may wear an adapter.
@@ -59,11 +59,11 @@ class TensorCut:
 
     @property
     def partial(self) -> set[int]:
-        """By id, the parameters that ranks have alike, of whose gradient each has a part of the sum."""
+        """Return the ids of parameters that ranks hold alike and whose gradient is a sum over the ranks."""
         return {id(getattr(module, name)) for module, name in self._partial}
 
     def apply(self, layer: nn.Module) -> None:
-        """Cut what the plan names in a layer, in place.
+        """Cut the parameters of a layer that the plan names, in place.
 
         Raises:
             ConfigError: a dimension is no multiple of the ranks.
@@ -78,7 +78,7 @@ class TensorCut:
                 self._compute_in_parts(module, style)
 
     def _cut(self, linear: nn.Module, dimension: int | None, *, name: str) -> None:
-        """Keep this rank's part of a layer's weight; ``None``: all of it, and a part of the gradient's sum."""
+        """Keep this rank's part of a layer's weight; ``None`` keeps all of it, with a part of the gradient's sum."""
         parameters = dict(linear.named_parameters(recurse=False))
         for key, parameter in parameters.items():
             if dimension is None or dimension >= parameter.ndim:
@@ -106,7 +106,7 @@ class TensorCut:
         module.forward = lambda states, *args, **options: forward(entrance.enter(states, self._group), *args, **options)
 
     def _share_head(self, model: PreTrainedModel) -> None:
-        """Of the predictions, hence of the sum of its weight's gradient, each rank has its share."""
+        """Give each rank its share of the predictions, and so of the sum of the head's weight gradient."""
         head: Any = model.get_output_embeddings()
         embeddings: Any = model.get_input_embeddings()
         if head is None:
@@ -123,7 +123,7 @@ class TensorCut:
 
 
 class _Entrance:
-    """Where the same states enter several matrices, of which all want their gradients added up once."""
+    """Point where the same states enter several matrices, so that their gradients are summed once."""
 
     def __init__(self, times: int) -> None:
         self._times = self._left = times
@@ -149,7 +149,7 @@ def _parent(name: str) -> str:
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
-    """The modules of a model's layers that are cut, or see some heads only, each with its style."""
+    """Yield the modules of a model's layers that are cut, or see some heads only, each with its style."""
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
@@ -170,7 +170,7 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _linear_parts(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, int | None]]:
-    """The linear layers that a module is, and how each is cut; None: not at all.
+    """Yield the linear layers of a module, each with the dimension in which it is cut (None: not at all).
 
     Under an adapter B @ A is cut as the weight is: B by its outputs, or A by its inputs.
     """
@@ -192,7 +192,7 @@ def _adapters(module: nn.Module, kind: str) -> Iterator[nn.Module]:
 
 
 def _compute_with_local(linear: nn.Module, *, adds_bias: bool) -> None:
-    """Have a layer compute with this rank's part of its parameters; of a bias after a sum, one rank's counts."""
+    """Make a layer compute with this rank's part of its parameters; a bias after a sum is added on one rank."""
     forward: Any = linear.forward
 
     def compute(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Advantages: each answer measured against its group."""
+"""Advantages, which compare each completion with its group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Moments(NamedTuple):
 
 
 def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] | None) -> AdvantageFunction:
-    """:func:`group_advantages` of lists, as the algorithm section says; ``weights`` one per reward, all 1 if unset."""
+    """Return :func:`group_advantages` on lists, with the options of ``algorithm``.
+
+    ``weights`` has one number per reward function, all 1 if unset.
+    """
 
     def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int]) -> list[float]:
         known = [[math.nan if value is None else value for value in row] for row in rewards]
@@ -84,7 +87,7 @@ def group_advantages(
     scale_rewards: str = "group",
     aggregation: str = "sum_then_normalize",
 ) -> Tensor:
-    """Advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
+    """Return the advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
 
     - ``sum_then_normalize``: R = Σ_k w_k·r_k, A = R - mean_group(R), divided by std_group(R) + 1e-4
       (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``).
@@ -129,13 +132,13 @@ def group_advantages(
 
 
 def standardized(values: Tensor, index: Tensor) -> Tensor:
-    """(x - mean) / (std + 1e-4) over the rows of equal ``index``; NaN stays NaN. [N, K]"""
+    """Return (x - mean) / (std + 1e-4) over the rows of equal ``index``; NaN stays NaN: [N, K]."""
     mean, std = moments(values, index)
     return (values - mean) / (std + EPSILON)
 
 
 def moments(values: Tensor, index: Tensor) -> Moments:
-    """Mean and deviation over the rows of equal ``index`` (0..G-1, [N]), column by column, without the NaN.
+    """Return mean and deviation over the rows of equal ``index`` (0..G-1, [N]), by column, without the NaN.
 
     The deviation of a single value is 0.
     """
@@ -151,18 +154,18 @@ def moments(values: Tensor, index: Tensor) -> Moments:
 
 
 def _weighted_sum(values: Tensor, weights: Tensor, unscored: Tensor) -> Tensor:
-    """Σ_k w_k·x_k without the NaN; NaN for unscored rows. [N, K] -> [N, 1]"""
+    """Return Σ_k w_k·x_k without the NaN; NaN for unscored rows: [N, K] -> [N, 1]."""
     total = (values * weights).nansum(dim=1, keepdim=True)
     return total.masked_fill(unscored.unsqueeze(1), math.nan)
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
-    """The sum over its group, at each row. [N, K]"""
+    """Return each row's sum over its group: [N, K]."""
     return torch.zeros_like(values).index_add_(0, index, values)[index]
 
 
 def _group_min(values: Tensor, index: Tensor) -> Tensor:
-    """The least of its group, at each row. [N, K]"""
+    """Return each row's minimum over its group: [N, K]."""
     least = torch.full_like(values, math.inf)
     return least.scatter_reduce_(0, index.unsqueeze(1).expand_as(values), values, "amin")[index]
 

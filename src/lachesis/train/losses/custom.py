@@ -1,4 +1,4 @@
-"""A loss of the user's own, by import path.
+"""Custom loss functions, named by import path.
 
 It gives the loss of each token, ℓ. All around it stays: normalization by the configured ``loss_type``, masks,
 sampler correction, KL and entropy terms. So it does not depend on how a step is cut into micro-batches::
@@ -25,7 +25,7 @@ from lachesis.train.losses.ratios import Terms
 
 
 class CustomTokenLoss(Protocol):
-    """What the function may take: ``logprobs`` first, the others by name; it is given those that it names."""
+    """Signature of a custom loss: ``logprobs`` first, the others by name if the function declares them."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class CustomTokenLoss(Protocol):
         num_rows: int,
         options: SimpleNamespace,
     ) -> Tensor:
-        """The loss of each token, float [T], with gradient.
+        """Return the loss of each token, float [T], with gradient.
 
         T tokens of S rows stand in one stream. Values where the mask is 0 are 0 (ratio: 1), and what is returned
         there does not count.
@@ -69,7 +69,7 @@ LOSS = contract("loss", CustomTokenLoss, error=TrainingError)
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
-    """A checked :class:`CustomTokenLoss`; stands where a loss type's ℓ would (``policy_loss(token_loss=)``).
+    """Checked :class:`CustomTokenLoss`, which replaces a loss type's ℓ (``policy_loss(token_loss=)``).
 
     ``needs_reference``: it names ``ref_logprobs``; ``max_completion_length``: what its options say that is.
     """
@@ -86,7 +86,7 @@ class CustomLoss:
         return "ref_logprobs" in self.part.names
 
     def __call__(self, terms: Terms, options: AlgorithmConfig) -> Tensor:
-        """The loss of each token, [T], 0 where the mask is.
+        """Return the loss of each token, [T], 0 where the mask is.
 
         Raises:
             TrainingError: the function raised, or what it returned is no loss of each token.
@@ -120,7 +120,7 @@ class CustomLoss:
 
 
 def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | None) -> SimpleNamespace:
-    """The keys of the algorithm section, and what losses written for version 0.1 may read beside them."""
+    """Return the keys of the algorithm section, and what losses written for version 0.1 may read beside them."""
     corrects = algorithm.sampler_correction != "none"
     own = {"epsilon_high": algorithm.upper_epsilon} if algorithm.loss_type == "cispo" else {}
     return SimpleNamespace(
@@ -136,7 +136,7 @@ def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | No
 
 
 def load_custom_loss(given: str | Mapping[str, Any], *, max_completion_length: int | None = None) -> CustomLoss:
-    """The loss function that a configuration names.
+    """Load the loss function that a configuration names.
 
     Raises:
         ConfigError: there is none, or it needs an argument that a loss is not given.

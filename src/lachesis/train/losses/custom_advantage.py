@@ -1,4 +1,4 @@
-"""Advantages of the user's own, by import path.
+"""Custom advantage functions, named by import path.
 
 They see all groups of a step at once, and replace the group's mean and deviation::
 
@@ -26,7 +26,7 @@ from lachesis.config.schema import AlgorithmConfig
 
 
 class CustomAdvantage(Protocol):
-    """What the function may take: ``rewards`` first, the others by name; it is given those that it names."""
+    """Signature of a custom advantage: ``rewards`` first, the others by name if the function declares them."""
 
     def __call__(
         self,
@@ -37,7 +37,7 @@ class CustomAdvantage(Protocol):
         groups: Sequence[Group],
         options: AlgorithmConfig,
     ) -> Tensor | Sequence[float]:
-        """The advantage of each of N completions, [N]: those of one optimizer step, group after group.
+        """Return the advantage of each of N completions, [N]: those of one optimizer step, group after group.
 
         What is returned for a completion that no function judged does not count: its advantage is 0.
 
@@ -55,14 +55,18 @@ ADVANTAGE = contract("advantage", CustomAdvantage, error=TrainingError)
 
 
 def load_custom_advantage(given: str | Mapping[str, Any]) -> Part:
-    """The function that a configuration names. Raises ConfigError where there is none, or it has another signature."""
+    """Load the function that a configuration names.
+
+    Raises ConfigError if it is missing or has another signature. Raises ConfigError where there is none, or it has
+    another signature.
+    """
     return load_part(given, ADVANTAGE)
 
 
 def custom_assigner(
     part: Part, *, options: AlgorithmConfig, weights: Sequence[float] | None
 ) -> Callable[[Sequence[Group]], list[Group]]:
-    """Sets the advantage of each sample by the part; ``weights`` one per reward, all 1 if unset.
+    """Return a function that sets the advantage of each sample by the part; ``weights`` one per reward, all 1 if unset.
 
     What it returns raises RewardError where no sample has a reward, and TrainingError where the part fails.
     """

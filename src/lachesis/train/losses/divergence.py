@@ -1,4 +1,6 @@
-"""Divergences between what a teacher and the policy make of the next token. Pure functions, in nats.
+"""Divergences between a teacher's and the policy's distributions of the next token.
+
+Pure functions, in nats. Pure functions, in nats.
 
 Suffixes are shapes: T tokens, V outcomes. Each row of ``student_TV`` and ``teacher_TV`` is a distribution as
 log-probabilities. Names and formulas are those of on-policy distillation (GKD, arXiv 2306.13649, eq. 1) with TRL's
@@ -17,23 +19,23 @@ IMPOSSIBLE = -1e4
 
 
 def forward_kl(student_TV: Tensor, teacher_TV: Tensor) -> Tensor:
-    """KL(teacher ‖ student) = Σ_v p·(log p - log q), p the teacher's and q the student's. [T]"""
+    """Return KL(teacher ‖ student) = Σ_v p·(log p - log q), p the teacher's and q the student's: [T]."""
     return (teacher_TV.exp() * (teacher_TV - student_TV)).sum(-1)
 
 
 def reverse_kl(student_TV: Tensor, teacher_TV: Tensor) -> Tensor:
-    """KL(student ‖ teacher) = Σ_v q·(log q - log p). [T]"""
+    """Return KL(student ‖ teacher) = Σ_v q·(log q - log p): [T]."""
     return forward_kl(teacher_TV, student_TV)
 
 
 def generalized_jsd(student_TV: Tensor, teacher_TV: Tensor, *, beta: float) -> Tensor:
-    """β·KL(p ‖ m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q, 0 < β < 1. [T]"""
+    """Return β·KL(p ‖ m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q, 0 < β < 1: [T]."""
     mixture_TV = torch.logaddexp(teacher_TV + math.log(beta), student_TV + math.log1p(-beta))
     return beta * forward_kl(mixture_TV, teacher_TV) + (1 - beta) * forward_kl(mixture_TV, student_TV)
 
 
 def divergence(student_TV: Tensor, teacher_TV: Tensor, *, beta: float) -> Tensor:
-    """The one that ``beta`` names, 0 ≤ β ≤ 1. [T]"""
+    """Return the divergence that ``beta`` selects, 0 ≤ β ≤ 1: [T]."""
     if beta == 0:
         return forward_kl(student_TV, teacher_TV)
     if beta == 1:
@@ -42,10 +44,11 @@ def divergence(student_TV: Tensor, teacher_TV: Tensor, *, beta: float) -> Tensor
 
 
 def with_rest(logprobs_TK: Tensor) -> Tensor:
-    """The same with all other tokens as one more outcome: log(1 - Σ_k p_k), at least the rounding of the sum. [T, K+1]
+    """Append all other tokens as one more outcome: [T, K+1].
 
-    A divergence over these outcomes is never above that over the whole vocabulary (the data-processing inequality),
-    and 0 only where both agree on each of the K tokens.
+    Its log-probability is log(1 - Σ_k p_k), at least the rounding of the sum. A divergence over these outcomes is never
+    above that over the whole vocabulary (the data-processing inequality), and 0 only where both agree on each of the K
+    tokens.
     """
     rounding = torch.finfo(logprobs_TK.dtype).eps
     known = logprobs_TK.logsumexp(-1, keepdim=True).clamp(max=-rounding)
@@ -53,7 +56,7 @@ def with_rest(logprobs_TK: Tensor) -> Tensor:
 
 
 def sampled_reverse_kl(logprobs_T: Tensor, teacher_T: Tensor) -> Tensor:
-    """log q - log p of tokens that the student sampled, whose mean estimates the reverse KL; 0 where p is NaN. [T]
+    """Return log q - log p of sampled tokens, whose mean estimates the reverse KL; 0 where p is NaN: [T].
 
     Its negative, as an advantage, has the reverse KL's gradient for its policy gradient.
     """

@@ -1,4 +1,4 @@
-"""The policy-gradient losses, over packed tokens.
+"""Policy-gradient losses over packed tokens.
 
 T completion tokens of S rows stand in one stream, A is the advantage, r = π/π_old the importance ratio. In ::
 
@@ -27,7 +27,7 @@ from lachesis.train.losses.ratios import Rows, Terms, gather_terms
 
 
 class PolicyLoss(NamedTuple):
-    """A micro-batch's part of the loss, and what there is to see in it.
+    """Loss of a micro-batch, as its part of the step's loss, with its metrics.
 
     Attributes:
         loss: scalar, to call backward on.
@@ -50,7 +50,7 @@ class PolicyLoss(NamedTuple):
 
 
 def clipped(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """-min(r·A, clip(r, 1-ε, 1+ε_high)·A), for either sign of A (PPO, arXiv 1707.06347).
+    """Return -min(r·A, clip(r, 1-ε, 1+ε_high)·A), for either sign of A (PPO, arXiv 1707.06347).
 
     ``delta`` caps the first r, which bounds the loss where A < 0 (INTELLECT-2, arXiv 2505.07291).
     """
@@ -59,24 +59,24 @@ def clipped(terms: Terms, options: AlgorithmConfig) -> Tensor:
 
 
 def cispo(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """-sg(min(r, ε_high))·A·log π: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    """Return -sg(min(r, ε_high))·A·log π: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
     return -terms.ratio.detach().clamp(max=options.upper_epsilon) * terms.advantages * terms.logprobs
 
 
 def sapo(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """-A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
+    """Return -A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
     tau = _either(terms.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, terms.ratio)
     return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
 
 
 def vespo(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """-φ(W)·A·log π, φ(W) as in :func:`vespo_weight` (VESPO, arXiv 2602.10693)."""
+    """Return -φ(W)·A·log π, φ(W) as in :func:`vespo_weight` (VESPO, arXiv 2602.10693)."""
     return -vespo_weight(terms, options) * terms.advantages * terms.logprobs
 
 
 @torch.no_grad()
 def vespo_weight(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """φ(W) = e^λ·W^k·e^(-λW) of the row's W = Π_t r_t·c_t, so that φ(1) = 1; k, λ by the sign of A. [T]"""
+    """Return φ(W) = e^λ·W^k·e^(-λW) of the row's W = Π_t r_t·c_t, so that φ(1) = 1; k, λ by the sign of A: [T]."""
     lowest, highest = math.log(1e-8), 20.0  # bounds of log-weights in the authors' code
     log_weight = terms.log_ratio.clamp(-highest, highest)
     if terms.correction is not None:
@@ -92,22 +92,22 @@ def vespo_weight(terms: Terms, options: AlgorithmConfig) -> Tensor:
 
 
 def sequence_mean(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
-    """1/S · Σ_rows Σm(·)/Σm (GRPO, arXiv 2402.03300)."""
+    """Return the weights of 1/S · Σ_rows Σm(·)/Σm (GRPO, arXiv 2402.03300)."""
     return rows.share / max(num_sequences, 1)
 
 
 def sequence_sum(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
-    """1/S · Σm(·) (LUSPO, arXiv 2602.05261)."""
+    """Return the weights of 1/S · Σm(·) (LUSPO, arXiv 2602.05261)."""
     return rows.mask / max(num_sequences, 1)
 
 
 def token_mean(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
-    """Σm(·)/N (DAPO, arXiv 2503.14476)."""
+    """Return the weights of Σm(·)/N (DAPO, arXiv 2503.14476)."""
     return rows.mask / max(num_tokens, 1)
 
 
 def constant_length(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
-    """1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783)."""
+    """Return the weights of 1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783). GRPO, arXiv 2503.20783)."""
     if max_length is None:
         raise ConfigError(
             "loss_type='dr_grpo' divides by max_completion_length, which is not set",
@@ -121,7 +121,7 @@ TokenLoss = Callable[[Terms, AlgorithmConfig], Tensor]
 
 
 class LossType(NamedTuple):
-    """The loss of a token, and what a token weighs."""
+    """Loss of a token, and the weight of a token."""
 
     per_token: TokenLoss
     weight: Callable[[Rows, float, float, int | None], Tensor]
@@ -144,7 +144,7 @@ LOSS_TYPES: Mapping[str, LossType] = {
 
 @torch.no_grad()
 def off_policy_keep(terms: Terms, threshold: float) -> Tensor:
-    """1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
+    """Return 1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9). 9).
 
     π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
     """
@@ -156,7 +156,7 @@ def off_policy_keep(terms: Terms, threshold: float) -> Tensor:
 
 @torch.no_grad()
 def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: float) -> Tensor:
-    """The entropy that the highest ``top_quantile`` of the counted tokens reach (arXiv 2506.01939).
+    """Return the entropy that the highest ``top_quantile`` of the counted tokens reach (arXiv 2506.01939).
 
     Give it float [T] and mask [T] of the whole optimizer step. A scalar, interpolated linearly as by
     ``torch.quantile`` (which takes 16 million values and no more); +inf where no token counts.
@@ -171,7 +171,7 @@ def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: flo
 
 @torch.no_grad()
 def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None) -> Tensor:
-    """m where the entropy reaches the threshold (by default of these tokens), else 0."""
+    """Return m where the entropy reaches the threshold (by default of these tokens), else 0."""
     entropies = given(terms.entropies)
     if threshold is None:
         top = options.top_entropy_quantile
@@ -180,7 +180,9 @@ def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor 
 
 
 def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """k3 = exp(d) - d - 1 with d = log π_ref - log π (J. Schulman, "Approximating KL divergence").
+    """Return k3 = exp(d) - d - 1 with d = log π_ref - log π (J.
+
+    Schulman, "Approximating KL divergence"). Schulman, "Approximating KL divergence").
 
     The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
     """
@@ -211,7 +213,7 @@ def policy_loss(
     num_high_entropy_tokens: float | None = None,
     token_loss: TokenLoss | None = None,
 ) -> PolicyLoss:
-    """The loss of a micro-batch, as its part of the loss of the whole optimizer step.
+    """Return the loss of a micro-batch, as its part of the loss of the whole optimizer step.
 
     Args:
         logprobs: float [T] under the current policy, with gradient.
@@ -258,13 +260,13 @@ def policy_loss(
 
 
 def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossType:
-    """Those of the loss type, or the weight of it and another loss of a token."""
+    """Return the formulas of the loss type, or its weight with another loss of a token."""
     named = LOSS_TYPES[options.loss_type]
     return named if token_loss is None else LossType(token_loss, named.weight)
 
 
 def _token_losses(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> Tensor:
-    """[T] of what the policy and its sampler differ in: without KL, and before entropy chooses among the tokens."""
+    """Return the losses [T] with the sampler correction, before KL and the choice of tokens by entropy."""
     loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(terms, options.off_policy_mask_threshold)
@@ -276,7 +278,7 @@ def _token_losses(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLos
 def _high_entropy(
     terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None, count: float | None
 ) -> tuple[Tensor, float]:
-    """Which tokens are kept, [T], and how many of the whole step are."""
+    """Return which tokens are kept, [T], and how many of the whole step are."""
     kept = high_entropy_keep(terms, options, threshold)
     return kept, float(kept.sum()) if count is None else count
 
@@ -304,7 +306,7 @@ def _metrics(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss, kl
 
 
 def _clip_indicators(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> dict[str, Tensor]:
-    """Where r is beyond a bound on the side to which A pushes it. Bool [T]"""
+    """Return where r is beyond a bound on the side to which A pushes it: bool [T]."""
     if per_token is clipped:
         ratio = _capped(terms.ratio, options)
         low = (ratio < 1 - options.epsilon) & (terms.advantages < 0)
@@ -317,7 +319,7 @@ def _clip_indicators(terms: Terms, options: AlgorithmConfig, *, per_token: Token
 
 
 def _pairs(values: Mapping[str, Tensor], *, weight: Tensor, total: Tensor) -> dict[str, Tensor]:
-    """(Σ weight · value, total) of each, [T] -> [2]; all in one product."""
+    """Return (Σ weight · value, total) of each, [T] -> [2]; all in one product."""
     sums = torch.stack([value.to(weight.dtype) for value in values.values()]) @ weight
     pairs = torch.stack((sums, total.to(weight.dtype).expand_as(sums)), dim=1)
     return dict(zip(values, pairs.unbind(), strict=True))
@@ -332,7 +334,7 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 def given(values: Tensor | None) -> Tensor:
-    """What the options need, which :func:`policy_loss` has seen to."""
+    """Return a value that the options need, which :func:`policy_loss` has checked to be there."""
     assert values is not None
     return values
 

@@ -1,4 +1,4 @@
-"""Importance ratios over packed tokens: what the losses are made of.
+"""Importance ratios over packed tokens, from which the losses are computed.
 
 T completion tokens of S rows stand in one stream; ``row`` [T] names each token's row and ``mask`` [T] is 1
 where the token counts. Nothing is padded, rows need not be contiguous.
@@ -21,42 +21,45 @@ from lachesis.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens belong together: ``row`` int64 [T], ``mask`` float [T], ``size`` = S."""
+    """Grouping of tokens into rows: ``row`` int64 [T], ``mask`` float [T], ``size`` = S."""
 
     row: Tensor
     mask: Tensor
     size: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """Masked sums per row, [T] -> [S]."""
+        """Return masked sums per row, [T] -> [S]."""
         return values.new_zeros(self.size).index_add(0, self.row, values * self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Masked means per row, [T] -> [S]; 0 for a row without tokens."""
+        """Return masked means per row, [T] -> [S]; 0 for a row without tokens."""
         return self.sum(values) / self.divisor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Each row's value at its tokens, [S] -> [T]."""
+        """Return each row's value at its tokens, [S] -> [T]."""
         return values.index_select(0, self.row)
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Σm per row, [S]."""
+        """Return Σm per row, [S]."""
         return self.mask.new_zeros(self.size).index_add(0, self.row, self.mask)
 
     @cached_property
     def divisor(self) -> Tensor:
-        """Σm per row, at least 1, [S]."""
+        """Return Σm per row, at least 1, [S]."""
         return self.tokens.clamp(min=1.0)
 
     @cached_property
     def share(self) -> Tensor:
-        """m/Σm: each token's share of its row, [T]."""
+        """Return m/Σm: each token's share of its row, [T]."""
         return self.mask / self.spread(self.divisor)
 
 
 class Terms(NamedTuple):
-    """What a loss is made of. All tensors are [T], of one dtype, and 0 (ratios: 1) where the mask is 0.
+    """Inputs of a loss.
+
+    All tensors are [T], of one dtype, and 0 (ratios: 1) where the mask is 0. All tensors are [T], of one dtype, and 0
+    (ratios: 1) where the mask is 0.
 
     Attributes:
         old: log π_old, with the current logprobs (detached) where it was unknown.
@@ -79,12 +82,12 @@ class Terms(NamedTuple):
 
 
 def token_ratio(rows: Rows, log_ratio: Tensor) -> Tensor:
-    """r_t = exp(log π_t - log π_old,t). [T]"""
+    """Return r_t = exp(log π_t - log π_old,t): [T]."""
     return log_ratio.exp()
 
 
 def sequence_ratio(rows: Rows, log_ratio: Tensor) -> Tensor:
-    """r = exp(mean_t(log π_t - log π_old,t)), one for all tokens of a row (GSPO, arXiv 2507.18071). [T]"""
+    """Return r = exp(mean_t(log π_t - log π_old,t)), one for all tokens of a row (GSPO, arXiv 2507.18071): [T]."""
     return rows.spread(rows.mean(log_ratio).exp())
 
 
@@ -92,18 +95,18 @@ RATIOS: Mapping[str, Callable[[Rows, Tensor], Tensor]] = {"token": token_ratio, 
 
 
 def truncate(weight: Tensor, low: float | None, high: float | None) -> Tensor:
-    """The weight, held between the bounds (truncated importance sampling)."""
+    """Return the weight clamped to the bounds (truncated importance sampling)."""
     return weight.clamp(min=low, max=high)
 
 
 def reject(weight: Tensor, low: float | None, high: float | None) -> Tensor:
-    """The weight, 0 outside the bounds (masked importance sampling)."""
+    """Return the weight, 0 outside the bounds (masked importance sampling)."""
     inside = (weight >= (-math.inf if low is None else low)) & (weight <= (math.inf if high is None else high))
     return weight.masked_fill(~inside, 0.0)
 
 
 class SamplerMode(NamedTuple):
-    """How the sampler is corrected for: one weight per sequence or per token, and what bounds it."""
+    """Mode of sampler correction: one weight per sequence or per token, and the function that bounds it."""
 
     of_sequence: bool
     bounded: Callable[[Tensor, float | None, float | None], Tensor]
@@ -119,7 +122,7 @@ SAMPLER_MODES: Mapping[str, SamplerMode] = {
 
 @torch.no_grad()
 def sampler_correction(rows: Rows, old: Tensor, sampled: Tensor, options: AlgorithmConfig) -> Tensor | None:
-    """c = exp(log π_old - log π_sampler) of a token, or of the sum over its row; without gradient. [T]
+    """Return c = exp(log π_old - log π_sampler) of a token, or of the sum over its row; without gradient: [T].
 
     ``None`` where the options have no correction. A token that the sampler gave no logprob for (NaN) contributes 0 to
     the log, so a ratio of 1.
@@ -145,7 +148,7 @@ def gather_terms(
     entropies: Tensor | None,
     options: AlgorithmConfig,
 ) -> Terms:
-    """The inputs of :func:`lachesis.train.losses.loss.policy_loss`, blanked where the mask is 0, and their ratios.
+    """Return the inputs of the loss, blanked where the mask is 0, and their ratios.
 
     Blanking matters: a token that the model did not sample may have any logprob, and 0 · inf is NaN.
 
@@ -185,7 +188,7 @@ def gather_terms(
 
 
 def count_rows(row: Tensor, advantages: Tensor) -> tuple[int, bool]:
-    """S, and whether advantages are per token; [S] and [T] look alike only where S = T."""
+    """Return S, and whether advantages are per token; [S] and [T] look alike only where S = T."""
     if advantages.numel() != row.numel() or not row.numel():
         return advantages.numel(), False
     named = int(row.max()) + 1

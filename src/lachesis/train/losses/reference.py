@@ -1,4 +1,4 @@
-"""References of the KL term, held only where something needs one (``beta`` > 0, or a loss that asks for it).
+"""References of the KL term, held only if something needs one (``beta`` > 0, or a loss that asks for it).
 
 ``base`` is the model that training started from; ``ema`` becomes alpha·policy + (1 - alpha)·ref every so many optimizer
 steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``); ``sampler`` stands for the logprobs that the samples came
@@ -30,23 +30,30 @@ if TYPE_CHECKING:
 
 
 class Reference(ABC):
-    """Where the KL term's logprobs come from. Without more, no step moves it and nothing of it is to be kept."""
+    """Source of the KL term's logprobs.
+
+    By default no step changes it and it has no state to save. Without more, no step moves it and nothing of it is to be
+    kept.
+    """
 
     @abstractmethod
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        """log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown. No gradient."""
+        """Return log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown.
+
+        No gradient. No gradient.
+        """
 
     def after_step(self, step: int) -> None:
-        """Optimizer step ``step`` (counted from 1, over the whole run) is done."""
+        """Update the reference after optimizer step ``step`` (counted from 1, over the whole run)."""
         return None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs to go on exactly: live tensors by name, not copies."""
+        """Return all that a checkpoint needs to resume exactly: live tensors by name, not copies."""
         return {}
 
 
 def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTrainedModel | None:
-    """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
+    """Return the copy of the model that the reference of full fine-tuning needs, or None."""
     if options is None or options.kl_reference == "sampler" or is_adapted(loaded.model):
         return None
     # Of weights that will be read there is nothing to copy.
@@ -61,7 +68,7 @@ def _like(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def build_reference(
     loaded: LoadedModel, *, plan: ForwardPlan, options: AlgorithmConfig, second: PreTrainedModel | None = None
 ) -> Reference:
-    """The reference of a policy over ``loaded``, which still is the model that training starts from.
+    """Build the reference of a policy over ``loaded``, which still is the model that training starts from.
 
     Args:
         second: as :func:`second_model` made it, and placed where the policy's model is.
@@ -80,7 +87,7 @@ def build_reference(
 def load_reference(
     reference: Reference, saved: Mapping[str, Tensor], *, spread: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Give a reference what its ``state_dict`` was, in whole tensors.
+    """Restore a reference from its saved ``state_dict``, in whole tensors.
 
     Args:
         spread: makes of the tensor that is to be filled, and a whole one, what this rank copies into it.
@@ -94,7 +101,7 @@ def load_reference(
 
 
 def require_same_reference(reference: Reference, saved: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where a reference's tensors are not those that were saved, by name and shape."""
+    """Raise CheckpointError unless a reference's tensors are those that were saved, by name and shape."""
     own = reference.state_dict()
     different = sorted(own.keys() ^ saved.keys()) + sorted(
         name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
@@ -110,21 +117,21 @@ def require_same_reference(reference: Reference, saved: Mapping[str, Tensor]) ->
 def _follow(
     reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], *, step: int, options: AlgorithmConfig
 ) -> None:
-    """ref ← alpha·policy + (1 - alpha)·ref in place, if ``step`` is a multiple of ``ref_sync_steps``."""
+    """Set ref ← alpha·policy + (1 - alpha)·ref in place, if ``step`` is a multiple of ``ref_sync_steps``."""
     if step % options.ref_sync_steps == 0:
         for name, tensor in reference.items():
             tensor.lerp_(policy[name].detach().to(tensor.dtype), options.ref_mixup_alpha)
 
 
 class SamplerReference(Reference):
-    """What the samples came with: nothing is computed and nothing held (Atropos means this by reference)."""
+    """Reference to the samples' own logprobs: nothing is computed or held (Atropos's meaning of reference)."""
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
         return micro.sampling_logprobs
 
 
 class AdapterOff(Reference):
-    """The base model under an adapter, which is switched off for the pass."""
+    """Reference to the base model under an adapter, which is switched off for the pass."""
 
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan) -> None:
         self._adapted = adapted
@@ -138,7 +145,7 @@ class AdapterOff(Reference):
 
 
 class Copy(Reference):
-    """A second model: frozen for ``base``, following the policy for ``ema``."""
+    """Reference to a second model: frozen for ``base``, following the policy for ``ema``."""
 
     def __init__(
         self, loaded: LoadedModel, second: PreTrainedModel, *, plan: ForwardPlan, options: AlgorithmConfig
@@ -166,7 +173,7 @@ class Copy(Reference):
 
 
 class AveragedAdapter(Reference):
-    """An average of the adapter, put in the adapter's place for the pass; the base is not copied.
+    """Reference to an average of the adapter, put in the adapter's place for the pass; the base is not copied.
 
     The factors A and B are averaged, each by itself. That is not the average of their products, but has its
     rank, and starts and ends in the same places.
@@ -187,7 +194,7 @@ class AveragedAdapter(Reference):
 
     @contextmanager
     def _in_place(self) -> Generator[None]:
-        """Parameters point at the average and back at their own storage, which is written to only where sharded."""
+        """Point parameters at the average within the block; their own storage is written to only if sharded."""
         training = self._adapted.training
         self._adapted.eval()  # an average has no dropout
         try:

@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning."""
+"""Loss of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lachesis.train.losses.loss import PolicyLoss
 
 
 def sft_loss(logprobs: Tensor, *, num_tokens: float) -> PolicyLoss:
-    """-Σ log π / N: a micro-batch's part of the mean over the N tokens of the whole optimizer step.
+    """Return -Σ log π / N: a micro-batch's part of the mean over the N tokens of the whole optimizer step.
 
     Its gradient is that of a policy gradient on the same tokens with an advantage of 1. ``logprobs``: float [T].
     """

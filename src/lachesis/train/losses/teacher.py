@@ -1,8 +1,8 @@
-"""A teacher beside the rewards: on-policy distillation (GKD, arXiv 2306.13649).
+"""Teachers beside the rewards: on-policy distillation (GKD, arXiv 2306.13649).
 
-The policy's own samples are shown to the teacher, and weight · D(teacher, policy) is added to each token's loss, for a
-divergence D of :mod:`lachesis.train.losses.divergence`: as exact as what is known of the teacher's distribution, or
-estimated from the sampled tokens alone, which then is a part of their advantages.
+The teacher reads the policy's own samples, and weight · D(teacher, policy) is added to each token's loss, for a
+divergence D of :mod:`lachesis.train.losses.divergence`. D is as exact as the known part of the teacher's distribution,
+or estimated from the sampled tokens alone, in which case it becomes a part of their advantages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lachesis.train.packing import Shares
 
 
 class Candidates(NamedTuple):
-    """What a teacher says of M next tokens.
+    """Teacher's logprobs of candidates for M next tokens.
 
     Attributes:
         logprobs: float [M, K], of its whole distribution.
@@ -44,7 +44,7 @@ class Candidates(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What a teacher adds to a micro-batch's loss.
+    """Contribution of a teacher to a micro-batch's loss.
 
     Attributes:
         advantages: float [S] or [N], those of the rewards, with the teacher's where these are estimated.
@@ -58,31 +58,37 @@ class Lesson(NamedTuple):
 
 
 class Teacher(ABC):
-    """Where the teacher's logprobs come from. It never changes, so a checkpoint has nothing of it."""
+    """Source of the teacher's logprobs.
+
+    It never changes, so a checkpoint stores nothing of it. It never changes, so a checkpoint has nothing of it.
+    """
 
     def __init__(self, options: TeacherConfig) -> None:
         self.options = options
 
     @abstractmethod
     def candidates(self, micro: MicroBatch) -> Candidates:
-        """Of each prediction [M], at the samples' temperatures. No gradient."""
+        """Return the candidates of each prediction [M], at the samples' temperatures. No gradient. No gradient."""
 
     @abstractmethod
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        """Of the targets [M], at the samples' temperatures; NaN where unknown. No gradient."""
+        """Return the logprobs of the targets [M], at the samples' temperatures; NaN where unknown.
+
+        No gradient. No gradient.
+        """
 
     def known(self, micro: MicroBatch) -> Tensor:
-        """Of which predictions it says anything, bool [M]."""
+        """Return for which predictions the teacher's logprobs are known, bool [M]."""
         return torch.ones_like(micro.targets, dtype=torch.bool)
 
     def reader(self, micro: MicroBatch) -> Read | None:
-        """Makes of the policy's distributions their divergence from the teacher's, [M]; None where it is estimated."""
+        """Return a function from the policy's distributions to their divergence [M]; None if it is estimated."""
         if self.options.estimate == "sampled":
             return None
         return partial(divergence_from, candidates=self.candidates(micro), beta=self.options.beta)
 
     def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
-        """What to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
+        """Return what to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
         weights = micro.teacher_weights[micro.row] * _at_loss_tokens(self.known(micro), micro)
         if scores.read is not None:
             return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
@@ -94,9 +100,9 @@ class Teacher(ABC):
 
 
 class ToldTeacher(Teacher):
-    """One that is not here: micro-batches bring what a server, or the environments' own teacher, has said of them.
+    """Teacher outside the trainer: micro-batches carry the logprobs of a server, or of the environments' own teacher.
 
-    Of what it has not spoken of there is nothing to learn from it.
+    Tokens without teacher logprobs contribute nothing.
     """
 
     def candidates(self, micro: MicroBatch) -> Candidates:
@@ -113,7 +119,11 @@ class ToldTeacher(Teacher):
         return ~self.logprobs(micro).isnan()
 
     def reader(self, micro: MicroBatch) -> Read | None:
-        """As of any teacher. Raises TrainingError where a server was to be asked and was not."""
+        """Return the reader, as for any teacher.
+
+        Raises TrainingError if a server should have been asked and was not. Raises TrainingError where a server was to
+        be asked and was not.
+        """
         if micro.taught_ids is not None:
             return super().reader(micro)
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
@@ -125,7 +135,7 @@ class ToldTeacher(Teacher):
 
 
 class TeacherModel(Teacher):
-    """A frozen model beside the policy.
+    """Teacher that is a frozen model beside the policy.
 
     Args:
         model: placed where the policy's is.
@@ -175,7 +185,7 @@ def build_teacher(
     context: ContextGroup | None = None,
     tensor: TensorGroup | None = None,
 ) -> Teacher | None:
-    """The teacher that the options name; None where they name none.
+    """Build the teacher that the options name, or return None.
 
     Args:
         model: where the teacher is one of ours: loaded, and placed where the policy's is.
@@ -197,7 +207,7 @@ def build_teacher(
 
 
 def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta: float) -> Tensor:
-    """Of the policy's log-probabilities [C, V] for the predictions of ``chunk``, from the candidates'. [C]
+    """Return the divergence of the policy's log-probabilities [C, V] for ``chunk`` from the candidates': [C].
 
     Exact where these are the whole vocabulary of both; else all other tokens are one outcome.
     """
@@ -218,7 +228,7 @@ def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta
 
 
 def shares(options: TeacherConfig) -> Callable[[Group], Shares]:
-    """How much of a group's loss is the rewards' and how much the teacher's, by its environment."""
+    """Return a function that gives the rewards' and the teacher's shares of a group's loss, by its environment."""
 
     def of_group(group: Group) -> Shares:
         name = str(group.prompt.columns.get(options.column))
@@ -231,11 +241,11 @@ def shares(options: TeacherConfig) -> Callable[[Group], Shares]:
 
 
 def _at_loss_tokens(values: Tensor, micro: MicroBatch) -> Tensor:
-    """From the predictions [M] to the loss tokens [N]."""
+    """Map values from the predictions [M] to the loss tokens [N]."""
     return values if micro.expand is None else values.index_select(0, micro.expand)
 
 
 def _metrics(distance: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """``distill_kl``: the mean over the tokens that the teacher has a say in."""
+    """Return ``distill_kl``: the mean over the tokens that have teacher logprobs."""
     counted = (weights > 0).to(distance.dtype)
     return {"distill_kl": torch.stack([(distance.detach() * counted).sum(), counted.sum()])}

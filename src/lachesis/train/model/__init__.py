@@ -1,1 +1,1 @@
-"""The model and how it is run: loaded from a checkpoint, adapted, and evaluated to logprobs of packed sequences."""
+"""Model and its evaluation: loaded from a checkpoint, adapted, and run to logprobs of packed sequences."""

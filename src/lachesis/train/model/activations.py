@@ -1,4 +1,4 @@
-"""Which activations of the decoder layers are kept for the backward pass, and which are computed again."""
+"""Activation checkpointing: which activations of decoder layers are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SPARES = "_lachesis_spares_memory"
 
 
 def keep_activations(model: PreTrainedModel, which: Activations) -> None:
-    """Have the layers keep all of them, the results of attention beside their inputs (``selective``), or their inputs
-    alone, on their device (``recompute``) or in the host's memory (``offload``).
+    """Set which activations of the layers are kept for the backward pass.
 
-    What is not kept is computed again in the backward pass. Attention costs the square of a sequence's length, so that
-    in a long one it is most of a layer's work, and its result the least of a layer's memory. ``auto``, which a run has
-    decided before (:mod:`lachesis.run.activations`), keeps all.
+    ``selective`` keeps the results of attention beside the layers' inputs, ``recompute`` their inputs alone, on their
+    device, and ``offload`` the inputs in the host's memory. All else is computed again in the backward pass. Attention
+    costs the square of a sequence's length, so that in a long one it is most of a layer's work, and its result the
+    least of a layer's memory. ``auto``, which a run has resolved before (:mod:`lachesis.run.activations`), keeps all.
     """
     setattr(model, _SPARES, which in SPARING)
     if which in ("recompute", "offload"):
@@ -40,13 +40,13 @@ def keep_activations(model: PreTrainedModel, which: Activations) -> None:
 
 
 def _offloading(memory: HostMemory, checkpointed: Any, *args: Any) -> Any:
-    """A layer by transformers' own checkpointing, whose inputs wait in ``memory``; what runs in it is not saved."""
+    """Run a layer under transformers' own checkpointing, with its inputs kept in ``memory``; save nothing else."""
     with memory.keeping():
         return checkpointed(*args)
 
 
 def spares_memory(model: nn.Module) -> bool:
-    """Whether its layers keep less than all, so that what runs beside them should not keep much either."""
+    """Return True if the model's layers keep less than all, so that code beside them should not keep much either."""
     return getattr(model, _SPARES, False)
 
 

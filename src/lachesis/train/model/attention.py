@@ -2,9 +2,9 @@
 
 One function serves the whole model: with the packing arguments present it attends segment by segment (each
 run of queries to its own keys, causal, aligned at the end); without them, as in generation, it is
-transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch, or to those of
-FlashAttention 4 where that is installed, and a long sequence that is alone in its pack to cuDNN's, which on Hopper is
-the faster one by far; on a CPU they are laid side by side in a few buckets of similar length.
+transformers' SDPA. On a GPU the segments go to torch's variable-length flash kernel, or to FlashAttention 4 if that is
+installed, and a long sequence that is alone in its pack goes to cuDNN, which is much faster on Hopper; on a CPU they
+are laid side by side in a few buckets of similar length.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 @dataclass(frozen=True, slots=True)
 class SegmentBucket:
-    """B segments of similar length. ``q_index`` [B*Q] and ``k_index`` [B*K] are stream positions, padded with 0.
+    """Bucket of B segments of similar length.
+
+    ``q_index`` [B*Q] and ``k_index`` [B*K] are positions, padded with 0. ``q_index`` [B*Q] and ``k_index`` [B*K] are
+    stream positions, padded with 0.
 
     ``mask`` is bool [B, 1, Q, K], or ``None`` where plain causal attention is the same.
     """
@@ -71,7 +74,7 @@ class SegmentBucket:
 
 @dataclass(slots=True, eq=False)  # torch 2.11's compiler looks into frozen ones: a graph for every number of buckets
 class BucketPlan:
-    """All buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
+    """Buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
 
     buckets: tuple[SegmentBucket, ...]
     unpad: Tensor
@@ -85,7 +88,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def packing_arguments(micro: MicroBatch, *, kind: AttentionKind, context: ContextGroup | None = None) -> dict[str, Any]:
-    """The keyword arguments that make a forward pass attend within the micro-batch's segments.
+    """Return the keyword arguments that make a forward pass attend within the micro-batch's segments.
 
     ``flash`` and ``flash4`` use a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The
     4-d attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a
@@ -127,7 +130,7 @@ def packed_attention(
     packed_tokens: int = 0,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
+    """Compute attention for transformers: query [1, H, T, D], key and value [1, Hkv, T, D].
 
     With a ``packed_context`` these are of a run of the ``packed_tokens`` alone; other arguments are those of
     :func:`packing_arguments` and of the layer.
@@ -161,7 +164,7 @@ def _attend(
     packed_flash4: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Of all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`."""
+    """Compute the attention of all tokens of a pass with the requested kernel; shapes as :func:`packed_attention`."""
     if packed_plan is not None:
         return _by_buckets(
             query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap
@@ -192,10 +195,10 @@ def _attend(
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None) -> Tensor:
-    """Causal attention of one sequence by cuDNN, or by flash attention where that refuses; shapes as
-    :func:`packed_attention`.
+    """Compute causal attention of one sequence by cuDNN, or by flash attention if cuDNN refuses.
 
-    Rows behind the end fill it up to a length that cuDNN has a plan for. Nothing before them sees them.
+    Shapes are as in :func:`packed_attention`. Rows behind the end pad it to a length that cuDNN has a plan for. Nothing
+    before them sees them.
     """
     length = query.shape[2]
     filling = (0, 0, 0, _round_up(length, multiple=_CUDNN_MULTIPLE) - length)
@@ -216,7 +219,7 @@ def bucketed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Block-diagonal attention, a bucket of segments at a time; shapes as :func:`packed_attention`."""
+    """Compute block-diagonal attention, a bucket of segments at a time; shapes as :func:`packed_attention`."""
     heads, dim = query.shape[1], query.shape[3]
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     outputs = []
@@ -240,7 +243,7 @@ _by_buckets: Any = torch.compiler.disable(bucketed_attention)
 
 
 def plan_buckets(micro: MicroBatch) -> BucketPlan:
-    """Sort segments by length and cut them into buckets that waste little on padding."""
+    """Sort segments by length and divide them into buckets that waste little on padding."""
     device, micro = micro.input_ids.device, micro.to(torch.device("cpu"))
     len_q, len_k = micro.cu_seq_q.diff().long(), micro.cu_seq_k.diff().long()
     buckets, places, start = [], torch.empty(micro.num_inputs, dtype=torch.int64), 0
@@ -253,10 +256,10 @@ def plan_buckets(micro: MicroBatch) -> BucketPlan:
 
 
 def _cut(len_q: Tensor, len_k: Tensor) -> list[Tensor]:
-    """Segments by bucket: sorted by their keys or by their queries, whichever wastes less.
+    """Divide segments into buckets, sorted by their keys or by their queries, whichever wastes less.
 
-    Where prompts are shared, the first completion of each has its prompt among its queries and the others have not, so
-    that segments of equally many keys differ in their queries.
+    If prompts are shared, the first completion of each has its prompt among its queries and the others have not, so
+    that segments with equally many keys differ in their queries.
     """
     by_keys = torch.argsort(len_k * (int(len_q.max()) + 1) + len_q, descending=True, stable=True)
     by_queries = torch.argsort(len_q * (int(len_k.max()) + 1) + len_k, descending=True, stable=True)
@@ -266,7 +269,7 @@ def _cut(len_q: Tensor, len_k: Tensor) -> list[Tensor]:
 
 
 def _cut_in_order(order: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[list[Tensor], int]:
-    """Cut wherever padding to the longest would waste too much work; the cuts, and their work with padding."""
+    """Divide wherever padding to the longest would waste too much; return the parts, and their work with padding."""
     q, k = len_q.tolist(), len_k.tolist()
     cuts, total, first, real, max_q, max_k = [], 0, 0, 0, 0, 0
     ids = order.tolist()
@@ -283,7 +286,7 @@ def _cut_in_order(order: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[list[Ten
 
 
 def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[SegmentBucket, Tensor]:
-    """One bucket, and which of its query places [B*Q] are real."""
+    """Return one bucket, and which of its query places [B*Q] are real."""
     size, max_q, max_k = members.numel(), int(len_q.max()), int(len_k.max())
     q_place, k_place = torch.arange(max_q), torch.arange(max_k)
     q_valid = q_place < len_q[:, None]
@@ -302,7 +305,7 @@ def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) ->
 
 
 def _window(bucket: SegmentBucket, len_q: int, len_k: int, sliding_window: int | None) -> Tensor | None:
-    """The bucket's mask, narrowed to a sliding window where the layer has one."""
+    """Return the bucket's mask, narrowed to a sliding window if the layer has one."""
     if sliding_window is None or len_k <= sliding_window:
         return bucket.mask
     device = bucket.q_index.device
@@ -317,7 +320,10 @@ def _window(bucket: SegmentBucket, len_q: int, len_k: int, sliding_window: int |
 def _softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention with scores squashed by softcap·tanh(s/softcap) (Gemma 2). Returns [B, Q, H, D]."""
+    """Compute attention with scores squashed by softcap·tanh(s/softcap) (Gemma 2).
+
+    Returns [B, Q, H, D]. Returns [B, Q, H, D].
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-1, -2) * (scaling or 1.0 / math.sqrt(query.shape[-1]))

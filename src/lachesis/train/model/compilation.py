@@ -1,4 +1,4 @@
-"""What torch's compiler is told of everything that is compiled here."""
+"""Arguments of torch's compiler for everything that is compiled here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITHOUT_LINES = ("mix_order_reduction_non_strict_mode",)
 
 @cache
 def compiler_arguments() -> dict[str, Any]:
-    """Keyword arguments of ``torch.compile``: one graph for passes of any size, as far as this torch knows how."""
+    """Return keyword arguments of ``torch.compile`` for one graph that serves any size, as far as this torch can."""
     import torch._inductor.config as inductor  # takes a while, and is for those that compile
 
     known = [name for name in _WITHOUT_LINES if hasattr(inductor.triton, name)]

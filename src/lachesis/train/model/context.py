@@ -22,7 +22,7 @@ from lachesis.train.model.rank_group import RankGroup
 
 
 class Share(NamedTuple):
-    """What a rank computes of a micro-batch: n of its tokens, and m of its predictions.
+    """Part of a micro-batch that a rank computes: n of its tokens, and m of its predictions.
 
     Attributes:
         input_ids, position_ids: int64 [n]; beyond the end of the stream they are 0.
@@ -43,12 +43,12 @@ class Share(NamedTuple):
 
 
 class ContextGroup(RankGroup):
-    """The ranks that share the tokens of a micro-batch."""
+    """Group of ranks that share the tokens of a micro-batch."""
 
     __slots__ = ()
 
     def share(self, micro: MicroBatch) -> Share:
-        """This rank's part of a micro-batch, which all ranks of the group have whole."""
+        """Return this rank's part of a micro-batch, which all ranks of the group have whole."""
         run, taken = self.part(micro.num_inputs), self.part(micro.targets.numel())
         owner = micro.predict // run
         taker = torch.arange(len(owner), device=owner.device) // taken
@@ -67,16 +67,16 @@ class ContextGroup(RankGroup):
         )
 
     def deal(self, values: Tensor, share: Share) -> Tensor:
-        """From values [p, ...] at the places of a rank's tokens to those [m, ...] of the predictions that it takes."""
+        """Exchange values [p, ...] of a rank's tokens for those [m, ...] of the predictions that it takes."""
         return self.exchange(values, share.sent, share.received).index_select(0, share.order)
 
     def holds(self, tokens: int) -> Tensor:
-        """Which of the places of a rank's run are tokens of a stream of so many, and not beyond its end: bool [n]."""
+        """Return which places of a rank's run are tokens of the stream, not beyond its end: bool [n]."""
         run = self.part(tokens)
         return torch.arange(self.rank * run, (self.rank + 1) * run) < tokens
 
     def to_heads(self, *states: Tensor, tokens: int) -> list[Tensor]:
-        """Queries, keys and values [1, H, n, D] of a rank's tokens as those [1, H / size, tokens, D] of its heads.
+        """Exchange queries, keys and values [1, H, n, D] of a rank's tokens for [1, H / size, tokens, D] of its heads.
 
         Where there are fewer heads of keys and values than ranks, each is given to several.
 
@@ -88,7 +88,7 @@ class ContextGroup(RankGroup):
         return [self._to_heads(x if x.shape[1] >= self.size else _repeated(x, self.size), tokens) for x in states]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """The reverse for what attention returns: [1, tokens, H / size, D] to [1, n, H, D]."""
+        """Exchange the output of attention back: [1, tokens, H / size, D] to [1, n, H, D]."""
         tokens = attended.shape[1]
         missing = self.size * self.part(tokens) - tokens
         rows = pad(attended.squeeze(0), (0, 0, 0, 0, 0, missing)).unflatten(0, (self.size, -1))
@@ -100,7 +100,7 @@ class ContextGroup(RankGroup):
         return blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].unsqueeze(0)
 
     def _exchanged(self, blocks: Tensor) -> Tensor:
-        """Block i of [size, ...] goes to rank i, and what comes from rank i is block i."""
+        """Send block i of [size, ...] to rank i, and return the blocks received, in the order of ranks."""
         ones = [1] * self.size
         return self.exchange(blocks, ones, ones)
 

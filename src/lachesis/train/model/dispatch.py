@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank has some experts of every layer, and tokens travel to those that they go through.
+"""Expert parallelism: each rank has some experts of every layer, and tokens travel to their experts.
 
 As in GShard (arXiv 2006.16668), without a capacity: a rank sends each of its tokens once to each of the experts that
-its router has chosen, computes its own experts for whatever arrives, and weighs what comes back.
+its router has chosen, computes its own experts for whatever arrives, and weights the results that come back.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertGroup(RankGroup):
-    """The ranks that share the experts of each layer, as many each."""
+    """Group of ranks that share the experts of each layer equally."""
 
     __slots__ = ()
 
     def dispatched(self, states: Tensor, chosen: Tensor, weights: Tensor, *, experts: int, compute: Compute) -> Tensor:
-        """What a layer's ``experts`` make of a rank's tokens, each a sum over those that it goes through.
+        """Return the output of a layer's ``experts`` for a rank's tokens, each a sum over the token's experts.
 
         Args:
             states: [n, H].
@@ -49,7 +49,7 @@ class ExpertGroup(RankGroup):
 
 
 def shared_out(tensor: TensorGroup | None, compute: Compute) -> Compute:
-    """The same for tokens that a tensor group has alike: each of its ranks sends its share of them."""
+    """Divide the work on tokens that a tensor group holds alike: each of its ranks sends its share of them."""
     if tensor is None:
         return compute
 
@@ -62,8 +62,11 @@ def shared_out(tensor: TensorGroup | None, compute: Compute) -> Compute:
 
 
 def _computed(compute: Compute, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Unweighted. Where nothing has arrived a row of zeros is computed and left out: in the backward pass others wait
-    for this rank's gradients, those of its experts and those that travel back."""
+    """Return the experts' unweighted outputs.
+
+    If no token has arrived, a row of zeros is computed and left out: in the backward pass others wait for this rank's
+    gradients, those of its experts and those that travel back.
+    """
     given = rows if len(rows) else rows.sum(0, keepdim=True)
     chosen = numbers if len(rows) else numbers.new_zeros(1)
     return compute(given, chosen[:, None], given.new_ones(len(given), 1))[: len(rows)]

@@ -1,7 +1,7 @@
-"""Where the tokens of a mixture of experts go: how evenly, and the auxiliary loss that keeps them even.
+"""Load of a mixture's experts: its measurement, and the auxiliary loss that evens it out.
 
-Routers and experts are found as transformers describes them: every architecture's routers by what its class says may be
-recorded, its experts by their stacked weights.
+Routers and experts are found as transformers describes them: every architecture's routers by the recordable outputs of
+its class, its experts by their stacked weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lachesis.metrics.values import Max, Mean, MetricValue
 
 @dataclass(slots=True)
 class Routed:
-    """What one forward pass showed, a tensor for each layer in order.
+    """Routing of one forward pass, with a tensor for each layer in order.
 
     ``chosen`` are int64 [tokens, k], the experts that each token went through; ``logits`` are [tokens, experts], the
     routers', with their graph.
@@ -35,7 +35,7 @@ class Routed:
 
 
 class ExpertRouting:
-    """Watches the experts of a model while it is trained.
+    """Recorder of a model's routing while it is trained.
 
     Args:
         model: a mixture of experts; hooks are added to its layers, and cost nothing outside of :meth:`watched`.
@@ -70,7 +70,7 @@ class ExpertRouting:
 
     @contextmanager
     def watched(self) -> Iterator[Routed]:
-        """What the forward passes of the block show; what the backward pass computes again is no part of it."""
+        """Yield the routing of the forward passes in the block, without recomputations of the backward pass."""
         self._seen = seen = Routed()
         try:
             yield seen
@@ -78,7 +78,10 @@ class ExpertRouting:
             self._seen = None
 
     def count(self, routed: Routed, *, valid: Tensor | None) -> None:
-        """Add a pass to what :meth:`take` tells of; ``valid`` [tokens] says which are no padding, all if unset."""
+        """Add a pass to the metrics of :meth:`take`.
+
+        ``valid`` [tokens] marks tokens that are not padding; all if unset.
+        """
         if not routed.chosen:
             return
         sizes = [experts_of(module) for module in self._experts]
@@ -86,17 +89,17 @@ class ExpertRouting:
         self._load = load if self._load is None else self._load + load
 
     def auxiliary_loss(self, routed: Routed, *, valid: Tensor | None, share: float) -> Tensor:
-        """The pass's part of the loss, times its coefficient: ``share`` is that of its tokens in those of the step.
+        """Return the pass's part of the auxiliary loss, times its coefficient.
 
-        How even tokens are spread is measured over a micro-batch, as Switch Transformers does: a mean over smaller
-        ones is another loss.
+        ``share`` is the share of the step's tokens in this pass. Evenness is measured over a micro-batch, as in Switch
+        Transformers: a mean over smaller ones is another loss.
         """
         loss = load_balancing_loss(routed.logits, top_k=self.top_k, valid=valid)
         self._loss = self._loss.merge(Mean(float(loss.detach()) * share, share))
         return self.coefficient * share * loss
 
     def take(self, sum_values: Callable[[Tensor], Tensor] = lambda values: values) -> dict[str, MetricValue]:
-        """Metrics of the passes since the last call, where each expert's tokens are those of all ranks.
+        """Return metrics of the passes since the last call; each expert's tokens are counted over all ranks.
 
         Args:
             sum_values: adds up a tensor over all ranks, which call this together.
@@ -130,19 +133,21 @@ class ExpertRouting:
 
 
 def experts_of(module: nn.Module) -> int:
-    """How many a module of :func:`~lachesis.engines.embedded.experts.stacked_experts` holds."""
+    """Return the number of experts in a module of :func:`~lachesis.engines.embedded.experts.stacked_experts`."""
     number = getattr(module, "num_experts", None)
     return number if isinstance(number, int) else next(p.shape[0] for p in module.parameters() if p.ndim == 3)
 
 
 def expert_load(chosen: Tensor, *, valid: Tensor | None, experts: int) -> Tensor:
-    """How many tokens went through each expert: int64 [experts], of ``chosen`` int64 [tokens, k]."""
+    """Count the tokens that went through each expert: int64 [experts], from ``chosen`` int64 [tokens, k]."""
     chosen = chosen if valid is None else chosen[valid]
     return (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
 
 
 def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor | None = None) -> Tensor:
-    """``experts * sum_e(f_e * P_e)``, 1 * top_k where all experts are alike (Fedus et al. 2021, Switch, eq. 4 to 6).
+    """Return ``experts * sum_e(f_e * P_e)``, 1 * top_k where all experts are alike (Fedus et al.
+
+    2021, eq. 4 to 6). 2021, Switch, eq. 4 to 6).
 
     f is the share of tokens that chose an expert, P the mean probability that its router gave it, both over the tokens
     of all layers, as in transformers.
@@ -161,7 +166,7 @@ def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor |
 
 
 def routers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """A model's routers with their names, in the order of the layers; none where its class names none."""
+    """Yield a model's routers with their names, in the order of the layers; none if its class names none."""
     recorder = _recorder(model)
     if recorder is None:
         return
@@ -171,7 +176,7 @@ def routers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _recorder(model: PreTrainedModel) -> OutputRecorder | None:
-    """Which of a model's modules are its routers, and which of their outputs the logits, as its class says."""
+    """Return the description of a model's routers and their logits that its class gives, or None."""
     for module in model.modules():
         found: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if isinstance(found, OutputRecorder):

@@ -1,7 +1,7 @@
-"""Attention over packed segments by FlashAttention 4, a package of its own with kernels for Hopper and Blackwell.
+"""Attention over packed segments by FlashAttention 4, a separate package with kernels for Hopper and Blackwell.
 
-torch can have its own variable-length attention done by that package, but before 2.12 not with the gradients of causal
-segments. So its two kernels are an operator here, which compiled layers take as it stands.
+torch can delegate its variable-length attention to that package, but before 2.12 without the gradients of causal
+segments. So the package's two kernels are an operator here, which compiled layers take unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHAPES = "Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, float? 
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str:
-    """Why FlashAttention 4 does not attend there, in words; empty where it does."""
+    """Return the reason why FlashAttention 4 cannot be used, or an empty text."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "it takes 16-bit weights on a GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -47,7 +47,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def difference(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
-    """What of its results and gradients is not as by definition, in words; empty where nothing is.
+    """Describe how its results and gradients deviate from the definition; empty if they do not.
 
     The package is young, and compiles its kernels for a GPU and a shape of heads when they are first used.
     """
@@ -68,7 +68,7 @@ def difference(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads
 
 
 def _in_a_line(message: str) -> str:
-    """A compiler's report, which is pages long and coloured, as far as a line of ours goes."""
+    """Shorten a compiler's report, which is pages long and coloured, to one line."""
     words = " ".join(_COLOUR.sub("", message).split())
     return words if len(words) <= _LONGEST_MESSAGE else words[:_LONGEST_MESSAGE] + " ..."
 
@@ -98,12 +98,12 @@ def _by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _kernels() -> ModuleType:
-    """Imported where attention is first computed: it takes seconds, and there is a package to import on GPUs alone."""
+    """Import the kernels at the first use: it takes seconds, and the package imports on GPUs alone."""
     return import_module("flash_attn.cute.interface")
 
 
 def _mask(window: int | None) -> dict[str, Any]:
-    """Causal, aligned at the end of the keys; with a window, of each query's last ``window`` keys."""
+    """Return arguments for a causal mask aligned at the end of the keys, with an optional window of keys per query."""
     if window is None:
         return {"causal": True}
     return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
@@ -125,7 +125,7 @@ def flash4(
     scale: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of G segments, aligned at their ends.
+    """Compute causal attention of G segments, aligned at their ends.
 
     Args:
         query: [T, H, D]; key, value: [K, Hkv, D], whose heads divide the queries'.

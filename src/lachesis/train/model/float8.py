@@ -1,4 +1,4 @@
-"""Matrix products of the linear layers in 8-bit floating point while training, by torchao.
+"""Float8 matrix products in the linear layers while training, by torchao.
 
 Weights, gradients and everything between the layers stay in the model's dtype, under the same names and in the same
 storage: each product alone rounds its two factors to float8, times a scale that brings the largest value of a
@@ -43,7 +43,10 @@ _ROUTERS = ("gate", "router")
 
 
 class Float8Switch:
-    """Whether the converted layers of a model compute in float8 now. Copies of the model hang on the same switch."""
+    """Switch of a model's float8 layers, shared with copies of the model.
+
+    Copies of the model hang on the same switch.
+    """
 
     def __init__(self) -> None:
         self.active = False
@@ -53,7 +56,7 @@ class Float8Switch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Float8 until the end of the block, which is to hold the backward pass too: checkpointing recomputes in it."""
+        """Compute in float8 within the block, which must include the backward pass: checkpointing recomputes in it."""
         self.active = True
         try:
             yield
@@ -62,7 +65,7 @@ class Float8Switch:
 
 
 def compute_in_float8(model: PreTrainedModel, scaling: Float8Scaling) -> Float8Switch:
-    """Convert the linear layers of a model in place; the switch that is returned is off.
+    """Convert the linear layers of a model in place, and return the switch, which is off.
 
     Parameters stay the same objects. Left out are the LM head, routers, and layers with a size that is no multiple
     of 16. A CPU has no such products: there factors are rounded alike and multiplied in float32.
@@ -98,7 +101,7 @@ def _fits(name: str, layer: nn.Linear) -> bool:
 
 
 def _check_device(device: torch.device, scaling: str) -> bool:
-    """Whether products are to be emulated."""
+    """Return True if products are to be emulated."""
     if device.type != "cuda":
         logger.warning(
             "model.matmul_dtype %s is emulated on a %s: factors are rounded to float8 and multiplied in float32, which "
@@ -138,7 +141,7 @@ def _convert(model: PreTrainedModel, chosen: set[str], *, scaling: Float8Scaling
 
 @cache
 def _switched_class(float8_linear: type[nn.Linear]) -> type[nn.Linear]:
-    """torchao's layer, which is only known once that is imported, with a switch."""
+    """Return torchao's layer with a switch; the class is only known once torchao is imported."""
 
     class SwitchedFloat8Linear(float8_linear):  # type: ignore[misc, valid-type]
         switch: Float8Switch

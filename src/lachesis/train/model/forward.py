@@ -1,4 +1,4 @@
-"""One forward pass: logprobs and entropies of a micro-batch's targets, for any causal LM of transformers."""
+"""Forward pass that returns logprobs and entropies of a micro-batch's targets, for any causal LM of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_ROUNDING = 0.6
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """How a model is run.
+    """Way of running a model.
 
     ``attention``: over segments with a variable-length kernel, over segments in buckets, or over padded
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
@@ -70,7 +70,7 @@ class ForwardPlan:
 def target_logprobs(
     model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None = None
 ) -> TokenLogprobs:
-    """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures.
+    """Return logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures.
 
     Args:
         read: makes something of the whole distributions, too.
@@ -96,7 +96,7 @@ def _target_logprobs(
 
 
 def distributions(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read) -> Tensor:
-    """What ``read`` makes of the distributions of the predictions, [M, ...], and nothing else."""
+    """Return the result [M, ...] of ``read`` on the distributions of the predictions, and nothing else."""
     return run_within(model, lambda: _read(model, micro, *_values(model, micro, plan=plan), plan=plan, read=read))
 
 
@@ -117,15 +117,17 @@ def _read(
 
 
 def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, slice]:
-    """[m, H] hidden states for the head, or [m, V] logits where the model computes them itself, and of which of the
-    micro-batch's predictions they are: of all, or of those that this rank takes."""
+    """Return hidden states [m, H] for the head, or logits [m, V] of a model that computes them itself.
+
+    The slice tells which of the micro-batch's predictions they belong to: all, or those that this rank takes.
+    """
     module = model if plan.head == "model" else model.base_model
     values, own = _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
     return (values, own) if plan.tensor is None else plan.tensor.deal(values, own)
 
 
 def _whole(own: Tensor, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
-    """From what this rank has of its predictions [m, ...] to that of all, [M, ...]."""
+    """Gather this rank's values [m, ...] into those of all predictions, [M, ...]."""
     total = micro.targets.numel()
     if plan.tensor is not None:
         dealt = slice(0, total) if plan.context is None else plan.context.slice_of(total)
@@ -134,7 +136,7 @@ def _whole(own: Tensor, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
 
 
 def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V]."""
+    """Return the head's weight [V, H] and bias [V]."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} names no output layer")
@@ -144,12 +146,12 @@ def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 def loss_token_logprobs(
     model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None = None
 ) -> TokenLogprobs:
-    """The same at the loss tokens [N]: equal completions are computed once and read by each of their rows."""
+    """Return :func:`target_logprobs` at the loss tokens [N]; rows with equal completions read the same result."""
     return at_loss_tokens(target_logprobs(model, micro, plan=plan, read=read), micro)
 
 
 def at_loss_tokens(found: TokenLogprobs, micro: MicroBatch) -> TokenLogprobs:
-    """From the predictions [M] to the loss tokens [N]."""
+    """Map values from the predictions [M] to the loss tokens [N]."""
     if micro.expand is None:
         return found
     rows = (None if values is None else values.index_select(0, micro.expand) for values in found)
@@ -157,7 +159,7 @@ def at_loss_tokens(found: TokenLogprobs, micro: MicroBatch) -> TokenLogprobs:
 
 
 def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, slice]:
-    """[m, H] hidden states of the base model, or [m, V] logits of the whole model, and which predictions' they are."""
+    """Return [m, H] of the base model or [m, V] of the whole model, and the slice of predictions they belong to."""
     share = None if plan.context is None else plan.context.share(micro)
     ids, positions, places = (micro.input_ids, micro.position_ids, micro.predict) if share is None else share[:3]
     keep = {"logits_to_keep": places} if plan.head == "model" else {}
@@ -178,7 +180,7 @@ def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) ->
 
 
 def _padded(module: torch.nn.Module, micro: MicroBatch) -> tuple[Tensor, slice]:
-    """[M, H] or [M, V] of a model that takes one right-padded row a sequence, and that they are of all predictions."""
+    """Return [M, H] or [M, V] of a model that takes one right-padded row per sequence, for all predictions."""
     valid = valid_rows(micro)
     rows = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
     rows[valid] = micro.input_ids
@@ -188,7 +190,7 @@ def _padded(module: torch.nn.Module, micro: MicroBatch) -> tuple[Tensor, slice]:
 
 
 def valid_rows(micro: MicroBatch) -> Tensor:
-    """Bool [sequences, longest]: what is no padding where each sequence is a right-padded row."""
+    """Mark tokens that are not padding if each sequence is a right-padded row: bool [sequences, longest]."""
     lengths = micro.cu_seq_q.diff().long()
     return torch.arange(micro.max_q, device=lengths.device) < lengths[:, None]
 
@@ -201,7 +203,7 @@ def plan_forward(
     context: ContextGroup | None = None,
     tensor: TensorGroup | None = None,
 ) -> ForwardPlan:
-    """Choose the fastest way of running the model that gives the model's own logprobs, by trying them.
+    """Choose the fastest way of running the model that reproduces the model's own logprobs, by trying them.
 
     Args:
         device: where the model computes; where its parameters are, if unset.
@@ -263,7 +265,7 @@ def _tried(differences: Mapping[str, str]) -> str:
 
 
 def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, shared_head: bool) -> list[ForwardPlan]:
-    """Ways of running the model, the fastest first; those whose predictions ranks can share, where they have to."""
+    """Return the ways of running the model, fastest first; with shared predictions only those that allow it."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     kinds: list[AttentionKind] = _attention_kinds(model, device) if packed else ["padded"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
@@ -271,7 +273,7 @@ def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, s
 
 
 def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[AttentionKind]:
-    """Over segments, the fastest first."""
+    """Return the kinds of attention over segments, fastest first."""
     if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return ["bucketed"]
     if flash4.refusal(device, model.dtype):
@@ -292,7 +294,7 @@ def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[Atten
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Groups whose behaviour logprobs are the model's own, and how near another way of running it has to come."""
+    """Groups with the model's own logprobs, and the tolerance for another way of running it."""
 
     groups: list[Group]
     tolerance: float
@@ -300,7 +302,7 @@ class _Probe:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
-    """Two prompts, the first with two completions that share it, each sequence run by itself.
+    """Return a probe of two prompts, the first with two completions that share it, each sequence run by itself.
 
     How far 16-bit logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many
     rows matrices are multiplied in another order, and 4-bit ones by another kernel.
@@ -322,14 +324,14 @@ def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
 
 
 def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) -> Tensor:
-    """[B, T - start] of the tokens from ``start`` on, by the model as transformers calls it."""
+    """Return logprobs [B, T - start] of the tokens from ``start`` on, by the model as transformers calls it."""
     log_p = model(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
     return log_p[:, start - 1 : -1].gather(2, inputs[:, start:, None]).squeeze(2)
 
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device: torch.device) -> str:
-    """What is not the model's own where it runs by this plan, in words; empty where nothing is."""
+    """Describe how this plan's results deviate from the model's own; empty if they do not."""
     (micro,) = pack(probe.groups, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
     try:
         found = target_logprobs(model, micro.to(device), plan=plan).logprobs

@@ -1,10 +1,11 @@
-"""The LM head without a tensor of float32 logits: logprobs and entropies of chosen tokens, a chunk at a time.
+"""LM head without a float32 logits tensor: logprobs and entropies of chosen tokens, a chunk at a time.
 
 Only hidden states that predict a completion token go through the head. The gradient of a token's logits is
-g·∂logprob/∂logits, of which g alone, the loss's gradient of the logprob, is not known in the forward pass. So that of
-the hidden states is made there but for g, and the backward pass computes no logits again. That of the head's weight
-needs the derivatives themselves, which are kept in the weights' dtype up to a limit, and beyond it made anew. A loss
-with a gradient in the entropies, as of an entropy bonus, has each chunk's logits computed again.
+g·∂logprob/∂logits; only g, the loss's gradient of the logprob, is unknown in the forward pass. The gradient of the
+hidden states is therefore computed there up to the factor g, and the backward pass computes no logits again. The
+gradient of the head's weight needs the derivatives themselves, which are kept in the weights' dtype up to a limit, and
+recomputed beyond it. A loss with a gradient in the entropies, such as an entropy bonus, has each chunk's logits
+computed again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Read = Callable[[Tensor, slice], Tensor]
 
 
 class TokenLogprobs(NamedTuple):
-    """``logprobs`` [M] of the targets and ``entropies`` [M] of their distributions, both at temperature.
+    """Logprobs [M] of the targets and entropies [M] of their distributions, both at temperature.
 
     ``read`` [M, ...] is what a :data:`Read` made of the distributions, where one was asked for.
     """
@@ -53,7 +54,7 @@ def token_logprobs(
     softcap: float | None = None,
     keep: bool = True,
 ) -> TokenLogprobs:
-    """log-softmax(logits / temperature) at the targets, and the entropy of the same distribution.
+    """Return log-softmax(logits / temperature) at the targets, and the entropy of the same distribution.
 
     Args:
         hidden: [M, H] hidden states.
@@ -71,7 +72,7 @@ def token_logprobs(
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> TokenLogprobs:
-    """The same from logits [M, V], for heads that only their model can compute."""
+    """Return logprobs and entropies from logits [M, V], for heads that only their model can compute."""
     scaled = logits.float() * inverse_temperature[:, None]
     log_p = scaled.log_softmax(-1)
     return TokenLogprobs(
@@ -80,12 +81,12 @@ def logprobs_from_logits(logits: Tensor, targets: Tensor, inverse_temperature: T
 
 
 def logits_of_head(weight: Tensor, *, bias: Tensor | None, softcap: float | None) -> Logits:
-    """Logits of hidden states [C, H], by a head of ``weight`` [V, H] and ``bias`` [V]."""
+    """Return a function to the logits of hidden states [C, H], by a head of ``weight`` [V, H] and ``bias`` [V]."""
     return lambda hidden, inverse_temperature: _logits(hidden, weight, bias, inverse_temperature, softcap)
 
 
 def scaled_logits(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Logits [C, V] that their model has computed itself, over the temperature."""
+    """Divide logits [C, V] that their model has computed itself by the temperature."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide * inverse_temperature[:, None]
 
@@ -93,15 +94,17 @@ def scaled_logits(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
 def read_distributions(
     values: Tensor, inverse_temperature: Tensor, *, logits: Logits, read: Read, vocab: int
 ) -> Tensor:
-    """What ``read`` makes of the distributions, chunk by chunk; the backward pass computes each chunk's logits again.
+    """Return the results of ``read`` on the distributions, chunk by chunk.
+
+    The backward pass computes each chunk's logits again.
 
     Args:
         values: [M, ·], as ``logits`` takes them.
         inverse_temperature: float32 [M].
-        vocab: V, by which chunks are as large as those of the other results.
+        vocab: V, which makes chunks as large as those of the other results.
 
     Returns:
-        [M, ...], differentiable in the values and in what ``logits`` holds.
+        [M, ...], differentiable in the values and in the tensors that ``logits`` holds.
     """
 
     def of_chunk(part: Tensor, chunk: slice) -> Tensor:
@@ -165,7 +168,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _HeadGradients(NamedTuple):
-    """``hidden`` [M, H], and sums over tokens in at least float32, ``weight`` [V, H] and ``bias`` [V], where needed."""
+    """Gradients of ``hidden`` [M, H] and, summed in at least float32, ``weight`` [V, H] and ``bias`` [V], if needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -177,7 +180,7 @@ def _zeros(like: Tensor | None, needed: bool) -> Tensor | None:
 
 
 def _from_derivatives(ctx: Any, grad_logprobs: Tensor) -> tuple[_HeadGradients, int]:
-    """The gradients as far as the forward pass has kept what they are made of, and of how many rows that is all."""
+    """Return the gradients as far as the forward pass has kept their derivatives, and the number of complete rows."""
     hidden, weight, bias, *_, to_hidden, kept = ctx.saved_tensors
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     upstream, rows = grad_logprobs[:, None], kept.shape[0]
@@ -192,8 +195,9 @@ def _from_derivatives(ctx: Any, grad_logprobs: Tensor) -> tuple[_HeadGradients, 
 def _recompute(
     ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, sums: _HeadGradients, *, start: int
 ) -> None:
-    """Add the rows from ``start`` on, whose logits are computed again; hidden states' only where entropies have a
-    gradient, for else the forward pass has made them.
+    """Add the rows from ``start`` on, whose logits are computed again.
+
+    Gradients of the hidden states are added only if entropies have a gradient; otherwise the forward pass made them.
     """
     hidden, weight, bias, targets, inverse_temperature, entropies, *_ = ctx.saved_tensors
     backward = _chunk_functions(hidden.device.type).backward
@@ -222,7 +226,7 @@ def _recompute(
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: Tensor, softcap: float | None
 ) -> Tensor:
-    """float32 (or float64) logits / temperature [C, V]."""
+    """Return float32 (or float64) logits / temperature [C, V]."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         # The products are added up in float32 anyway: rounding the sums to 16 bits would only cost precision.
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -243,7 +247,7 @@ def _chunk_forward(
     inverse_temperature: Tensor,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [C] of one chunk. H(p) = logsumexp(z) - Σ p·z."""
+    """Return logprobs and entropies [C] of one chunk. H(p) = logsumexp(z) - Σ p·z. H(p) = logsumexp(z) - Σ p·z."""
     z = _logits(hidden, weight, bias, inverse_temperature, softcap)
     normalizer = z.logsumexp(-1)
     probabilities = (z - normalizer[:, None]).exp()
@@ -260,7 +264,7 @@ def _chunk_forward_and_derivative(
     softcap: float | None,
     derivative: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`_chunk_forward`; ∂logprob/∂(raw logits) [C, V] is written into ``derivative``."""
+    """Run :func:`_chunk_forward`, and write ∂logprob/∂(raw logits) [C, V] into ``derivative``."""
     z = _logits(hidden, weight, bias, inverse_temperature, softcap)
     normalizer = z.logsumexp(-1)
     p = (z - normalizer[:, None]).exp()
@@ -281,7 +285,7 @@ def _chunk_backward(
     grad_logprobs: Tensor | None,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """Gradient [C, V] with respect to the head's raw logits, in the head's dtype.
+    """Return the gradient [C, V] with respect to the head's raw logits, in the head's dtype.
 
     ∂logp(y)/∂z = onehot(y) - p and ∂H/∂z = -p·(log p + H), with z the logits after temperature.
     """
@@ -298,7 +302,10 @@ def _chunk_backward(
 
 
 def _of_raw_logits(grad: Tensor, z: Tensor, inverse_temperature: Tensor, softcap: float | None) -> Tensor:
-    """From a gradient with respect to z, the logits after softcap and temperature, to that of the raw logits. [C, V]"""
+    """Convert a gradient with respect to z, the logits after softcap and temperature, to that of the raw logits.
+
+    Shapes are [C, V].
+    """
     grad = grad * inverse_temperature[:, None]
     if softcap is None:
         return grad
@@ -307,7 +314,7 @@ def _of_raw_logits(grad: Tensor, z: Tensor, inverse_temperature: Tensor, softcap
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the narrower dtype of the two, and its sums in at least float32 where the device gives them."""
+    """Return a @ b in the narrower dtype of the two, with sums in at least float32 if the device offers them."""
     dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     a, b = a.to(dtype), b.to(dtype)
     if a.is_cuda and dtype in (torch.bfloat16, torch.float16):
@@ -316,7 +323,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:
-    """At least float32: a 16-bit sum loses what a chunk adds."""
+    """Return a dtype of at least float32, because a 16-bit sum loses what a chunk adds."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -328,7 +335,7 @@ def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
 
 
 def _kept_rows(rows: int, vocab: int, device: torch.device) -> int:
-    """Of how many rows the derivatives are kept: all, or whole chunks up to the limit."""
+    """Return for how many rows derivatives are kept: all, or whole chunks up to the limit."""
     limit = _KEPT_ELEMENTS.get(device.type, _KEPT_ELEMENTS["cpu"]) // vocab
     return rows if rows <= limit else max((c.stop for c in _chunks(rows, vocab, device) if c.stop <= limit), default=0)
 
@@ -341,7 +348,7 @@ class _ChunkFunctions(NamedTuple):
 
 @cache
 def _chunk_functions(device_type: str) -> _ChunkFunctions:
-    """On a GPU each chunk's elementwise work is compiled into a few kernels; a CPU runs it as it stands."""
+    """Return the functions of a chunk: compiled into a few kernels on a GPU, plain on a CPU."""
     made = partial(torch.compile, **compiler_arguments()) if device_type == "cuda" else lambda function: function
     return _ChunkFunctions(
         forward=made(_chunk_forward),

@@ -1,4 +1,4 @@
-"""What is trained: model, tokenizer, adapter, loaded or attached to tensors that come from somewhere else."""
+"""Loading of the trained model, its tokenizer and adapter, or attaching a model to existing tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Tensors that a model can be attached to, such as :class:`lachesis.bridges.shared.EngineWeights`."""
+    """Source of tensors to attach a model to, such as :class:`lachesis.bridges.shared.EngineWeights`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -52,12 +52,11 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to be wrapped by a policy.
+    """Model ready to be wrapped by a policy.
 
-    ``model`` is what is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
-    ``float8`` has its linear layers compute in float8, where ``model.matmul_dtype`` says so; else it does nothing.
-    ``unread`` fills in the base weights once the model is sharded, where they were not loaded; until then they are
-    nothing.
+    ``model`` is the part that is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
+    ``float8`` switches its linear layers to float8, if ``model.matmul_dtype`` says so; else it does nothing.
+    ``unread`` fills in base weights that were not loaded, once the model is sharded; until then they are undefined.
     """
 
     model: PreTrainedModel | PeftModel
@@ -70,7 +69,10 @@ class LoadedModel:
 def load_model(
     config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None, sharded: bool = False
 ) -> LoadedModel:
-    """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
+    """Load, check and adapt a model.
+
+    With ``weights`` nothing is loaded: the parameters are those tensors. With ``weights`` nothing is loaded: the
+    model's parameters are those tensors.
 
     Args:
         sharded: it will be: it stays in CPU memory, in the dtype that it has on its device, and where the files
@@ -104,7 +106,10 @@ def load_model(
 def made_trainable(
     transformer: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, config: ModelConfig, adapter: AdapterConfig
 ) -> LoadedModel:
-    """Give a model what the configuration wants of its layers, and its adapter. Raises as :func:`load_model`."""
+    """Prepare a model's layers as the configuration says, and add its adapter.
+
+    Raises as :func:`load_model`. Raises as :func:`load_model`.
+    """
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     if config.residual_dtype == "float32":
@@ -119,7 +124,7 @@ def made_trainable(
 def load_teacher(
     teacher: TeacherConfig, config: ModelConfig, *, tokenizer: PreTrainedTokenizerBase, on_cpu: bool = False
 ) -> PreTrainedModel:
-    """The frozen model that a policy of ``config`` learns from, in its dtype and on its device, never quantized.
+    """Load the frozen teacher of a policy of ``config``, in its dtype and on its device, never quantized.
 
     Args:
         tokenizer: the policy's; the teacher is shown its token ids.
@@ -146,7 +151,7 @@ def load_teacher(
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with a pad token, its end token if need be, and, if configured, another chat template.
+    """Load the tokenizer, with a pad token (the end token if need be) and the configured chat template, if any.
 
     Raises:
         ModelError: it cannot be loaded, lacks a configured token, or has neither pad token nor end token.
@@ -195,7 +200,7 @@ def _read_config(config: ModelConfig) -> Any:
 
 
 def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], path: str) -> None:
-    """Raises ModelError for a token that the vocabulary does not have."""
+    """Set a tokenizer's special tokens. Raises ModelError for a token that the vocabulary does not have."""
     for role, token in roles.items():
         if token not in tokenizer.get_vocab():
             raise ModelError(
@@ -206,7 +211,7 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
 
 
 def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows] | None:
-    """The model without its weights, and where they are; None where it has to be loaded whole."""
+    """Return the model without its weights and their location, or None if it has to be loaded whole."""
     if config.quantization != "none" or config.matmul_dtype != "auto":
         return None
     with _load_errors(config.path):
@@ -254,7 +259,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
 
 
 def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrainedModel:
-    """The causal language model of ``config.path`` whose parameters are ``weights``; nothing is loaded.
+    """Return the causal language model of ``config.path`` whose parameters are ``weights``; nothing is loaded.
 
     Raises:
         ModelError: there is no such model, or the weights are of another one or in another dtype.
@@ -266,7 +271,7 @@ def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrain
 
 
 def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of ``config.path`` with all parameters on the meta device, ties kept.
+    """Return the causal language model of ``config.path`` with all parameters on the meta device, ties kept.
 
     Buffers, such as the frequencies of rotary embeddings, are computed for real, on the CPU: they are in no
     checkpoint, and nothing would bring them later.
@@ -292,7 +297,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:
-    """A model has no dropout of its own while it is trained by GRPO: ratios would compare two random networks."""
+    """Switch dropout off, because the ratios of GRPO would otherwise compare two random networks."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -303,7 +308,10 @@ def switch_off_dropout(model: PreTrainedModel) -> None:
 
 
 def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftModel:
-    """Wrap the linear layers that ``adapter.targets`` names. Raises ModelError where they match nothing."""
+    """Wrap the linear layers that ``adapter.targets`` names.
+
+    Raises ModelError if they match nothing. Raises ModelError where they match nothing.
+    """
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(
@@ -334,7 +342,7 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
 
 
 def context_length(config: ModelConfig) -> int:
-    """Tokens that fit into the model; architectures without such a limit get a very large number.
+    """Return the number of tokens that fit into the model, a very large number if there is no such limit.
 
     Raises:
         ModelError: there is no model.
@@ -346,7 +354,7 @@ def context_length(config: ModelConfig) -> int:
 
 
 def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
-    """Every token that ends a completion: the generation config's and the tokenizer's.
+    """Return every token that ends a completion: the generation config's and the tokenizer's.
 
     Raises:
         ModelError: there is none.
@@ -381,7 +389,7 @@ def _load_errors(path: str) -> Iterator[None]:
 
 
 def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Freeze all parameters but those of the decoder layers ``layers``, counted from 0.
+    """Freeze all parameters except those of the decoder layers ``layers``, counted from 0.
 
     Raises:
         ModelError: the model has no such layer.
@@ -393,7 +401,7 @@ def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str, Any]:
-    """Where the adapter goes, as peft's LoraConfig takes it.
+    """Return the adapter's target modules, as peft's LoraConfig takes them.
 
     Raises:
         ModelError: the model has no such layer.
@@ -412,7 +420,7 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether the model is a mixture of experts, whose weights transformers stacks in one parameter a layer."""
+    """Return True if the model is a mixture of experts, whose weights transformers stacks in one parameter a layer."""
     return any(re.search(r"\.experts\.\w+$", name) for name, _ in model.named_parameters())
 
 

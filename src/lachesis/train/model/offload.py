@@ -1,9 +1,8 @@
-"""Tensors that wait for the backward pass in the host's memory.
+"""Offloading of saved tensors to host memory until the backward pass needs them.
 
-Autograd hands over what it is to keep (``saved_tensors_hooks``). On a GPU it leaves by a stream of its own, beside the
-computation, and comes back by it while the layer above runs backward. So the GPU holds two of them at a time, the one
-in use and the one that travels, however many layers there are. What travels is waited for on the GPU, by events, never
-by the host.
+Autograd hands over the tensors it keeps (``saved_tensors_hooks``). On a GPU they leave by a separate stream, beside the
+computation, and return while the layer above runs backward. So the GPU holds two of them at a time, the one in use and
+the one that travels, however many layers there are. Copies are waited for on the GPU, by events, never by the host.
 """
 
 from __future__ import annotations
@@ -19,13 +18,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostMemory:
-    """Where the tensors of one model wait. They are asked for in the reverse of the order in which they came."""
+    """Host memory for the saved tensors of one model, which are fetched in the reverse of their order of arrival.
+
+    They are asked for in the reverse of the order in which they came.
+    """
 
     def __init__(self) -> None:
         self._newest: Callable[[], _Away | None] = _nothing
 
     def keeping(self) -> saved_tensors_hooks:
-        """What autograd saves within this block waits here."""
+        """Keep here what autograd saves within the block."""
         return saved_tensors_hooks(self._take, self._give_back)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
@@ -49,7 +51,7 @@ class HostMemory:
 
 
 class _Away:
-    """A tensor of a CPU, of which a copy is kept; ``before`` is the one that was kept before it, while there is one."""
+    """Saved CPU tensor, of which a copy is kept; ``before`` is the one kept before it, while there is one."""
 
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         self.before: Callable[[], _Away | None] = _nothing if before is None else weakref.ref(before)
@@ -58,18 +60,18 @@ class _Away:
             self._host.copy_(tensor.detach())
 
     def release(self) -> None:
-        """The tensor is no longer needed on its device."""
+        """Release the tensor on its device."""
 
     def fetch(self) -> None:
-        """It will be needed there soon."""
+        """Begin to fetch the tensor, because it will be needed on its device soon."""
 
     def arrived(self) -> Tensor:
-        """The tensor, on its device."""
+        """Return the tensor on its device."""
         return self._host
 
 
 class _AwayFromGpu(_Away):
-    """One of a GPU, in pinned memory; ``_near`` is it on the GPU: until it has left, and from the fetch to its use."""
+    """Saved GPU tensor in pinned memory; ``_near`` is it on the GPU, until it has left and from fetch to use."""
 
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         super().__init__(tensor, before)
@@ -96,11 +98,11 @@ class _AwayFromGpu(_Away):
 
 
 def _nothing() -> None:
-    """What a reference to a tensor says that there never was."""
+    """Return None, as a reference to a tensor that never existed."""
 
 
 def _travel(*, source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
-    """Copy beside the computation, after what of it is queued by now; the event is that of the last byte."""
+    """Copy beside the computation, after the work queued by now; return the event of the last byte."""
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,9 +1,9 @@
-"""Frozen base weights in 8 or 4 bits, by bitsandbytes; adapters are trained on top of them in the usual dtype.
+"""Quantized base weights in 8 or 4 bits, by bitsandbytes; adapters are trained on top of them in the usual dtype.
 
 ``nf4`` is QLoRA's (Dettmers et al. 2023, arXiv 2305.14314): 4 bits a weight, a scale for each 64 weights, and those
 scales in 8 bits themselves. ``int8`` is LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339): 8 bits a weight and a
-scale for each row. Embeddings, norms and the LM head stay as they are, and so do the fused experts of a mixture,
-which are no linear layers.
+scale for each row. Embeddings, norms and the LM head stay unchanged, and so do the fused experts of a mixture,
+which are not linear layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Quantization = Literal["int8", "nf4"]
 
 
 def quantization_config(kind: Quantization) -> BitsAndBytesConfig:
-    """What transformers loads a model with; :func:`settle` is to follow.
+    """Return the configuration to load a quantized model with; :func:`settle` is to follow.
 
     Raises:
         DependencyError: bitsandbytes is not installed.
@@ -38,12 +38,12 @@ def quantization_config(kind: Quantization) -> BitsAndBytesConfig:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Have quantized layers compute in the model's dtype, and alike in training and evaluation.
+    """Make quantized layers compute in the model's dtype, and alike in training and evaluation.
 
-    On a CPU bitsandbytes does not do the latter, and ratios would compare two networks. Linear8bitLt rounds its
-    inputs to 8 bits too in evaluation, and not in training. Linear4bit, on a processor with bf16 instructions,
-    rearranges its weights at the first pass in evaluation and has no gradient from then on. Both keep here to what
-    they do in training. On a GPU there is one way.
+    On a CPU bitsandbytes does not do the latter, and ratios would compare two networks. Linear8bitLt rounds its inputs
+    to 8 bits in evaluation, and not in training. Linear4bit, on a processor with bf16 instructions, rearranges its
+    weights at the first pass in evaluation and has no gradient from then on. Both are kept to their behaviour in
+    training. On a GPU the two agree.
 
     Raises:
         ModelError: int8 in float32 on a GPU, where inputs are rounded to 8 bits.
@@ -63,7 +63,7 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def quantized_layers(model: nn.Module) -> list[Any]:
-    """The linear layers whose weights bitsandbytes holds."""
+    """Return the linear layers whose weights bitsandbytes holds."""
     if "bitsandbytes" not in sys.modules:  # which takes half a second to import, and made them if there are any
         return []
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
@@ -72,18 +72,21 @@ def quantized_layers(model: nn.Module) -> list[Any]:
 
 
 def looks_at_inputs(model: nn.Module) -> bool:
-    """Whether a pass waits for the GPU: layers in int8 look for outliers among their inputs."""
+    """Return True if a pass waits for the GPU: int8 layers look for outliers among their inputs."""
     return any(not hasattr(layer.weight, "quant_state") for layer in quantized_layers(model))
 
 
 def held_bytes(model: nn.Module) -> int:
-    """What all parameters take, with the scales and tables of those that are quantized. Tied ones count once."""
+    """Return the bytes of all parameters, with scales and tables of quantized ones.
+
+    Tied ones count once. Tied ones count once.
+    """
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     return sum(held.values()) + sum(_statistics_bytes(layer) for layer in quantized_layers(model))
 
 
 def _statistics_bytes(layer: Any) -> int:
-    """Scales of a quantized layer, and tables of its own."""
+    """Return the bytes of a quantized layer's scales and tables."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB

@@ -1,4 +1,4 @@
-"""Ranks that compute one micro-batch together, and what they deal out among themselves."""
+"""Groups of ranks that compute one micro-batch together, and their exchanges."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """Of its ranks this is ``rank`` of ``size``; all call its methods together."""
+    """Group of ranks, in which this is ``rank`` of ``size``; all call its methods together."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
 
     def gather(self, own: Tensor, *, total: int) -> Tensor:
-        """Of ``total`` values that are dealt out evenly, in order, all of them from this rank's own.
+        """Gather all of ``total`` values that are dealt out evenly and in order, from this rank's own.
 
         Differentiable in the own ones, by the gradient that they have in a loss which each rank computes as a whole.
         """
@@ -31,21 +31,21 @@ class RankGroup:
         return whole
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows [rows, ...] to other ranks, ``sent`` and ``received`` of them by rank; gradients go the way back."""
+        """Exchange rows [rows, ...], ``sent`` and ``received`` counted by rank; gradients go the way back."""
         return _exchange(rows, [*sent], [*received], self.group)
 
     def part(self, number: int) -> int:
-        """How many of a number each rank has; the last ranks may have fewer, or none."""
+        """Return how many of a number of items each rank has; the last ranks may have fewer, or none."""
         return -(-number // self.size)
 
     def slice_of(self, number: int) -> slice:
-        """Which of a number are this rank's, where they are dealt out evenly and in order."""
+        """Return which of a number of items are this rank's, dealt out evenly and in order."""
         part = self.part(number)
         return slice(min(self.rank * part, number), min((self.rank + 1) * part, number))
 
 
 class _Gather(torch.autograd.Function):
-    """``total`` rows, of which a rank has its own, and maybe others beyond the end; these alone get a gradient."""
+    """Gather of ``total`` rows; only a rank's own get a gradient, not padding beyond the end."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, total: int, group: RankGroup) -> Tensor:

@@ -1,11 +1,11 @@
-"""The residual stream in float32 under 16-bit weights.
+"""Residual stream in float32 under 16-bit weights.
 
-A decoder adds up what its layers find out: x + attention(norm(x)) + mlp(norm(...)) + ... With bf16 weights
-transformers keeps that sum in bf16 too, and rounds it twice a layer to 8 significant bits. Here the sum alone is
-widened: a layer's input is cast up, and what its parts (norms, attention, feed-forward) hand on is cast back to the
-weights' dtype, so that all matrix products and the attention are what they were. The norms see float32 and round
-once, at their end. It is done by forward hooks, which travel with the modules: training, canary, generation in this
-process and references all run the same network.
+A decoder sums the outputs of its layers: x + attention(norm(x)) + mlp(norm(...)) + ... With bf16 weights transformers
+keeps that sum in bf16 too, and rounds it twice a layer to 8 significant bits. Here the sum alone is widened: a layer's
+input is cast up, and the outputs of its parts (norms, attention, feed-forward) are cast back to the weights' dtype, so
+that all matrix products and the attention are unchanged. The norms see float32 and round once, at their end. It is
+done by forward hooks, which travel with the modules: training, canary, generation in this process and references all
+run the same network.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _cast_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, before: torch.dtype, after: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hidden states, which are the first argument or go by that name, from one dtype to another."""
+    """Cast the hidden states (the first argument, or the one of that name) from one dtype to another."""
     if args:
         return (_cast(args[0], before=before, after=after), *args[1:]), kwargs
     if "hidden_states" in kwargs:
@@ -90,7 +90,10 @@ def _cast(value: Any, *, before: torch.dtype, after: torch.dtype) -> Any:
 
 
 def _why_not(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """Run a few tokens; None where each layer takes and gives float32 and the head gets the weights' dtype."""
+    """Run a few tokens and return why the residual stream cannot be widened, or None.
+
+    Each layer has to take and give float32, and the head the weights' dtype.
+    """
     given: list[Any] = []
     watching = [layer.register_forward_hook(lambda _module, _args, output: given.append(output)) for layer in layers]
     ids = torch.arange(4, device=model.device)[None]

@@ -1,8 +1,8 @@
-"""Routers that choose the experts that an engine has used (R3, Ma et al. 2025, arXiv:2510.11370).
+"""Router replay: routers choose the experts that an engine has used (R3, Ma et al. 2025, arXiv:2510.11370).
 
-Engine and trainer compute the same router with other kernels: where two experts are nearly alike they choose another
-one, and from that layer on it is another network. Replayed, a token goes through the experts that it was sampled with,
-weighted by what the router thinks of them now, so that the router learns by its weights of the chosen experts.
+Engine and trainer compute the same router with other kernels: if two experts have nearly equal scores they may choose
+differently, and from that layer on run another network. Replayed, a token goes through the experts that it was sampled
+with, weighted by the router's present scores, so that the router learns through its weights of the chosen experts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ _FORMULAS: tuple[Weigh, ...] = (_softmax_of_chosen, _softmax, _sigmoid_of_chosen
 
 @dataclass(slots=True)
 class _Router:
-    """A layer's router. ``weigh`` is how it weighs the ``k`` that it chooses, found where it was seen to do so."""
+    """Router of a layer.
+
+    ``weigh`` computes the weights of the ``k`` chosen experts, as found by observation. ``weigh`` is how it weighs the
+    ``k`` that it chooses, found where it was seen to do so.
+    """
 
     name: str
     layer: int
@@ -63,7 +67,7 @@ class _Router:
 
 
 class RouterReplay:
-    """Has the routers of a model take their choices from a tensor while :meth:`replaying`.
+    """Replay of expert choices: a model's routers take them from a tensor while :meth:`replaying`.
 
     Args:
         model: a mixture of experts; hooks are added to its routers, and do nothing at other times.
@@ -90,7 +94,7 @@ class RouterReplay:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Within it a pass shows how each router weighs the experts that it chooses.
+        """Learn from a pass in the block how each router weights the experts that it chooses.
 
         Raises:
             ModelError: in a way that is not known here; or one was not seen, as the model is no mixture there.
@@ -105,7 +109,7 @@ class RouterReplay:
 
     @contextmanager
     def replaying(self, routed: Tensor | None, *, counting: bool = False) -> Iterator[None]:
-        """Within it, backward passes included, tokens go through these experts.
+        """Send tokens through these experts within the block, backward passes included.
 
         Args:
             routed: int16 [tokens, layers, k] in the order in which the routers see tokens; -1 leaves the choice to
@@ -125,7 +129,7 @@ class RouterReplay:
             self._routed, self._counting = before
 
     def take(self) -> dict[str, MetricValue]:
-        """Metrics of the passes since the last call, of this rank."""
+        """Return metrics of this rank's passes since the last call."""
         if not self._differing:
             return {}
         differing, known = torch.stack(self._differing).sum(0).tolist()
@@ -153,7 +157,7 @@ class RouterReplay:
 
     @torch.no_grad()
     def _formula(self, router: _Router, output: Any) -> Weigh:
-        """How the router weighs what it chooses, of the ways that are known. Raises ModelError."""
+        """Return the known formula by which the router weights its choice. Raises ModelError. Raises ModelError."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             raise self._refused(f"its router {router.name} does not give logits, weights and chosen experts")
         logits, weights, own = output
@@ -184,7 +188,7 @@ class RouterReplay:
 
 @torch.no_grad()
 def _differing(chosen: Tensor, own: Tensor, known: Tensor) -> Tensor:
-    """Of the tokens [tokens] that are ``known``, how many have other experts than their own, and how many there are."""
+    """Count the ``known`` tokens whose experts differ from the router's own choice, and all known tokens."""
     other = (chosen.sort(-1).values != own.sort(-1).values).any(-1) & known
     return torch.stack([other.sum(), known.sum()])
 

@@ -1,7 +1,7 @@
-"""A model of which each rank reads its own rows only, so that none ever has all of it in memory.
+"""Loading a model by rows: each rank reads only its own, so that none ever has all of it in memory.
 
-It is built with memory that nobody has touched, which costs addresses and no memory. Sharding keeps a rank's rows of
-each parameter, and only then are they read from the checkpoint's files.
+The model is built with untouched memory, which costs addresses only. Sharding keeps a rank's rows of each parameter,
+and only then are they read from the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """Where the rows of a model's parameters are.
+    """Locations of the rows of a model's parameters in files.
 
     Attributes:
         files: the file of each tensor of the checkpoint.
@@ -74,7 +74,7 @@ class SavedRows:
 
 
 class _Files:
-    """One file is open at a time, and not for long."""
+    """Reader of files that keeps one open at a time, and not for long."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -83,11 +83,11 @@ class _Files:
         self._read = 0
 
     def all(self, name: str) -> Tensor:
-        """A tensor; it is valid until the next call."""
+        """Return a tensor; it is valid until the next call."""
         return self._counted(self._file_of(name).get_tensor(name))
 
     def part(self, name: str, *places: slice) -> Tensor:
-        """Of each dimension of a tensor some places; it is valid until the next call."""
+        """Return chosen places of each dimension of a tensor, valid until the next call."""
         return self._counted(self._file_of(name).get_slice(name)[places])
 
     def _file_of(self, name: str) -> Any:
@@ -109,7 +109,7 @@ class _Files:
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank has of a parameter, live, and where in each dimension it begins."""
+    """Return this rank's part of a parameter, live, and its first index in each dimension."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
     local = parameter.to_local().detach()
@@ -118,10 +118,10 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str]) -> SavedRows | None:
-    """Where the parameters of a model are in the safetensors files of ``path``.
+    """Locate the parameters of a model in the safetensors files of ``path``.
 
-    ``None``, with a word in the log, where not every one of them is found there as it is: then the model has to be
-    loaded whole.
+    Returns ``None``, with a log message, if any of them is not stored there unchanged: then the model has to be loaded
+    whole.
     """
     changed = [o for c in get_model_conversion_mapping(model, add_legacy=False) for o in getattr(c, "operations", ())]
     if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
@@ -141,7 +141,7 @@ def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str])
 
 
 def untouched(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the parameters of a model on the meta device memory that nobody has written to, in place; ties are kept."""
+    """Give the parameters of a model on the meta device untouched memory, in place; ties are kept."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -153,7 +153,10 @@ def untouched(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _parts(model: PreTrainedModel, name: str, parameter: Tensor) -> str | tuple[tuple[str, ...], ...]:
-    """As :attr:`SavedRows.parts`. Stacked are those that files have one by one, numbered by row."""
+    """Return the sources of a parameter, as :attr:`SavedRows.parts`.
+
+    Stacked parameters are those that files store one by one, numbered by row.
+    """
     saved = [key for key, _ in as_saved(model, [(name, torch.empty_like(parameter, device="meta"))])]
     if len(saved) == 1:
         return saved[0]
@@ -168,7 +171,7 @@ def _fits(parts: str | tuple[tuple[str, ...], ...], shape: Shape, shapes: Mappin
 
 
 def _files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | None:
-    """The file of each tensor, downloaded if need be."""
+    """Return the file of each tensor, downloaded if need be."""
     options: dict[str, Any] = dict(revision)
     look = {**options, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **look)

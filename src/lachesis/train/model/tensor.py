@@ -19,26 +19,26 @@ from lachesis.train.model.rank_group import RankGroup
 
 
 class TensorGroup(RankGroup):
-    """The ranks that share the matrices of each layer."""
+    """Group of ranks that share the matrices of each layer."""
 
     __slots__ = ()
 
     def enter(self, states: Tensor) -> Tensor:
-        """What is alike on all ranks, on its way into what each does a part of: its gradient is the sum of theirs."""
+        """Pass on states that are alike on all ranks; their gradient is the sum of the ranks' gradients."""
         return _enter(states, self.group)
 
     def leave(self, states: Tensor) -> Tensor:
-        """The sum of what the ranks have; its gradient is alike on all of them."""
+        """Return the sum of the ranks' states; its gradient is alike on all of them."""
         return _leave(states, self.group)
 
     def deal(self, values: Tensor, numbers: slice) -> tuple[Tensor, slice]:
-        """Of values [m, ...] that all have of the predictions ``numbers`` this rank's share, and whose they are."""
+        """Return this rank's share of values [m, ...] of the predictions ``numbers``, and its slice of them."""
         own = self.slice_of(len(values))
         return self.enter(values)[own], slice(numbers.start + own.start, numbers.start + own.stop)
 
 
 def scale_gradient(values: Tensor, factor: float) -> Tensor:
-    """The values, whose gradient is multiplied on its way back."""
+    """Return the values, and multiply their gradient on its way back."""
     scaled: Any = _ScaledGradient.apply(values, factor)
     return scaled
 

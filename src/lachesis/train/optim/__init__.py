@@ -1,1 +1,1 @@
-"""From gradients to new weights: optimizers, learning-rate schedules, and steps on weights that are stored rounded."""
+"""Optimizers, learning-rate schedules, and updates of weights that are stored rounded."""

@@ -1,4 +1,4 @@
-"""Optimizers and schedules of the user's own, by import path.
+"""Custom optimizers and schedules, named by import path.
 
 Around them all stays: clipping, the precision of updates, warm-up, skipped steps, checkpoints. Any class of
 ``torch.optim`` that takes groups of parameters is one::
@@ -23,12 +23,12 @@ logger = logging.getLogger("lachesis")
 
 
 class CustomOptimizer(Protocol):
-    """What the class or function may take: the groups first, the others by name; it is given those that it names."""
+    """Signature of a custom optimizer: the groups first, the others by name if the class or function declares them."""
 
     def __call__(
         self, params: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> Optimizer:
-        """The optimizer; it may be made several times, for parts of the parameters.
+        """Return the optimizer; it may be made several times, for parts of the parameters.
 
         Args:
             params: groups of parameters, each a dictionary with ``params`` and ``weight_decay``. ``lr`` is set in each
@@ -41,10 +41,10 @@ class CustomOptimizer(Protocol):
 
 
 class CustomSchedule(Protocol):
-    """What the function may take: ``step`` first, the others by name; it is given those that it names."""
+    """Signature of a custom schedule: ``step`` first, the others by name if the function declares them."""
 
     def __call__(self, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-        """The factor on the peak learning rate, at least 0; warm-up is the function's own affair.
+        """Return the factor on the peak learning rate, at least 0; warm-up is left to the function.
 
         Args:
             step: the optimizer step, counted from 0. It is asked for the same step several times.
@@ -62,9 +62,9 @@ SCHEDULE = contract("schedule", CustomSchedule, error=TrainingError)
 def custom_optimizer_factory(
     config: OptimizerConfig, *, learning_rate: float
 ) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """Makes the optimizer of ``optimizer.function`` over groups of parameters. Raises ConfigError where there is none.
+    """Return a factory of ``optimizer.function`` over groups of parameters. Raises ConfigError if it is missing.
 
-    What of ``optimizer.betas`` and ``eps`` was changed and is not taken is said.
+    A changed ``optimizer.betas`` or ``eps`` that the function does not take is logged.
     """
     assert config.function is not None
     part = load_part(config.function, OPTIMIZER)
@@ -76,12 +76,19 @@ def custom_optimizer_factory(
 
 
 def load_custom_schedule(config: OptimizerConfig) -> Part | None:
-    """The function of ``optimizer.schedule_function``. Raises ConfigError where it names none."""
+    """Load the function of ``optimizer.schedule_function``.
+
+    Raises ConfigError if it names none. Raises ConfigError where it names none.
+    """
     return None if config.schedule_function is None else load_part(config.schedule_function, SCHEDULE)
 
 
 def custom_factor(part: Part, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """The factor on the peak learning rate. Raises TrainingError where the function fails or returns something else."""
+    """Return the factor on the peak learning rate.
+
+    Raises TrainingError if the function fails or returns something else. Raises TrainingError where the function fails
+    or returns something else.
+    """
     returned = part(step, total_steps=total_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
     try:
         factor = float(returned)

@@ -1,4 +1,4 @@
-"""The optimizer step: clip, update in enough precision, advance the schedule."""
+"""Optimizer step: clip, update in enough precision, advance the schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Precision = Literal["in_place", "fp32_master", "stochastic_rounding"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some parameters, how updates get into them, and the optimizer over their slots."""
+    """Parameters with the way updates get into them, and the optimizer over their slots."""
 
     names: tuple[str, ...]
     update: WeightUpdate
@@ -39,14 +39,14 @@ class _Part:
 
 
 class Start(NamedTuple):
-    """Steps at a constant rate of their own, before the schedule begins."""
+    """Initial steps at a separate constant rate, before the schedule begins."""
 
     steps: int = 0
     rate: float = 0.0
 
 
 class PolicyOptimizer:
-    """One optimizer step over all trained parameters. Made by :func:`build_optimizer`.
+    """Optimizer over all trained parameters. Made by :func:`build_optimizer`. Made by :func:`build_optimizer`.
 
     Weights keep their storage: whoever reads it (an engine in single-copy mode) sees the update.
     """
@@ -75,17 +75,17 @@ class PolicyOptimizer:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped, for its gradient was not finite."""
+        """Return True if the last step was skipped because its gradient was not finite."""
         return self._skipped > 0
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps since the start of the run, resumed ones included."""
+        """Return the optimizer steps since the start of the run, resumed ones included."""
         return self._step
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next :meth:`step` will use."""
+        """Return the rate that the next :meth:`step` will use."""
         config, total_steps, step = self._config, self._total_steps, self._step - self.start.steps
         if step < 0:
             return self.start.rate
@@ -143,7 +143,7 @@ class PolicyOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly, loadable with ``torch.load(weights_only=True)``.
+        """Return all that is needed to resume exactly, loadable with ``torch.load(weights_only=True)``.
 
         Tensors are references to the live state, not copies: save them before the next step.
         """
@@ -158,7 +158,7 @@ class PolicyOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; with float32 masters, this also sets the weights.
+        """Resume where :meth:`state_dict` was taken; with float32 masters, this also sets the weights.
 
         Raises:
             CheckpointError: the state is of another kind of optimizer or of other parameters.
@@ -204,7 +204,7 @@ class PolicyOptimizer:
                     group["lr"] = rate
 
     def _signature(self) -> dict[str, Any]:
-        """What must be equal for a state to fit."""
+        """Return the properties that must be equal for a state to fit."""
         first = type(self._parts[0].optimizer)
         own = self._config.function is not None  # whose module is named after its content, which may change
         return {
@@ -290,7 +290,7 @@ def build_optimizer(
 
 
 def _slots_on(config: OptimizerConfig, device: torch.device) -> torch.device | None:
-    """Where the optimizer has copies of the parameters, if that is elsewhere."""
+    """Return the device of the optimizer's copies of the parameters, if it is another one."""
     offloads = config.kind == "adamw_cpu" and config.function is None
     return torch.device("cpu") if offloads and device.type != "cpu" else None
 
@@ -305,7 +305,7 @@ def _trained(named_parameters: Iterable[Named]) -> list[Named]:
 def _weight_update(
     parameters: Sequence[Parameter], precision: Precision, *, noise: torch.Generator, slots_on: torch.device | None
 ) -> WeightUpdate:
-    """How the optimizer's steps get into ``parameters``; what it steps on lies on ``slots_on``, if not beside them."""
+    """Return the way updates get into ``parameters``; its slots lie on ``slots_on``, if not beside them."""
     if precision == "stochastic_rounding":
         return StochasticRounding(parameters, generator=noise, device=slots_on)
     if precision == "fp32_master" or slots_on is not None:
@@ -315,7 +315,7 @@ def _weight_update(
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
-    """The L2 norm of all tensors together, accumulated in at least float32; 0 for none."""
+    """Return the L2 norm of all tensors together, accumulated in at least float32; 0 for none."""
     if not gradients:
         return 0.0
     widest = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
@@ -324,14 +324,18 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied by; the same as ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor for gradients of this norm, equal to that of ``torch.nn.utils.clip_grad_norm_``."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 def _partition(
     trained: Sequence[Named], config: OptimizerConfig, *, offload: bool, sizes: Mapping[str, int] | None
 ) -> list[tuple[list[Named], Precision]]:
-    """Parameters that are updated alike. Only slots that cost memory during the step come in buckets."""
+    """Group parameters that are updated alike.
+
+    Only slots that cost memory during the step come in buckets. Only slots that cost memory during the step come in
+    buckets.
+    """
     by_precision: dict[Precision, list[Named]] = {}
     for name, parameter in trained:
         by_precision.setdefault(_precision(name, parameter, config), []).append((name, parameter))
@@ -358,7 +362,7 @@ def _precision(name: str, parameter: Parameter, config: OptimizerConfig) -> Prec
 def _decay_groups(
     parameters: Sequence[Parameter], slots: Sequence[Parameter], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms, with fewer than two dimensions, do not."""
+    """Return groups in which matrices decay, and biases and norms (fewer than two dimensions) do not."""
     pairs = list(zip(parameters, slots, strict=True))
     matrices = [slot for p, slot in pairs if p.ndim >= 2]
     vectors = [slot for p, slot in pairs if p.ndim < 2]
@@ -369,7 +373,7 @@ def _decay_groups(
 def _optimizer_factory(
     config: OptimizerConfig, *, device: torch.device, learning_rate: float
 ) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """The library's class with the configuration's hyperparameters, still without parameters."""
+    """Return the library's class with the configuration's hyperparameters, still without parameters."""
     if config.function is not None:
         return custom_optimizer_factory(config, learning_rate=learning_rate)
     if config.kind == "adafactor":
@@ -403,7 +407,10 @@ def _eight_bit_adamw(device: torch.device) -> Callable[..., Optimizer]:
         return AdamW8bit
 
     class EagerAdamW8bit(AdamW8bit):
-        """On a CPU, compiling the update takes half a minute and a C++ compiler, and gains milliseconds."""
+        """AdamW8bit without compilation.
+
+        On a CPU, compiling the update takes half a minute and a C++ compiler, and gains milliseconds.
+        """
 
         def step(self, closure: Any = None) -> Any:
             with torch.compiler.set_stance("force_eager"):
@@ -413,7 +420,7 @@ def _eight_bit_adamw(device: torch.device) -> Callable[..., Optimizer]:
 
 
 def _load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict`` without its cast of float32 states to the dtype of 16-bit weights."""
+    """Load a state without the cast of float32 states to 16-bit weights' dtype in ``optimizer.load_state_dict``."""
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state["state"].items():
@@ -434,7 +441,7 @@ Decay = Literal["cosine", "linear", "1-sqrt"]
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Of ``warmup_stable_decay``, in steps: what is None follows from the rest, or is a tenth of the run's steps."""
+    """Phases of ``warmup_stable_decay``, in steps; None follows from the rest, or is a tenth of the run's steps."""
 
     stable: int | None = None
     decay: int | None = None
@@ -442,7 +449,10 @@ class Phases:
 
 
 def warmup_length(*, steps: int, ratio: float, total_steps: int) -> int:
-    """Steps of warm-up: ``ratio`` of all of them, rounded up, or ``steps`` where no ratio is given; at most all."""
+    """Return the steps of warm-up, at most all.
+
+    These are ``ratio`` of all steps, rounded up, or ``steps`` if no ratio is given.
+    """
     return min(total_steps, math.ceil(round(ratio * total_steps, 9)) if ratio else steps)
 
 
@@ -455,7 +465,7 @@ def schedule_factor(
     min_lr_ratio: float = 0.0,
     phases: Phases = Phases(),
 ) -> float:
-    """The factor on the peak learning rate at the ``step``-th optimizer step, counted from 0.
+    """Return the factor on the peak learning rate at the ``step``-th optimizer step, counted from 0.
 
     Warm-up is linear: ``(step + 1) / warmup_steps``, so that the first step already learns. After it,
     ``linear`` and ``cosine`` fall from 1 to ``min_lr_ratio``, which is reached right after the last step

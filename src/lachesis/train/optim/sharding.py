@@ -1,8 +1,7 @@
-"""The optimizer of a sharded model: each rank updates the rows that it has.
+"""Optimizer of a sharded model: each rank updates its own rows.
 
-What these optimizers do to a parameter they do element by element, so that updating the parts is updating the whole;
-only the norm of the gradient is one of all ranks. States are saved whole, or in the parts that ranks have, and fit any
-number of ranks.
+These optimizers work element by element, so that updating the parts is updating the whole; only the norm of the
+gradient is shared by all ranks. States are saved whole, or in the parts that ranks have, and fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Shards:
             parameter.grad = None
 
     def norm(self) -> float:
-        """The L2 norm of the gradients of all that ranks have together."""
+        """Return the L2 norm of all ranks' gradients together."""
         gradients: dict[bool, list[Tensor]] = {False: [], True: []}
         for name, part in self.parts:
             if part.grad is not None:
@@ -66,19 +65,22 @@ class Shards:
         return self.strategy.sum_squares(alike, cut) ** 0.5
 
     def gather(self, like: DTensor, part: Tensor) -> Tensor:
-        """The whole of which each rank has a part as of ``like``: on rank 0's CPU, an empty tensor elsewhere."""
+        """Gather a tensor of which each rank has a part as of ``like``: on rank 0's CPU, empty elsewhere."""
         whole = self.strategy.whole(sharded_as(like, part))
         return whole.cpu() if self.strategy.rank == 0 else part.new_empty(0)
 
     def cut(self, like: DTensor, whole: Tensor) -> Tensor:
-        """The reverse of :meth:`gather`; other ranks than 0 give a meta tensor."""
+        """Return this rank's part of ``whole``: the inverse of :meth:`gather`.
+
+        Ranks other than 0 give a meta tensor.
+        """
         spread = self.strategy.spread(like, whole)
         assert isinstance(spread, DTensor)
         return spread.to_local()
 
 
 class ShardedOptimizer(PolicyOptimizer):
-    """A :class:`PolicyOptimizer` over local parts. Ranks call its methods together.
+    """Optimizer over local parts. Ranks call its methods together. Ranks call its methods together.
 
     Args:
         *args, **options: of :class:`PolicyOptimizer`.
@@ -101,13 +103,13 @@ class ShardedOptimizer(PolicyOptimizer):
         self._shards.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`PolicyOptimizer.state_dict`, with whole tensors on rank 0 and empty ones elsewhere."""
+        """Return :meth:`PolicyOptimizer.state_dict` with whole tensors on rank 0 and empty ones elsewhere."""
         return self._converted(super().state_dict(), lambda _, like, part: self._shards.gather(like, part))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As :meth:`PolicyOptimizer.load_state_dict`; other ranks than 0 give meta tensors.
+        """Resume as :meth:`PolicyOptimizer.load_state_dict`; ranks other than 0 give meta tensors.
 
-        Of the noise of stochastic rounding a checkpoint has that of rank 0; others begin anew, but for its tensor
+        A checkpoint has only rank 0's generator of stochastic rounding; other ranks begin anew, except its tensor
         group.
         """
         self._require_fitting(state)
@@ -116,7 +118,7 @@ class ShardedOptimizer(PolicyOptimizer):
             self._renew_noise()
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As :meth:`PolicyOptimizer.state_dict`, with names in the places of tensors, and this rank's part of each.
+        """Return :meth:`PolicyOptimizer.state_dict` with names instead of tensors, and this rank's part of each.
 
         Raises:
             CheckpointError: a custom optimizer keeps a tensor in another shape than its parameter's.
@@ -141,7 +143,7 @@ class ShardedOptimizer(PolicyOptimizer):
     def load_parts(
         self, state: dict[str, Any], *, saved: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], None]
     ) -> None:
-        """The reverse of :meth:`parts`: go on from a checkpoint, of which this rank reads its own part.
+        """Resume from a checkpoint saved by :meth:`parts`, of which this rank reads its own part.
 
         Where other ranks have saved it, there is no noise of this one: it begins anew.
 
@@ -180,7 +182,10 @@ class ShardedOptimizer(PolicyOptimizer):
 
     @property
     def _stream(self) -> int:
-        """Which noise is this rank's: ranks of a tensor group have some parameters alike, which have to stay so."""
+        """Return which noise this rank uses.
+
+        Ranks of a tensor group have some parameters alike, which have to stay so.
+        """
         strategy = self._shards.strategy
         return strategy.rank // strategy.mesh.tensor
 
@@ -189,7 +194,7 @@ class ShardedOptimizer(PolicyOptimizer):
             self._noise.manual_seed((self._seed + 1_000_003 * self._stream + self._step) % 2**63)
 
     def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
-        """A state whose sharded tensors are converted, in an order that is the same on all ranks."""
+        """Return a state whose sharded tensors are converted, in an order that is the same on all ranks."""
         whole = self._shards.whole
         parts = []
         for number, (part, saved) in enumerate(zip(self._parts, state["parts"], strict=True)):
@@ -216,7 +221,7 @@ class ShardedOptimizer(PolicyOptimizer):
 
 
 def _is_cut(value: Any) -> bool:
-    """Whether it is a tensor that ranks have parts of, or the name of one; scalars are the same on all of them."""
+    """Return True if a value is a tensor that ranks have parts of, or the name of one; scalars are alike on all."""
     return value.ndim > 0 if isinstance(value, Tensor) else isinstance(value, str) and value.startswith(OPTIMIZER)
 
 
@@ -229,7 +234,7 @@ def build_sharded_optimizer(
     total_steps: int,
     seed: int = 0,
 ) -> PolicyOptimizer:
-    """As :func:`build_optimizer`, over the parts of parameters where ``strategy`` shards them."""
+    """Build :func:`build_optimizer` over the parts of parameters where ``strategy`` shards them."""
     build = partial(build_optimizer, config=config, learning_rate=learning_rate, total_steps=total_steps, seed=seed)
     if not strategy.sharded:
         return build(named_parameters)

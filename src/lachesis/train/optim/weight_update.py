@@ -1,4 +1,4 @@
-"""How an optimizer's update gets into the weights without vanishing.
+"""Updates of rounded weights by an optimizer, without small steps vanishing.
 
 A bfloat16 weight of 0.02 has neighbours 0.0001 apart: added to it, a step of 1e-6 is rounded away, every
 time. So the optimizer works on float32 *slots*, and the weights get a rounded copy, written into the storage
@@ -60,7 +60,7 @@ class WeightUpdate(ABC):
         """Put the parameters' gradients, times ``gradient_scale``, into the slots; may be asynchronous."""
 
     def ready(self) -> None:
-        """Return once the staged gradients may be read."""
+        """Wait until the staged gradients may be read."""
         return None
 
     @abstractmethod
@@ -68,16 +68,16 @@ class WeightUpdate(ABC):
         """Write the slots back into the parameters' own storage."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors needed to go on exactly, beyond the parameters themselves: references, not copies."""
+        """Return the tensors needed to resume exactly, beyond the parameters themselves: references, not copies."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         return None
 
 
 class InPlace(WeightUpdate):
-    """The slots are the parameters."""
+    """Update in place: the slots are the parameters."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.slots = list(parameters)
@@ -92,7 +92,7 @@ class InPlace(WeightUpdate):
 
 
 class MasterCopies(WeightUpdate):
-    """Slots are lasting copies on ``device``, in ``dtype`` (or in the parameter's own, if None).
+    """Update of lasting copies on ``device``, in ``dtype`` (or in the parameter's own, if None).
 
     With ``device`` the CPU and parameters on a GPU, copies and gradients lie in pinned memory there, and
     transfers overlap with the update of other buckets.
@@ -164,7 +164,7 @@ class MasterCopies(WeightUpdate):
 
 
 class StochasticRounding(WeightUpdate):
-    """Slots hold float32 values during a step only; the result is rounded stochastically into the weights."""
+    """Update of float32 slots during a step only, rounded stochastically into the weights."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ def buckets(
 ) -> list[list[tuple[str, Parameter]]]:
     """Split in order into runs of at most :data:`BUCKET_ELEMENTS` elements; a larger parameter goes alone.
 
-    ``sizes`` are the elements by name, where they are not the parameter's own.
+    ``sizes`` has the elements by name, if they differ from the parameter's own.
     """
     result: list[list[tuple[str, Parameter]]] = []
     room = 0
