@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -168,10 +169,11 @@ def _values(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sample(sample: Mapping[str, Any], ids: dict[tuple[int, ...], int]) -> list[Any]:
-    """Reward, number of the text (0 where it is empty), tokens, and whether it was cut off."""
+    """Reward, number of the text (0 where it is empty), tokens, whether it was cut off, and minus its mean logprob."""
     number = ids.setdefault(tuple(sample["completion_ids"]), len(ids) + 1) if sample["text"].strip() else 0
     reward = None if sample["reward"] is None else float(f"{sample['reward']:.4g}")
-    return [reward, number, len(sample["completion_ids"]), int(sample["finish_reason"] == "length")]
+    nats = -fmean(sample["logprobs"])
+    return [reward, number, len(sample["completion_ids"]), int(sample["finish_reason"] == "length"), round(nats, 2)]
 
 
 def write(path: Path, recorded: Mapping[str, Any]) -> None:

@@ -56,11 +56,11 @@ def _groups(recording: Mapping[str, Any], step: Mapping[str, Any]) -> Iterator[G
         yield Group(prompt, tuple(_sample(prompt, *sample) for sample in group["samples"]))
 
 
-def _sample(prompt: Prompt, reward: float | None, text: int, length: int, cut_off: int) -> Sample:
+def _sample(prompt: Prompt, reward: float | None, text: int, length: int, cut_off: int, nats: float = 1.0) -> Sample:
     return Sample(
         prompt_ids=prompt.token_ids,
         completion_ids=(text,) * length,
-        logprobs=(-1.0,) * length,
+        logprobs=(-nats,) * length,
         finish_reason="length" if cut_off else "stop",
         versions=VersionSpan(0, 0),
         text=f"text {text}" if text else "",

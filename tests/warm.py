@@ -37,14 +37,14 @@ _is_forked = False
 # The supervisor of a server, whose other parent has another number.
 _SUPERVISE = """
 import os, socket, sys
-from lachesis.common import forked, supervisor
+from lachesis.process import fork_main, supervisor
 from tests import warm
 _, _, link, _, grace_s, *command = sys.argv
 socket, parent = socket.socket(fileno=warm.received[int(link)]), os.getppid()
 try:
     supervisor.supervise(socket, is_asked_for=lambda: os.getppid() == parent, grace_s=float(grace_s),
-                         start=lambda: forked.ForkedChild(command))
-except forked.Forked:
+                         start=lambda: fork_main.ForkedChild(command))
+except fork_main.Forked:
     pass
 else:
     raise SystemExit
@@ -53,10 +53,10 @@ warm.go_on_as(command)
 # A fork server, which has its imports by being forked itself.
 _FORKSERVER = """
 import sys
-from lachesis.common import forked
+from lachesis.process import fork_main
 from tests import warm
 sys.argv[1] = str(warm.received[int(sys.argv[1])])
-forked.main()
+fork_main.main()
 """
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.

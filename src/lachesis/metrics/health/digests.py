@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from statistics import fmean
 
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Sample
 from lachesis.metrics.health.types import GroupDigest
 
+# Tokens of a completion of which the logprobs are looked at: long ones would take long.
+FIRST_TOKENS = 64
 # Columns in which data sets have what is right.
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 
@@ -29,10 +33,17 @@ def _digest(group: Group, answer: str | None, answers: Sequence[str | None]) -> 
         texts=tuple(hash(sample.completion_ids) for sample in samples),
         truncated=sum(sample.finish_reason == "length" for sample in samples),
         empty=sum(not sample.text.strip() for sample in samples),
+        nats=_nats(samples),
         answer=None if answer is None else hash(answer),
         answer_told=None if answer is None else _contains(group.prompt.text, answer),
         others_told=sum(_contains(group.prompt.text, other) for other in others) / len(others) if others else None,
     )
+
+
+def _nats(samples: Sequence[Sample]) -> float | None:
+    """The mean of minus the logprobs of the first tokens of each completion, where they are known."""
+    known = [logprob for sample in samples for logprob in sample.logprobs[:FIRST_TOKENS] if not math.isnan(logprob)]
+    return -fmean(known) if known else None
 
 
 def _answer(group: Group) -> str | None:

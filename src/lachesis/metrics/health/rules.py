@@ -290,8 +290,10 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
     """Level, and the rest of the sentence. The first cause that explains all groups counts."""
     longest = max(length for group in groups for length in group.lengths)
     levels = sorted({reward for group in groups for reward in group.rewards})
-    if all(group.truncated == len(group.lengths) for group in groups):
-        return "problem", f"because every completion hit {longest} tokens: raise sampling.max_completion_length"
+    cut_off = sum(group.truncated for group in groups) / sum(len(group.lengths) for group in groups)
+    if cut_off >= 0.95:
+        who = "every completion" if cut_off == 1.0 else f"{format_share(cut_off)} of the completions"
+        return "problem", f"because {who} hit {longest} tokens: raise sampling.max_completion_length"
     if all(group.empty == len(group.lengths) for group in groups):
         return "problem", (
             "because every completion is empty: check how prompts end "
@@ -366,10 +368,10 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
             "rewards.functions pay for it, and lower optimizer.learning_rate or set algorithm.beta",
             share,
         )
-    who = "every completion" if share == 1.0 else f"{format_share(share)} of the completions"
+    nearly = "" if share == 1.0 else "nearly "
     return Alarm(
         "problem",
-        f"{who} of {len(groups)} prompts {'is' if share == 1.0 else 'are'} the same text ({shown}): the policy has "
+        f"{nearly}every completion of {len(groups)} prompts is the same text ({shown}): the policy has "
         "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set algorithm.beta",
         share,
     )
@@ -384,6 +386,9 @@ def _commonest(values: Iterable[int]) -> float:
 @rule
 def entropy_off(seen: Observation) -> Alarm | None:
     """Two steps with entropy below 0.01 (mode collapse) or above 4, or three far above that of the start."""
+    if len(sampled := [_nats(batch) for batch in seen.batches[-2:]]) == 2 and min(sampled) > 4.0:
+        taught = seen.values.get("zero_std_fraction", 0.0) < 1.0
+        return _near_random(min(sampled), level="warning" if taught else "problem")
     entropies = seen.recent("entropy", len(seen.history) + 1)
     if len(entropies) < 2 or "entropy" not in seen.values:
         return None
@@ -391,18 +396,28 @@ def entropy_off(seen: Observation) -> Alarm | None:
     if max(entropies[-2:]) < 0.01:
         return _entropy_lost(seen, entropy)
     if min(entropies[-2:]) > 4.0:
-        return Alarm(
-            "warning",
-            f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
-            "and if they were better before, optimizer.learning_rate",
-            entropy,
-        )
+        return _near_random(entropy, level="warning")
     if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or _rewards_rose(seen):
         return None
     return Alarm(
         "warning",
         f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
         "policy comes apart; lower optimizer.learning_rate, or set algorithm.beta",
+        entropy,
+    )
+
+
+def _nats(batch: Sequence[GroupDigest]) -> float:
+    """How unlikely the tokens of a batch were, in the mean; 0 where that is not known."""
+    known = [group.nats for group in batch if group.nats is not None]
+    return fmean(known) if known else 0.0
+
+
+def _near_random(entropy: float, *, level: Level) -> Alarm:
+    return Alarm(
+        level,
+        f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
+        "and if they were better before, optimizer.learning_rate",
         entropy,
     )
 
@@ -545,8 +560,6 @@ def truncated_often(seen: Observation) -> Alarm | None:
     if len(shares) < steps or min(shares) <= 0.25:
         return None
     share = fmean(shares)
-    if share == 1.0 and seen.values.get("zero_std_fraction") == 1.0:
-        return None  # zero_variance says so, and what it costs
     longest = seen.values.get("completion_length/max")
     limit = f" at {format_number(longest)} tokens" if longest is not None else ""
     return Alarm(

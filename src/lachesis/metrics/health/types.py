@@ -33,7 +33,8 @@ class GroupDigest:
     """What is remembered of a generated group after its step.
 
     ``rewards`` and ``lengths`` (in tokens) are those of the completions with a reward, ``texts`` tells which of them
-    are equal; ``prompt`` and ``answer`` do the same of prompts, and of the answers of their rows. ``answer_told`` says
+    are equal, and ``nats`` how unlikely the first tokens were, in the mean: an estimate of the entropy that they were
+    sampled with. ``prompt`` and ``answer`` tell equal prompts, and equal answers of their rows. ``answer_told`` says
     whether the prompt contains the answer of its row, and ``others_told`` which share of the other answers of the step;
     ``None`` where rows have no answer.
     """
@@ -44,6 +45,7 @@ class GroupDigest:
     texts: tuple[int, ...]
     truncated: int
     empty: int
+    nats: float | None = None
     answer: int | None = None
     answer_told: bool | None = None
     others_told: float | None = None

@@ -140,6 +140,14 @@ def test_entropy_that_rises_is_bad_where_the_reward_does_not(rewards: tuple[floa
     assert ("entropy_off" in alarms(Observation(7, now, history=(before, before, before, now, now)))) is speaks
 
 
+def test_random_text_is_told_where_no_entropy_was_measured(make_group: MakeGroup) -> None:
+    """As in a step without any advantage: the logprobs of what was sampled say it."""
+    unsure = replace(digest([make_group()])[0], nats=6.0)
+    seen = replace(see(zero_std_fraction=1.0), batches=((unsure,), (unsure,)))
+    assert say("entropy_off", seen).level == "problem"
+    assert "entropy_off" not in alarms(replace(seen, batches=((unsure,), digest([make_group()]))))
+
+
 def test_low_is_of_the_rewards_that_there_are(make_group: MakeGroup) -> None:
     """Rewards from -50 to 50 that average 10 are far from low, though below the start of most scales."""
     groups = [make_group((-50.0, 50.0), prompt=str(index)) for index in range(4)]
@@ -186,7 +194,13 @@ class TestCauseOfZeroVariance:
             "all 64 groups have zero variance because every completion hit 16 tokens: "
             "raise sampling.max_completion_length"
         )
-        assert "truncated_often" not in alarms(see(zero_std_fraction=1.0, truncated_fraction=1.0))
+
+    def test_truncation_but_for_a_few(self, make_group: MakeGroup) -> None:
+        long = [tuple(range(index, index + 16)) for index in range(4)]
+        cut = {"completions": long, "finish_reason": "length"}
+        groups = [make_group((0.0,) * 4, prompt=f"{i}", **cut) for i in range(31)]
+        groups.append(make_group((0.0,) * 4, prompt="31", completions=long))
+        assert "because 97 % of the completions hit 16 tokens: raise" in self.message(groups)[1]
 
     def test_empty(self, make_group: MakeGroup) -> None:
         groups = [make_group((0.0, 0.0), prompt=p, completions=[(1,), (1,)], texts=["", " "]) for p in "ab"]

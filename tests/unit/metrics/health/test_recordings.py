@@ -12,6 +12,12 @@ HEALTHY = [name for name in NAMES if read(name)["cause"] is None]
 SICK = [name for name in NAMES if name not in HEALTHY]
 # Warnings that are so: half of the completions and more were cut off at the 20 to 32 tokens that these runs allow.
 TRUE_WARNINGS = {"truncated_often"}
+# A rule that tells causes apart says which it is.
+WORDS = {
+    "truncated": "of the completions hit 3 tokens: raise sampling.max_completion_length",
+    "reward_zero": "because every completion got reward 0",
+    "reward_of_the_prompt": "they depend on the prompt, not on the answer",
+}
 
 
 def test_there_are_runs_of_both_kinds() -> None:
@@ -31,7 +37,7 @@ def test_a_sick_run_is_told_its_cause_first_within_ten_steps(name: str) -> None:
     said = [one.finding for one in play(recording, steps=10) if one.finding.resolved is None]
     said.sort(key=lambda finding: -LEVELS.index(finding.level))
     assert said and said[0].rule == recording["cause"]
-    assert said[0].level != "note"
+    assert said[0].level != "note" and WORDS.get(name, "") in said[0].message
 
 
 def test_what_a_healthy_run_was_told_is_resolved_as_it_learns() -> None:
