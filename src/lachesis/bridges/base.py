@@ -1,4 +1,4 @@
-"""The contract of a bridge: after an update the engine has the trainer's weights, proved, or an error says so."""
+"""Contract of a bridge: after an update the engine has the trainer's weights, proved, or an error says so."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class EngineLeftOut(EngineError):
-    """One of several engines failed in a transfer and counts as dead: the others are still to have the weights."""
+    """Error for one of several engines that failed in a transfer and counts as dead; the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What the last transfer cost and showed.
+    """Cost and result of the last transfer.
 
     ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
     what the proof took after that. ``canary_error`` is in nats and ``canary_ratio`` a multiple of what is allowed;
@@ -51,7 +51,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class RankSent:
-    """What a rank of the trainer did in a transfer: gathered for others and sent ``num_bytes``, in ``seconds``.
+    """Work of a trainer's rank in a transfer: it gathered for others and sent ``num_bytes``, in ``seconds``.
 
     ``most_under_way`` are the bytes of its buckets that were under way at a time, at most.
     """
@@ -62,7 +62,7 @@ class RankSent:
 
 
 class Bridge(ABC, Generic[PolicyT]):
-    """Pause, transfer, confirm, resume: the envelope is here, a transport fills in the steps."""
+    """Bridge that pauses, transfers, confirms and resumes; subclasses fill in the transfer."""
 
     capabilities: BridgeCapabilities
 
@@ -73,7 +73,7 @@ class Bridge(ABC, Generic[PolicyT]):
         every_steps: int = 1,
         pause_mode: PauseMode = "keep",
     ) -> None:
-        """Set what all bridges have.
+        """Set the options that all bridges have.
 
         Args:
             sync_s: the longest a transfer with its proof may take, in seconds.
@@ -94,18 +94,18 @@ class Bridge(ABC, Generic[PolicyT]):
 
     @abstractmethod
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
-        """Build the policy, on storage of the bridge's choosing where it shares weights with the engine."""
+        """Build the policy, on storage that the bridge chooses if it shares weights with the engine."""
 
     @property
     def policy(self) -> PolicyT:
-        """The policy whose weights travel; set once :meth:`prepare` has run."""
+        """Return the policy whose weights travel; set once :meth:`prepare` has run."""
         assert self._policy is not None, "prepare() builds the policy"
         return self._policy
 
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """The engine whose weights this bridge keeps; set once :meth:`prepare` has run."""
+        """Return the engine whose weights this bridge updates; set once :meth:`prepare` has run."""
 
     @abstractmethod
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
@@ -115,16 +115,22 @@ class Bridge(ABC, Generic[PolicyT]):
         """
 
     def _assemble(self) -> None:
-        """Before a transfer: find out who is there to take it. Raises EngineError, DeadlineExceeded."""
+        """Find out, before a transfer, which engines take part.
+
+        Raises EngineError, DeadlineExceeded. Raises EngineError, DeadlineExceeded.
+        """
 
     def rest(self) -> None:
-        """Called before the trainer computes: an engine that is to leave it the GPU's memory meanwhile falls asleep.
+        """Put an engine to sleep that is to leave the trainer the GPU's memory; called before the trainer computes.
 
-        Leaving :meth:`update_to` wakes it up. Raises EngineError where it cannot sleep.
+        Leaving :meth:`update_to` wakes it up. Raises EngineError if it cannot sleep.
         """
 
     def wake(self, *, for_weights: bool = False) -> None:
-        """The reverse of :meth:`rest`; ``for_weights``, as far as it takes to change them. Idempotent."""
+        """Wake the engine after :meth:`rest`, only as far as changing weights needs if ``for_weights``.
+
+        Idempotent. Idempotent.
+        """
 
     def sync(self, version: int) -> SyncReport:
         """Transfer and prove outside of an update: before the first step and after a resume.
@@ -140,11 +146,11 @@ class Bridge(ABC, Generic[PolicyT]):
 
     @contextmanager
     def update_to(self, version: int, *, due: bool = False) -> Generator[None]:
-        """Everything that changes weights happens inside. Leaving always resumes the engine.
+        """Change weights within the block; leaving it always resumes the engine.
 
-        Entering pauses generation where engine and trainer share storage, for then the optimizer step is the
-        transfer. Elsewhere the weights travel every ``every_steps`` versions, and whenever they are ``due``.
-        Raises as :meth:`sync`; an error of the body passes through, and nothing is transferred.
+        If engine and trainer share storage, entering pauses generation, because the optimizer step is the transfer.
+        Otherwise the weights travel every ``every_steps`` versions, and whenever they are ``due``. Raises as
+        :meth:`sync`; an error of the body passes through, and nothing is transferred.
         """
         shares = self.capabilities.shares_storage
         with ExitStack() as resuming:
@@ -168,7 +174,10 @@ class Bridge(ABC, Generic[PolicyT]):
             self.engine.pause(mode=self._pause_mode)
 
     def _resume(self, kind: object, failure: BaseException | None, traceback: object) -> None:
-        """As ExitStack calls it. After a failure the engine may be dead; that it cannot resume then is no news."""
+        """Resume the engine; called by ExitStack.
+
+        After a failure the engine may be dead, and an error in resuming it is ignored.
+        """
         try:
             self.engine.resume()
         except LachesisError:
@@ -176,7 +185,7 @@ class Bridge(ABC, Generic[PolicyT]):
                 raise
 
     def _wake_after_failure(self, kind: object, failure: BaseException | None, traceback: object) -> None:
-        """As ExitStack calls it: where nothing was transferred the engine goes on with what it has."""
+        """Wake the engine with its present weights if nothing was transferred; called by ExitStack."""
         if failure is not None:
             with suppress(LachesisError):  # what failed first is the error
                 self.wake()
@@ -233,11 +242,11 @@ class Bridge(ABC, Generic[PolicyT]):
         )
 
     def recover(self, error: EngineError) -> None:
-        """Make an engine that died serve the weights of now, where that can be done; else raise ``error``."""
+        """Make an engine that died serve the current weights, if possible; else raise ``error``."""
         raise error
 
     def retry(self, call: Callable[[], T]) -> T:
-        """The result of ``call``; where the engine dies in it and is made to serve again, that of a second call.
+        """Return the result of ``call``, repeated once if the engine dies in it and is recovered.
 
         Raises:
             EngineError: the engine lives, or cannot be recovered.
@@ -250,4 +259,4 @@ class Bridge(ABC, Generic[PolicyT]):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop and delete what the bridge made. Idempotent."""
+        """Stop and delete everything that the bridge made. Idempotent. Idempotent."""

@@ -1,4 +1,4 @@
-"""Weights go straight from the trainer into the engine: the adapter's (`lora_nccl`), or all (`broadcast`)."""
+"""Broadcast bridges, which send weights straight into the engine: the adapter's (`lora_nccl`), or all (`broadcast`)."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ _NOTICE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TravellingWeights(Generic[PolicyT]):
-    """What of a policy travels: ``tensors`` yields name and tensor in the order of ``specs``.
+    """Weights of a policy that travel: ``tensors`` yields name and tensor in the order of ``specs``.
 
-    Both are told whether engines know weights by the names of a checkpoint, and not by transformers'.
+    Both are told whether engines know weights by the names of a checkpoint rather than by transformers' names.
     """
 
     capabilities: BridgeCapabilities
@@ -81,7 +81,7 @@ class TravellingWeights(Generic[PolicyT]):
 def lora_source(
     model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_they_are
 ) -> TravellingWeights[PolicyT]:
-    """The adapter of a policy's model; ``whole_of`` gives what makes sharded parameters whole."""
+    """Return the adapter of a policy's model as a source; ``whole_of`` makes sharded parameters whole."""
     return TravellingWeights(
         capabilities=LoraBroadcastBridgeConfig.capabilities,
         transfer="lora",
@@ -94,7 +94,7 @@ def lora_source(
 def full_source(
     model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_they_are
 ) -> TravellingWeights[PolicyT]:
-    """All weights of a policy's model, an adapter merged into them; ``whole_of`` as in :func:`lora_source`."""
+    """Return all weights of a policy's model as a source, with any adapter merged; ``whole_of`` makes them whole."""
 
     def specs(policy: PolicyT, saved: bool) -> Sequence[ReceivedTensor]:
         model = model_of(policy)
@@ -118,13 +118,13 @@ class _HasModel(Protocol):
 
 
 def travelling(kind: TransferKind, whole: Whole) -> TravellingWeights[_HasModel]:
-    """What travels of a policy whose parameters ``whole`` makes whole."""
+    """Return the weights that travel of a policy whose parameters ``whole`` makes whole."""
     make = lora_source if kind == "lora" else full_source
     return make(lambda policy: policy.model, lambda policy: whole)
 
 
 class PackBuckets(Protocol[PolicyIn]):
-    """Has all of a policy's ranks pack each bucket of an update, as ``LeadingPolicy.pack_buckets`` does."""
+    """Protocol by which all of a policy's ranks pack each bucket, as ``LeadingPolicy.pack_buckets`` does."""
 
     def __call__(
         self, policy: PolicyIn, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked
@@ -132,24 +132,24 @@ class PackBuckets(Protocol[PolicyIn]):
 
 
 class BroadcastBridge(ExternalBridge[PolicyT]):
-    """Channels from the trainer to all workers of all servers; nothing touches the disk.
+    """Bridge of channels from the trainer to all workers of all servers; nothing touches the disk.
 
-    They are connected at the first transfer, and anew after one that failed or where other servers are there than
-    before. Where a server dies, fails or hangs in the midst of a transfer, that begins again with the others, and the
-    one counts as dead. What a second one fails with too is no fault of theirs, and is raised.
+    The channels are connected at the first transfer, and again after a failed transfer or a change of servers. If a
+    server dies, fails or hangs during a transfer, it counts as dead and the transfer begins again with the others. An
+    error of the second attempt is not blamed on a server, but raised.
 
     Args:
-        source: what travels, :func:`lora_source` or :func:`full_source`.
+        source: weights to send, :func:`lora_source` or :func:`full_source`.
         backend: ``nccl`` between GPUs, ``ipc`` on one GPU, ``gloo`` on the CPU.
         device: the trainer's.
         init_method: where the workers meet the trainer, "tcp://HOST:PORT"; by default a free port of the address by
             which this machine reaches the servers.
-        directory: where ``nccl_bridge_config.json`` goes, as the run's.
-        pack_buckets: with ``ipc``, where the engine is on the GPUs of several ranks: each of them packs what the worker
+        directory: where ``nccl_bridge_config.json`` goes, usually the run's.
+        pack_buckets: with ``ipc``, if the engine is on the GPUs of several ranks: each of them packs what the worker
             on its GPU reads.
-        sender_ranks: where more ranks than this process may send; each of them listens at a free port of its own.
-        staging: where an engine keeps an update aside. With ``none`` one that breaks off ends the engines that have
-            begun to load it.
+        sender_ranks: the trainer's ranks that may send; each of them listens at a separate free port.
+        staging: where an engine keeps an update before it is complete. With ``none``, an aborted update ends the
+            engines that have begun to load it.
     """
 
     def __init__(
@@ -207,7 +207,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
 
     def _some_died(self, servers: tuple[tuple[str, str], ...]) -> bool:
-        """Whether not all of them live any more; that an engine has died its server notices a moment later."""
+        """Return True if not all of the servers live.
+
+        The server of an engine that has died notices a moment later.
+        """
 
         def all_live() -> str:
             self.engine.look()
@@ -220,7 +223,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return True
 
     def _leave_out(self, error: EngineError | DeadlineExceeded, *, version: int) -> bool:
-        """Whether it was a server that failed, or that hangs, and not all of them: that one is dead from now on."""
+        """Mark a server dead that failed or hangs, and return True unless that leaves none."""
         if isinstance(error, DeadlineExceeded):
             answers = Deadline("an answer of a server that was to receive", _LAST_WORD_S)
             reason = f"it does not answer after {error.message}"
@@ -236,14 +239,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return True
 
     def _at_fault(self, error: EngineError) -> str | None:
-        """The server that failed first, by its address: others fail because it did."""
+        """Return the address of the server that failed first, because others fail as a consequence."""
         peer = error if isinstance(error, PeerFailed) else error.__cause__
         if self._plan is not None and isinstance(peer, PeerFailed):
             return max((rank, url) for url, rank in self._plan.ranks.items() if rank <= peer.rank)[1]
         return next((url for url, failure in self._failures if failure is error), None)
 
     def _noting(self, call: Callable[[ServerControl], T]) -> Callable[[ServerControl], T]:
-        """``call``, and a note of what a server failed with."""
+        """Wrap ``call`` so that a server's failure is recorded."""
 
         def noted(server: ServerControl) -> T:
             try:
@@ -255,7 +258,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return noted
 
     def _exchange(self, version: int, plan: TransferPlan, *, deadline: Deadline) -> None:
-        """This rank's part and, where several send, those of the others at the same time."""
+        """Send this rank's part while other senders send theirs."""
         if len(plan.senders) == 1:
             self._send(version, plan, deadline=deadline)
             return
@@ -291,7 +294,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._rank_sent[rank] = RankSent(answer["seconds"], answer.get("bytes", 0), answer.get("most_under_way", 0))
 
     def _call_off(self, plan: TransferPlan, error: LachesisError) -> None:
-        """End what the other senders wait for: engines that have not come, or that will not answer them."""
+        """End the other senders' waits for engines that have not come, or will not answer."""
         for address in plan.addresses:
             call_off(address, secret=plan.secret, reason=error.message)
         self._stop_receivers(Deadline("stopping the engine's receivers", _LAST_WORD_S))
@@ -299,7 +302,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _send(
         self, version: int, plan: TransferPlan, share: Iterable[tuple[str, Tensor]] | None = None, *, deadline: Deadline
     ) -> Sent:
-        """The servers are told to receive while the trainer sends; an error of either side ends both."""
+        """Tell the servers to receive while the trainer sends; an error of either side ends both."""
         if self._channel is None:
             self._connect(plan, deadline)
         channel = self._channel
@@ -337,7 +340,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _send_tensors(
         self, channel: Channel, plan: TransferPlan, share: Iterable[tuple[str, Tensor]] | None, *, deadline: Deadline
     ) -> Sent:
-        """This rank's share of several, or all that travels."""
+        """Send this rank's share, or everything if it is the only sender."""
         if self._pack_buckets is None:
             tensors = self._source.tensors(self.policy, self._saved_names) if share is None else share
             return channel.send(tensors, plan.own, deadline=deadline)
@@ -355,7 +358,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return sent[0]
 
     def recover(self, error: EngineError) -> None:
-        """As :meth:`ExternalBridge.recover`; engines of the run's own that end by themselves are not waited for."""
+        """Recover as :meth:`ExternalBridge.recover`.
+
+        Engines of the run's own that end by themselves are not waited for.
+        """
         if self._loading and self._owned is not None:
             self._owned.stop()
         self._loading = False
@@ -373,7 +379,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         super().close()
 
     def _planned(self, deadline: Deadline) -> TransferPlan:
-        """Who sends what to whom from now on.
+        """Return the plan of who sends what to whom from now on.
 
         Raises:
             StaleWeights: a server was replaced since this run met it.
@@ -402,7 +408,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         )
 
     def _listening(self, secret: str) -> dict[int, str]:
-        """Ranks that send, and where the others of them listen."""
+        """Return the ranks that send, with the addresses at which those other than 0 listen."""
         if self._sender_ranks is None:
             return {0: ""}
         together = self._sender_ranks.of(self.policy)
@@ -423,7 +429,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return {rank: found[rank] for rank in busy_senders(sizes, candidates=[*found])}
 
     def _connect(self, plan: TransferPlan, deadline: Deadline) -> None:
-        """Have all servers join new channels; that of this rank is connected when this returns.
+        """Have all servers join new channels; this rank's channel is connected on return.
 
         Raises:
             EngineError: a server refuses, does not answer, or its worker cannot join.
@@ -469,7 +475,11 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             raise
 
     def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
-        """Who the servers are now. Raises StaleWeights where one was replaced since this run met it."""
+        """Return the servers' present descriptions.
+
+        Raises StaleWeights if one was replaced since this run met it. Raises StaleWeights where one was replaced since
+        this run met it.
+        """
         infos = self.engine.on_each(lambda server: server.info(deadline=deadline))
         for server, info in infos:
             self.engine.check_session(server, info.session_id)
@@ -504,7 +514,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self.engine.on_all(self._noting(start))
 
     def _not_connected(self, deadline: Deadline) -> str:
-        """Why the receivers are not all connected yet. Raises EngineError where one has failed."""
+        """Return why the receivers are not all connected yet.
+
+        Raises EngineError if one has failed. Raises EngineError where one has failed.
+        """
         connected = self.engine.on_all(self._noting(lambda server: _check_receiver(server, deadline)))
         return "" if all(connected) else "a server's receiver is not connected"
 
@@ -520,7 +533,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         )
 
     def _stop_receivers(self, deadline: Deadline) -> None:
-        """Nothing is lost where it fails: a server that still has a receiver refuses the next one with a reason."""
+        """Stop the servers' receivers.
+
+        A failure is harmless: a server that still has a receiver refuses the next one with a reason.
+        """
         with suppress(LachesisError):
             self.engine.on_all(lambda server: server.stop_receiver(deadline=deadline))
 
@@ -531,7 +547,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
 
 def _ranks(infos: Sequence[ServerInfo]) -> tuple[dict[str, int], int]:
-    """The first rank of each server by its address, and the size of the world: the trainer and all workers."""
+    """Return the first rank of each server by its address, and the world size: the trainer and all workers."""
     ranks: dict[str, int] = {}
     end = 1
     for info in infos:
@@ -541,7 +557,10 @@ def _ranks(infos: Sequence[ServerInfo]) -> tuple[dict[str, int], int]:
 
 
 def _check_receiver(server: ServerControl, deadline: Deadline) -> bool:
-    """Whether the server's receiver is connected. Raises EngineError where it has failed."""
+    """Return True if the server's receiver is connected.
+
+    Raises EngineError if it has failed. Raises EngineError where it has failed.
+    """
     try:
         status = server.receiver_status(deadline=deadline)
     except DeadlineExceeded:
@@ -562,7 +581,7 @@ def _abort_on_error(channel: Channel, received: Future[list[None]]) -> None:
 
 
 def _with_servers_reason(error: EngineError, received: Future[list[None]], *, version: int) -> EngineError:
-    """Why the trainer could not send, and what the servers saw of it."""
+    """Return an error that says why the trainer could not send, and what the servers saw of it."""
     wait([received], timeout=_LAST_WORD_S)
     reason = received.exception() if received.done() else None
     said = f"; the servers say: {reason}" if reason is not None else ""

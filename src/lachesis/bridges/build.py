@@ -1,4 +1,4 @@
-"""Which bridges there are: from ``bridge.kind`` to the bridge over servers."""
+"""Construction of the bridge that ``bridge.kind`` names, over servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from lachesis.transport.layout import ChannelBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeParts(Generic[ModelPolicyT]):
-    """What bridges over servers are made of.
+    """Parts from which bridges over servers are made.
 
     Args:
         config: of the run.
@@ -94,7 +94,7 @@ class BridgeParts(Generic[ModelPolicyT]):
 
 
 def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
-    """The bridge of ``bridge.kind`` over servers."""
+    """Build the bridge of ``bridge.kind`` over servers."""
     match parts.config.bridge:
         case SharedBridgeConfig() as kind:
             return _shared(parts, pause=kind.pause)
@@ -117,10 +117,10 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
 
 
 class CustomBridge(Protocol):
-    """What the class or function may take: the servers first, the others by name; it is given those that it names."""
+    """Signature of a custom bridge: the servers first, the others by name if the class or function declares them."""
 
     def __call__(self, servers: Servers[Any], *, config: LachesisConfig, directory: Path) -> Bridge[Any]:
-        """The bridge, usually an :class:`ExternalBridge` with a ``_transfer`` of its own.
+        """Return the bridge, usually an :class:`ExternalBridge` with its own ``_transfer``.
 
         Args:
             servers: the client of the engine's servers, their processes where the run starts them, and the proof.
@@ -163,7 +163,10 @@ def _servers(
 
 
 def sleep_level(config: LachesisConfig) -> Literal[0, 1, 2]:
-    """How deep the engine sleeps while the trainer computes: it may forget weights that all come anew afterwards."""
+    """Return how deep the engine sleeps while the trainer computes.
+
+    It may drop weights that are all sent again afterwards.
+    """
     if not isinstance(config.engine, VllmEngineConfig) or not config.engine.enable_sleep_mode:
         return 0
     return 2 if config.forgets_weights else 1
@@ -198,7 +201,7 @@ def _broadcast(
 def _sender_ranks(
     parts: BridgeParts[ModelPolicyT], kind: ChannelBridgeConfig, backend: ChannelBackend
 ) -> SenderRanks[ModelPolicyT] | None:
-    """What several ranks send, which is all weights: an adapter is a bucket or less."""
+    """Return how several ranks send all weights; None for an adapter, which is a bucket or less."""
     if parts.together is None or backend == "ipc" or not isinstance(kind, BroadcastBridgeConfig) or kind.senders == 1:
         return None
     return SenderRanks(parts.together, most=kind.senders)
@@ -228,7 +231,7 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load
 
 
 def takes_engine_weights(config: LachesisConfig) -> bool:
-    """Whether the policy is built on tensors of the engine: all of them, or an adapter's base."""
+    """Return True if the policy is built on tensors of the engine: all of them, or an adapter's base."""
     bridge = config.bridge
     if isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig):
         return bridge.share_base
@@ -236,7 +239,7 @@ def takes_engine_weights(config: LachesisConfig) -> bool:
 
 
 def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, directory: Path) -> EngineWeights | None:
-    """The engine's own tensors, where the policy is to be built on them.
+    """Return the engine's tensors if the policy is to be built on them, else None.
 
     Args:
         owner: the name under which the run claims the engine.
@@ -256,7 +259,7 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
 
 
 def channel_backend(config: LachesisConfig, bridge: ChannelBridgeConfig) -> ChannelBackend:
-    """How tensors travel: as configured, or by where trainer and engine are."""
+    """Return how tensors travel: as configured, or by the devices of trainer and engine."""
     if bridge.transport != "auto":
         return bridge.transport
     if resolve_device(config.model.device).type == "cpu":

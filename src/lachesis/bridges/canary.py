@@ -1,4 +1,4 @@
-"""The canary: a text that the model itself finds likely, and how far apart two correct readings of it may be.
+"""Canary: a text that the model itself finds likely, and the tolerance between two correct readings of it.
 
 Two correct forward passes in 16 bits differ, because they round in other places. A logit l is known up to some noise
 s, so the logprob of a token with probability p is off by about s (1 - p): an unlikely token shows the whole noise, a
@@ -37,7 +37,7 @@ _HIGH_QUANTILE = 0.9
 
 
 class CanaryText:
-    """The token ids that trainer and engines read: a prompt, and its greedy continuation by the first engine.
+    """Token ids that trainer and engines read: a prompt, and its greedy continuation by the first engine.
 
     Args:
         prompt: token ids of a prompt that is trained on; without one, arbitrary tokens are continued.
@@ -61,7 +61,7 @@ class CanaryText:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """How far two readings of the canary are apart.
+    """Distance between two readings of the canary.
 
     ``mean`` and ``high`` (the 0.9 quantile) are of |z|, in nats of logit noise; ``largest`` is max |engine - trainer|
     in nats. All are NaN where a logprob is, and infinite where the lengths differ.
@@ -97,7 +97,7 @@ def _noise(trainer: Logprobs, engine: Logprobs) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The largest mean and 0.9 quantile of |z| that count as agreement."""
+    """Largest mean and 0.9 quantile of |z| that count as agreement."""
 
     mean: float
     high: float
@@ -118,7 +118,7 @@ _HIGH_OVER_MEAN = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class NoiseScale:
-    """What two correct readings differ by on this model, learned from the readings that were accepted.
+    """Scale of the difference between two correct readings on this model, learned from accepted ones.
 
     Args:
         limit: the largest mean of |z| that rounding in this arithmetic can explain on any model.
@@ -135,12 +135,12 @@ class NoiseScale:
 
     @property
     def usual(self) -> float:
-        """The usual mean of |z|; the limit until a reading was accepted."""
+        """Return the usual mean of |z|; the limit until a reading was accepted."""
         return max(self.floor, median(one.mean for one in self._seen)) if self._seen else self.limit
 
     @property
     def allowance(self) -> Allowance:
-        """The allowance for the next reading: the limit at first, and a margin over what is usual afterwards."""
+        """Return the allowance for the next reading: the limit at first, a margin over the usual value afterwards."""
         widest = Allowance(self.limit, _HIGH_OVER_MEAN * self.limit)
         if not self._seen:
             return widest
@@ -166,7 +166,7 @@ class _Reading:
 
 
 class History:
-    """The accepted readings before: they show whether the engine moves with the trainer, and where it stands if not.
+    """History of accepted readings, which shows if the engine moves with the trainer, and where it stands if not.
 
     Args:
         floor: the least that the difference of both sides is thought to move by on its own, in nats of logit noise.

@@ -1,4 +1,4 @@
-"""Bridges to engines in other processes: the servers, the processes behind them, and what becomes of one that dies."""
+"""Bridges to engines in other processes: the servers, their processes, and recovery from their deaths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _QUORUM_LOOK_S = 1.0
 
 
 class OwnedEngine:
-    """Servers, the processes behind them in the same order, and the run they belong to.
+    """Servers with their processes in the same order, and the run that they belong to.
 
     Args:
         engine: the client of the servers.
@@ -89,16 +89,16 @@ class OwnedEngine:
         self.engine.claim(self._owner, deadline=deadline)
 
     def start_again(self) -> None:
-        """:meth:`restart` within ``start_s``, of servers that died."""
+        """Run :meth:`restart` within ``start_s`` for servers that died."""
         deadline = Deadline("the engine's second start", self._start_s, "deadlines.engine_start_s")
         with deadline.waiting():
             self.restart(deadline=deadline)
 
     def replace_dead(self, *, waiting: bool = False) -> tuple[str, ...]:
-        """Have dead servers started again beside everything else; those that are ready since the last call.
+        """Restart dead servers in the background; return those that became ready since the last call.
 
-        A server that has hung is ended first. Others go on meanwhile, and one that cannot be started stays dead. With
-        ``waiting`` all starts are over when this returns.
+        A hung server is ended first. Others continue meanwhile, and one that cannot be started stays dead. With
+        ``waiting`` all starts are over on return.
         """
         ready = self._ended_starts()
         fleet = self.engine.fleet
@@ -113,7 +113,7 @@ class OwnedEngine:
         return ready
 
     def _ended_starts(self) -> tuple[str, ...]:
-        """Those whose start is over and went well; the others are dead again."""
+        """Return the servers whose start has succeeded; mark those whose start failed as dead again."""
         ready: list[str] = []
         for url in [url for url, start in self._starts.items() if start.done()]:
             if (error := self._starts.pop(url).exception()) is None:
@@ -144,9 +144,9 @@ class OwnedEngine:
             process.stop()
 
     def died(self, *, within_s: float = 10.0) -> bool:
-        """Whether no server is left, or none will be ``within_s``.
+        """Return True if no server is left, or none will be left within ``within_s`` seconds.
 
-        Connections break a moment before, and vLLM's server looks every 5 s whether its engine lives.
+        Connections break a moment before, and vLLM's server checks its engine only every 5 s.
         """
         deadline = Deadline("the end of a server that does not answer", within_s)
         pause = threading.Event()
@@ -157,7 +157,7 @@ class OwnedEngine:
         return True
 
     def move_log(self, path: Path) -> None:
-        """Move the servers' log to ``path`` while they write it, on the same file system; one that is there stays.
+        """Move the servers' log to ``path`` while they write it, on the same file system; an existing file stays.
 
         Raises:
             EngineError: it cannot be moved.
@@ -178,14 +178,14 @@ class OwnedEngine:
 
 
 def empty_cache(policy: object) -> None:
-    """Of this process: what its allocator keeps of a GPU is for others to take."""
+    """Release GPU memory that this process's allocator holds."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers(Generic[PolicyT]):
-    """The servers that a policy's weights are brought to, as every bridge to them needs them.
+    """Servers that a policy's weights are brought to, with the options that all bridges to them need.
 
     Args:
         engine: their client; they are claimed by this run.
@@ -217,7 +217,7 @@ class Servers(Generic[PolicyT]):
 
 
 class ExternalBridge(Bridge[PolicyT]):
-    """A policy on one side, ``servers`` on the other; a subclass says how the weights get across.
+    """Bridge between a policy and ``servers``; a subclass implements the transfer.
 
     ``capabilities`` are as its section of the configuration declares them.
     """
@@ -239,7 +239,7 @@ class ExternalBridge(Bridge[PolicyT]):
         return self._policy
 
     def _assemble(self) -> None:
-        """Find out which servers have come and gone, and wait until there are as many as are needed.
+        """Find out which servers have come and gone, and wait until there are enough.
 
         Raises:
             EngineUnreachable: none lives.
@@ -278,7 +278,7 @@ class ExternalBridge(Bridge[PolicyT]):
         self.engine.set_members(urls, deadline=Deadline("giving engines back", _GREETING_S))
 
     def _meet(self) -> None:
-        """Have dead servers replaced, and let those take part that came or came back."""
+        """Replace dead servers, and admit those that came or came back."""
         engine = self.engine
         engine.look(needed=self._servers.quorum is None, quiet_s=_QUIET_S)
         for url in self._replaced() if self._owned is not None else self._absent():
@@ -290,7 +290,11 @@ class ExternalBridge(Bridge[PolicyT]):
                 logger.info("the engine at %s is there again; it serves once it has the weights", url)
 
     def _replaced(self) -> tuple[str, ...]:
-        """Those that are ready. One that starts takes the memory that a sleeping one leaves to the trainer."""
+        """Return the servers that are ready.
+
+        A starting one takes the memory that a sleeping one leaves to the trainer. One that starts takes the memory that
+        a sleeping one leaves to the trainer.
+        """
         assert self._owned is not None, "others start them"
         sleeps = bool(self._servers.sleep_level)
         if sleeps and self.engine.fleet.having(State.DEAD):
@@ -309,13 +313,13 @@ class ExternalBridge(Bridge[PolicyT]):
             self.engine.wake_up(("weights",) if for_weights else MEMORY_PARTS)
 
     def recover(self, error: EngineError) -> None:
-        """Start an engine of the run's own that died again, once for each version, and bring it the weights.
+        """Restart one of the run's own engines that died, once for each version, and bring it the weights.
 
-        Engines that others start are waited for where a quorum is asked for.
+        Engines that others start are waited for if a quorum is required.
 
         Raises:
-            EngineError: ``error``, where the engine lives or is not the run's; or that the weights were in its
-                memory, or that it died twice with these weights.
+            EngineError: ``error``, if the engine lives or is not the run's; or if the weights were in its memory, or it
+                died twice with these weights.
             DeadlineExceeded: as :meth:`_assemble`.
         """
         if self._owned is None and self._servers.quorum is not None and self._recovered != self.version:
@@ -351,11 +355,11 @@ class ExternalBridge(Bridge[PolicyT]):
             self._owned.stop()
 
     def renew(self) -> None:
-        """The engine is another one, or was started again: forget what was agreed with the one before."""
+        """Forget all that was agreed with an engine that has been replaced or restarted."""
         if not self.capabilities.owns_engine:  # their proof comes with the start in the next transfer
             self._build_proof()
 
     def _build_proof(self) -> None:
-        """The proof is of one session of the engine: a restarted engine needs a new one."""
+        """Build the proof for one session of the engine; a restarted engine needs a new one."""
         if self._servers.proof_builder is not None:
             self.proof: Proof | None = self._servers.proof_builder(self.policy, self.engine)

@@ -1,9 +1,9 @@
-"""Which tensors a policy sends to an engine, under which names. No transport.
+"""Extraction of the tensors that a policy sends to an engine, with their names. No transport.
 
-Names are transformers' own for full weights, or a checkpoint's (:func:`as_saved`): the two differ where a model stacks
-what its files hold one by one, as a mixture's experts. An adapter's are peft's without ``base_model.model.`` and
-``.default`` (``model.layers.0.self_attn.q_proj.lora_A.weight``). Whatever reads an adapter raises ModelError where the
-model has none, or one of a kind that engines cannot take.
+Names are transformers' own for full weights, or a checkpoint's (:func:`as_saved`): the two differ if a model stacks
+tensors that its files hold one by one, such as a mixture's experts. An adapter's are peft's without
+``base_model.model.`` and ``.default`` (``model.layers.0.self_attn.q_proj.lora_A.weight``). Functions that read an
+adapter raise ModelError if the model has none, or one of a kind that engines cannot take.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Whole = Callable[[Sequence[Tensor]], Iterator[Tensor]]
 
 
 def as_they_are(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The parameters, where they are whole."""
+    """Yield parameters that are whole already."""
     return (parameter.detach() for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The adapter of ``parameter``, a weight of ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
+    """Adapter of ``parameter``, a weight of ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
 
     ``a`` is [rank, in], ``b`` [out, rank]; both are the live parameters. ``transposed`` says that the layer
     stores its weight as [in, out]. Of ``experts`` weights in one parameter [experts, out, in] each has its own A and
@@ -62,7 +62,9 @@ class LoraPair:
     experts: int = 1
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3).
+        """Return ``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al.
+
+        2021, LoRA, eq. 3). 2021, LoRA, eq. 3).
 
         ``a`` and ``b`` are the pair's own, whole.
         """
@@ -75,7 +77,7 @@ class LoraPair:
         return delta.mT if self.transposed else delta
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The weight plus :meth:`delta`, added in float32 and rounded once."""
+        """Return the weight plus :meth:`delta`, added in float32 and rounded once."""
         if weight.is_cuda and self.experts == 1:
             from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
 
@@ -90,7 +92,7 @@ class LoraPair:
 def full_weights(
     model: nn.Module, *, whole: Whole = as_they_are, names: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
+    """Yield all weights by Hugging Face's names, tied ones once; an adapter is merged in float32, rounded once.
 
     With ``names`` these alone, in that order. Unchanged weights are the live parameters, merged and gathered ones are
     new, and few of those exist at a time if the caller keeps none.
@@ -106,7 +108,7 @@ def full_weights(
 
 
 def weight_parts(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
-    """What each of :func:`full_weights` is made of: a parameter, and A and B of its adapter where it has one."""
+    """Return the parts of each tensor of :func:`full_weights`: a parameter, and A and B of its adapter, if any."""
     pairs = _merged_pairs(model)
     return {
         name: (parameter, pairs[name].a, pairs[name].b) if name in pairs else (parameter,)
@@ -119,12 +121,12 @@ def _merged_pairs(model: nn.Module) -> dict[str, LoraPair]:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the model without its adapter, under Hugging Face's names, tied ones once."""
+    """Return the model's parameters without its adapter, under Hugging Face's names, tied ones once."""
     return {own_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" not in name}
 
 
 def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under transformers' names as the model's checkpoints have them: each expert of a mixture by itself.
+    """Yield tensors under transformers' names as the model's checkpoints store them: each expert separately.
 
     The conversions are transformers' own; those of tensors on the meta device give names and shapes alone.
 
@@ -148,13 +150,16 @@ def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
 
 
 def saved_shapes(model: nn.Module) -> dict[str, Tensor]:
-    """What :func:`as_saved` gives of the model's weights, without bytes. Raises as that."""
+    """Return the tensors of :func:`as_saved` for the model's weights, without bytes.
+
+    Raises as :func:`as_saved`. Raises as that.
+    """
     empty = ((name, torch.empty_like(p, device="meta")) for name, p in base_parameters(model).items())
     return dict(as_saved(model, empty))
 
 
 def own_name(name: str) -> str:
-    """Transformers' name of a parameter of a model that may wear an adapter."""
+    """Return transformers' name of a parameter of a model that may have an adapter."""
     name = name.removeprefix(_WRAPPER)
     while _INNER in name:  # stacked parameters of one module are wrapped one around the other
         name = name.replace(_INNER, ".")
@@ -163,7 +168,7 @@ def own_name(name: str) -> str:
 
 @torch.no_grad()
 def lora_tensors(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, Tensor]:
-    """The adapter's tensors A and B by name, live and unscaled, sorted by name."""
+    """Return the adapter's tensors A and B by name, live and unscaled, sorted by name."""
     live: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
         live[f"{pair.module}.lora_A.weight"] = pair.a
@@ -173,10 +178,10 @@ def lora_tensors(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, T
 
 
 def lora_pairs(model: nn.Module) -> list[LoraPair]:
-    """The adapter, a pair for each adapted layer.
+    """Return the adapter, a pair for each adapted layer.
 
     Raises:
-        ModelError: parameters that are no linear layers are adapted too, such as experts.
+        ModelError: parameters other than linear layers are adapted too, such as experts.
     """
     pairs = _all_pairs(model)
     stacked = [pair.parameter for pair in pairs if pair.stacked]
@@ -191,7 +196,7 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
 
 
 def _all_pairs(model: nn.Module) -> list[LoraPair]:
-    """As :func:`lora_pairs`, with those of experts and routers."""
+    """Return :func:`lora_pairs` together with those of experts and routers."""
     from peft.tuners.lora import LoraLayer  # there by now, as the model has an adapter
 
     adapter = _active_adapter(model)
@@ -225,10 +230,10 @@ def _pair(where: str, module: LoraLayer, adapter: str) -> LoraPair:
 
 
 def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
-    """Rank, alpha and targets, for the engine that is to apply the adapter.
+    """Return rank, alpha and targets, for the engine that is to apply the adapter.
 
     Raises:
-        ModelError: layers have ranks or scalings of their own.
+        ModelError: ranks or scalings differ between layers.
     """
     pairs = lora_pairs(model)
     assert is_adapted(model)
@@ -251,12 +256,12 @@ def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
 
 
 def tensor_list(tensors: Mapping[str, Tensor]) -> tuple[ReceivedTensor, ...]:
-    """Names, shapes and dtypes in order, as the receiver of the tensors is told them."""
+    """Return names, shapes and dtypes in order, for the receiver of the tensors."""
     return tuple(ReceivedTensor(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
 
 
 def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_they_are) -> dict[str, int]:
-    """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled."""
+    """Return digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled."""
     tensors = lora_tensors(model, whole=whole)
     held: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
@@ -267,7 +272,10 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_t
 
 
 def full_digests(model: nn.Module, *, whole: Whole = as_they_are, quantized: Collection[str] = ()) -> dict[str, int]:
-    """Digests of :func:`full_weights` by the same names. Merged and gathered ones are made and dropped one by one.
+    """Return digests of :func:`full_weights` by name.
+
+    Merged and gathered tensors are made and dropped one by one. Merged and gathered ones are made and dropped one by
+    one.
 
     Those of ``quantized`` are rounded to 8 bits first, and the name with ``_scale`` has the digest of their scales.
     """
@@ -285,7 +293,7 @@ def full_digests(model: nn.Module, *, whole: Whole = as_they_are, quantized: Col
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language model in a model; its class is the architecture's."""
+    """Return the configuration of the language model in a model; its class is the architecture's."""
     config: Any = model.config
     return config.get_text_config()
 
@@ -302,7 +310,7 @@ def _active_adapter(model: nn.Module) -> str:
 
 
 def _check_plain(module: LoraLayer, adapter: str, where: str) -> None:
-    """Engines know B @ A on linear layers; anything else would be dropped in silence."""
+    """Raise ModelError for an adapter that is not plain B @ A on linear layers, which engines would drop silently."""
     extras = {
         "a variant such as DoRA": adapter in module.lora_variant,
         "with a bias": module.lora_bias.get(adapter, False),

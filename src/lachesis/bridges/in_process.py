@@ -1,4 +1,4 @@
-"""The engine is in this process, with the trainer's own module (the optimizer step is the transfer) or a copy."""
+"""Bridge to an engine in this process, with the trainer's own module (the optimizer step transfers) or a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lachesis.engines.base import Engine
 
 
 class InProcessBridge(Bridge[PolicyT]):
-    """Shares storage with the embedded engine, or brings it the weights while it is paused.
+    """Bridge that shares storage with the embedded engine, or brings it the weights while it is paused.
 
     Args:
         engine_builder: makes the engine around the policy once it exists.

@@ -1,9 +1,8 @@
-"""Which rows of which of an engine's tensors a Hugging Face parameter is. Pure: names and shapes only.
+"""Mapping from Hugging Face parameters to rows of an engine's tensors. Pure: names and shapes only.
 
 vLLM stores q, k and v of a layer as the rows of one matrix ``qkv_proj``, gate and up as those of
-``gate_up_proj``, and pads the vocabulary; everything else has the name and the shape that it has in
-transformers, but for a mixture's experts, which have names of vLLM's own. The embedded engine has transformers'
-own names throughout.
+``gate_up_proj``, and pads the vocabulary; everything else has the name and shape of transformers, except a mixture's
+experts, which have vLLM's names. The embedded engine uses transformers' names throughout.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def map_parameters(
 def check_same_model(
     parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, model_type: str, engine_kind: str
 ) -> None:
-    """See that an engine serves the model of these parameters, as far as shapes tell.
+    """Check that an engine serves the model of these parameters, as far as shapes tell.
 
     Those that the engine has emptied (vLLM repacks linear layers on the CPU) are not looked at, and neither are
     architectures that vLLM stores in an unknown way. Arguments are as of :func:`map_parameters`.
@@ -110,7 +109,7 @@ def check_same_model(
 
 
 def describe(shapes: Mapping[str, Shape]) -> str:
-    """A model in words: its layers, hidden size and vocabulary, as far as names tell."""
+    """Describe a model: its layers, hidden size and vocabulary, as far as names tell."""
     layers = {int(match.group(1)) for name in shapes if (match := re.search(r"\.(?:layers|h)\.(\d+)\.", name))}
     words = [f"{len(layers)} layers"]
     embedding = next((shape for name, shape in shapes.items() if re.search(r"(embed_tokens|wte)\.weight$", name)), None)
@@ -146,7 +145,7 @@ def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape
 
 
 def _expert_name(name: str) -> str:
-    """What vLLM calls the stacked weights of a mixture's experts; the name itself of anything else."""
+    """Return vLLM's name of a mixture's stacked expert weights; any other name unchanged."""
     for ours, theirs in _EXPERTS.items():
         if name.endswith(f".{ours}"):
             return name.removesuffix(ours) + theirs
@@ -154,13 +153,13 @@ def _expert_name(name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """``model.layers.0.self_attn.q_proj.weight`` as where, module and kind."""
+    """Split ``model.layers.0.self_attn.q_proj.weight`` into location, module and kind."""
     *path, leaf, kind = ("", "", *name.split("."))
     return ".".join(part for part in path if part), leaf, kind
 
 
 def _fused_name(name: str) -> str:
-    """The tensor that has a parameter's rows where vLLM fuses them; its own name elsewhere."""
+    """Return the name of vLLM's fused tensor with a parameter's rows; the parameter's name if there is none."""
     prefix, leaf, kind = _split(name)
     return f"{prefix}.{_FUSED[leaf][0]}.{kind}" if leaf in _FUSED else name
 
@@ -181,7 +180,10 @@ def _find_rows(
 
 
 def _check_cover(slices: Mapping[str, DigestSlice], engine: Mapping[str, Shape]) -> None:
-    """Every tensor of the engine has to be found: the trainer's model may lack what the engine computes with."""
+    """Check that every tensor of the engine is mapped.
+
+    The trainer's model may otherwise lack parameters that the engine computes with.
+    """
     used = {entry.name for entry in slices.values()}
     # Where embeddings are tied an engine may list the head too; it is the same tensor.
     rest = [name for name in engine if name not in used and not name.endswith("lm_head.weight")]

@@ -69,7 +69,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """The result of a proof that passed.
+    """Result of a proof that passed.
 
     Args:
         error: the largest difference of a canary logprob, in nats.
@@ -83,16 +83,19 @@ class Proved:
 
 
 class Proof(Protocol):
-    """The proof of each transfer that a bridge makes."""
+    """Proof of each transfer that a bridge makes."""
 
     def confirm(self, *, version: int) -> Proved:
-        """Prove that the engine computes with ``version``. Raises StaleWeights where it has other weights."""
+        """Prove that the engine computes with ``version``.
+
+        Raises StaleWeights if it has other weights. Raises StaleWeights where it has other weights.
+        """
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class SyncProof:
-    """Compares trainer and engine after each transfer.
+    """Proof that compares trainer and engine after each transfer.
 
     Digests show that each tensor arrived bit for bit, also where an update is far below what a 16-bit forward pass
     resolves. The canary shows that the engine computes with the weights, whatever its kernels. Where digests prove all
@@ -135,7 +138,7 @@ class SyncProof:
         self._history = History(floor=_FLOOR[self.dtype], absorbs=absorbs)
 
     def confirm(self, *, version: int) -> Proved:
-        """Ask both sides and judge what they say. Raises as :meth:`judge`."""
+        """Ask both sides and judge their answers. Raises as :meth:`judge`. Raises as :meth:`judge`."""
         token_ids = self.token_ids()
         if not self.concurrent:
             proved = self.judge(self.ask_engine(token_ids), self.ask_trainer(token_ids), version=version)
@@ -235,7 +238,10 @@ class SyncProof:
             )
 
     def _check_cache(self, reading: CanaryReading, *, version: int) -> None:
-        """The probe begins as no prompt does: what the cache has of it was computed before this update."""
+        """Raise StaleWeights if the prefix cache knows the probe.
+
+        The probe begins as no prompt does, so a cached part of it was computed before this update.
+        """
         if reading.cached_tokens and version != self._version:
             raise StaleWeights(
                 f"after the transfer of version {version} the engine answers from a prefix cache that holds "
@@ -249,12 +255,12 @@ _ONE_FAILS = (StaleWeights, EngineUnreachable, DeadlineExceeded)
 
 
 class FleetProof:
-    """Proof of sync with each engine that lives: it alone admits that one, and one that fails does not end the step.
+    """Proof of sync with each live engine, which admits that engine alone; one failure does not end the step.
 
     Args:
         engine: the client of all.
         proof_of: makes the proof of one of them, in the session in which it was met. The canary and the trainer's side
-            of all are the same, and asked for once.
+            of all are the same, and computed once.
     """
 
     def __init__(self, engine: HttpEngine, *, proof_of: Callable[[ServerControl], SyncProof]) -> None:
@@ -319,7 +325,7 @@ class FleetProof:
         note(control.url, error.message)
 
     def of(self, control: ServerControl) -> SyncProof:
-        """The proof of one engine, in the session in which it was met last."""
+        """Return the proof of one engine, in the session in which it was met last."""
         session_id = self._engine.fleet.session(control.url)
         proof = self._proofs.get(control.url)
         if proof is None or proof.session_id != session_id:
@@ -384,7 +390,7 @@ def _brief(values: Sequence[float]) -> str:
 
 
 class ModelPolicy(Protocol):
-    """What is proved of a policy: its model, with the adapter if it has one, and that model's transformer."""
+    """Parts of a policy that are proved: its model, with any adapter, and that model's transformer."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -403,7 +409,7 @@ ModelPolicyT = TypeVar("ModelPolicyT", bound=ModelPolicy)
 def canary_alone(
     read: Callable[[Sequence[int]], CanaryReading],
 ) -> Callable[[Sequence[int], DigestRequest], EngineSays]:
-    """What an engine says that holds no bytes of its own to digest."""
+    """Return a function that reads the canary of an engine without bytes to digest."""
     return lambda token_ids, wanted: (read(token_ids), {})
 
 
@@ -499,7 +505,7 @@ def _server_proof(
 
 
 def engine_arithmetic(info: ServerInfo) -> str:
-    """What a server multiplies in: its dtype, but TF32 where vLLM's attention on a GPU has float32 to multiply."""
+    """Return the arithmetic of a server: its dtype, or TF32 if vLLM's attention multiplies float32 on a GPU."""
     on_gpu = info.model.device.startswith("cuda")
     of_vllm = info.engine.startswith("vllm")  # its version comes after it
     return "tf32" if of_vllm and on_gpu and info.model.dtype == "float32" else info.model.dtype
@@ -514,9 +520,9 @@ def digests_of(
     whole: Whole,
     deadline: Callable[[], Deadline],
 ) -> tuple[Digests, DigestRequest] | None:
-    """Exact digests of what travels: the trainer's, and what to ask the server for; none where it has another form.
+    """Return the trainer's exact digests, and what to ask the server for; None if the server's tensors differ in form.
 
-    That is so with adapters split over GPUs, with kernels that repack weights (as on the CPU), with layers whose cut
+    They differ with adapters split over GPUs, with kernels that repack weights (as on the CPU), with layers whose cut
     the server does not know, and in another dtype.
     """
     info = control.info(deadline=deadline())
@@ -542,7 +548,10 @@ def digests_of(
 
 
 def coarser_quantization(config: LachesisConfig, *, rounds: int) -> str:
-    """What keeps trainer and engine further apart: the trainer's base weights, or an engine that ``rounds`` so much."""
+    """Return the coarser quantization of trainer and engine.
+
+    That is the trainer's base weights', or the engine's if it ``rounds`` so much.
+    """
     kinds = (config.model.quantization, _ROUNDED[rounds])
     return max(kinds, key=QUANTIZED_TOLERANCE.__getitem__)
 

@@ -1,4 +1,4 @@
-"""Weights go through a directory: saved by the trainer, then loaded by the running engine or by one that is started.
+"""Bridges through a directory: saved by the trainer, then loaded by the running or a newly started engine.
 
 Directories are read once, minutes at most after they were written, by a process on this machine or on a file system
 shared with it. So they are not forced to disk: that would take longer than all else, and a run that a power cut
@@ -53,7 +53,7 @@ Load = Callable[[ServerControl, Path, int, Deadline], None]
 
 
 class SavedBridge(ExternalBridge[PolicyT]):
-    """A directory for each version, from which the servers load it: as they run, or each time started anew.
+    """Bridge with a directory for each version, which running servers load, or servers started for it.
 
     They are started anew where ``capabilities`` say that the bridge owns its engine; ``sync_s`` covers that start.
 
@@ -86,7 +86,7 @@ class SavedBridge(ExternalBridge[PolicyT]):
         self._command = command
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
-        """Raises EngineError where the disk is full or cannot be written; the engine has not been told then."""
+        """Save and load the weights. Raises EngineError, before the engine is told, if the disk cannot be written."""
         started = time.perf_counter()
         with self._saved.writing(version) as directory:
             self._save(self.policy, directory)
@@ -132,7 +132,7 @@ class SavedBridge(ExternalBridge[PolicyT]):
 
 
 class VersionedDirectories:
-    """``parent/v{version}`` for each version that was written, the latest few of which are kept.
+    """Directories ``parent/v{version}`` of written versions, the latest few of which are kept.
 
     Args:
         parent: made at the first write; nothing else should live there.
@@ -145,9 +145,9 @@ class VersionedDirectories:
 
     @contextmanager
     def writing(self, version: int) -> Generator[Path]:
-        """Yield an empty directory that becomes that of ``version`` when the block ends without error.
+        """Yield an empty directory that becomes that of ``version`` if the block ends without an error.
 
-        A directory that this version had before is replaced. An error removes what was written.
+        An earlier directory of this version is replaced. An error removes what was written.
 
         Raises:
             EngineError: the disk is full or cannot be written.
@@ -168,7 +168,7 @@ class VersionedDirectories:
             ) from error
 
     def path(self, version: int) -> Path:
-        """The directory of a version."""
+        """Return the directory of a version."""
         return self.parent / f"v{version}"
 
     def prune(self, *, serving: Path) -> None:
@@ -182,7 +182,7 @@ class VersionedDirectories:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterWriter(Generic[PolicyT]):
-    """Saves a policy's adapter as peft does: its ``tensors`` by name, and its ``config`` file, asked for once."""
+    """Writer of a policy's adapter as peft saves it: its ``tensors`` by name, and its ``config``, requested once."""
 
     tensors: Callable[[PolicyT], Mapping[str, Tensor]]
     config: Callable[[PolicyT], bytes]
@@ -196,7 +196,7 @@ class AdapterWriter(Generic[PolicyT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles(Generic[PolicyT]):
-    """Saves all ``weights`` of a policy by Hugging Face's names, and its ``companions``, the other files."""
+    """Writer of all ``weights`` of a policy by Hugging Face's names, and its ``companions``, the other files."""
 
     weights: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
     companions: Callable[[PolicyT, Path], None]
@@ -207,17 +207,17 @@ class CheckpointFiles(Generic[PolicyT]):
 
 
 def load_adapter(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
-    """The server takes the adapter in place of the one before."""
+    """Have the server replace its adapter with the saved one."""
     server.load_adapter(path, name=ADAPTER_NAME, version=version, deadline=deadline)
 
 
 def load_checkpoint(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
-    """The server takes the checkpoint in place of its weights."""
+    """Have the server replace its weights with the checkpoint."""
     server.reload(path, version=version, deadline=deadline)
 
 
 def started_on_it(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
-    """The server was started on the checkpoint, and learns its version."""
+    """Tell a server that was started on the checkpoint its version."""
     server.set_version(version, deadline=deadline)
 
 
@@ -284,7 +284,7 @@ def save_adapter(directory: Path, *, tensors: Mapping[str, Tensor], config: byte
 
 
 def adapter_config(model: nn.Module) -> bytes:
-    """The ``adapter_config.json`` that peft saves with the model's adapter.
+    """Return the ``adapter_config.json`` that peft saves with the model's adapter.
 
     It is peft's own work, bytes and all, but takes longer than writing the tensors: it is made once, for it does
     not change while an adapter is trained.
@@ -318,7 +318,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous.
+    """Return the tensors on the CPU, contiguous.
 
     An adapter is hundreds of small tensors, and fetching each from a GPU waits for the GPU each time: those on one
     are packed there and fetched at once.

@@ -1,8 +1,8 @@
-"""Several ranks of a trainer send the weights, each its share over a channel of its own: who sends what, and how.
+"""Sending weights from several ranks of a trainer, each its share over a separate channel.
 
-With one sender the network card of one rank works and all others idle. Each sender has a process group of its own with
+With one sender the network card of one rank works and all others idle. Each sender has a separate process group with
 all workers of all engines. In one group of all of them broadcasts would follow one another, and every rank of the
-trainer would receive what it has sent for.
+trainer would receive data that it does not need.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
 
 
 class SendsTogether(Protocol):
-    """A policy whose ranks send together, seen from rank 0."""
+    """Policy whose ranks send together, seen from rank 0."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -48,17 +48,17 @@ class SendsTogether(Protocol):
     def model(self) -> nn.Module: ...
 
     def share(self, senders: Sequence[int], *, saved: bool) -> Iterator[tuple[str, Tensor]]:
-        """What this rank sends, in order; it has to be taken to its end, for ranks gather for one another."""
+        """Yield what this rank sends, in order; take it to its end, because ranks gather for one another."""
         ...
 
     def others(self, step: str, told: Mapping[str, Any]) -> AbstractContextManager[list[Any]]:
-        """The other ranks take a step of a transfer meanwhile; their answers are in the list afterwards."""
+        """Have the other ranks take a step of a transfer meanwhile; their answers are in the list afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SenderRanks(Generic[PolicyT]):
-    """Where several ranks of the trainer send: how a policy does it, and how many of them do at most."""
+    """Ranks of the trainer that send: how a policy does it, and how many of them do at most."""
 
     of: Callable[[PolicyT], SendsTogether]
     most: int
@@ -66,7 +66,7 @@ class SenderRanks(Generic[PolicyT]):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Who sends what to whom, as long as the channels stand.
+    """Plan of who sends what to whom, valid as long as the channels stand.
 
     ``senders`` are ranks of the trainer, 0 the first of them, and ``addresses`` those of the others of them.
     ``sender_of`` says for each tensor which of them sends it; it is empty where there is one.
@@ -82,25 +82,25 @@ class TransferPlan:
 
     @property
     def own(self) -> tuple[ReceivedTensor, ...]:
-        """What rank 0 sends."""
+        """Return the tensors that rank 0 sends."""
         if not self.sender_of:
             return self.tensors
         return tuple(tensor for tensor, by in zip(self.tensors, self.sender_of, strict=True) if by == 0)
 
 
 def spread_ranks(ranks: int, *, most: int) -> tuple[int, ...]:
-    """At most so many of the ranks, rank 0 among them, over all nodes and replicas."""
+    """Return at most ``most`` of the ranks, including rank 0, spread over all nodes and replicas."""
     count = min(ranks, most)
     return tuple(number * ranks // count for number in range(count))
 
 
 def weight_sizes(model: nn.Module) -> dict[str, int]:
-    """Bytes of what :func:`~lachesis.bridges.extract.full_weights` gives."""
+    """Return the bytes of each tensor of :func:`~lachesis.bridges.extract.full_weights`."""
     return {name: p.numel() * p.element_size() for name, p in base_parameters(model).items()}
 
 
 def deal(sizes: Mapping[str, int], *, senders: Sequence[int]) -> tuple[Part, ...]:
-    """Runs of parameters of about a bucket's bytes, each for the sender that has the fewest by then.
+    """Divide parameters into runs of about a bucket's bytes, each for the sender with the fewest so far.
 
     The same on all ranks. There may be fewer parts than senders.
     """
@@ -115,7 +115,7 @@ def deal(sizes: Mapping[str, int], *, senders: Sequence[int]) -> tuple[Part, ...
 
 
 def busy_senders(sizes: Mapping[str, int], *, candidates: Sequence[int]) -> tuple[int, ...]:
-    """Those of the candidates for each of whom there is something to send."""
+    """Return the candidates that have something to send."""
     senders = tuple(candidates)
     while len(used := {part.sender for part in deal(sizes, senders=senders)}) < len(senders):
         senders = tuple(sender for sender in senders if sender in used)
@@ -125,7 +125,7 @@ def busy_senders(sizes: Mapping[str, int], *, candidates: Sequence[int]) -> tupl
 def dealt_specs(
     model: nn.Module, *, senders: Sequence[int], saved: bool
 ) -> tuple[tuple[ReceivedTensor, ...], tuple[int, ...]]:
-    """All tensors of an update in the model's order, and for each the place of its sender among ``senders``."""
+    """Return all tensors of an update in the model's order, and each one's sender as an index of ``senders``."""
     specs: list[ReceivedTensor] = []
     sender_of: list[int] = []
     parameters = base_parameters(model)
@@ -141,7 +141,7 @@ def dealt_specs(
 def dealt_weights(
     model: nn.Module, parts: Sequence[Part], *, rank: int, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """What ``rank`` sends of the model's weights, merged; all ranks take this to its end together."""
+    """Yield the model's weights that ``rank`` sends, merged; all ranks take this to its end together."""
     made_of = weight_parts(model)
     stream = gather(
         [(part.sender, [tensor.detach() for name in part.names for tensor in made_of[name]]) for part in parts]
@@ -152,12 +152,12 @@ def dealt_weights(
 
 
 def exhaust(stream: Iterable[Any]) -> None:
-    """Take what is left of a stream and let it go."""
+    """Consume and drop the rest of a stream."""
     deque(stream, maxlen=0)
 
 
 class ShareSender:
-    """Another rank's end of a transfer: where engines find it, and the channel on which it sends its share."""
+    """Other rank's end of a transfer: the address for engines, and the channel on which it sends its share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -165,7 +165,9 @@ class ShareSender:
         self._channel: Channel | None = None
 
     def listen(self, urls: Sequence[str], *, secret: str, host: str) -> str:
-        """Wait for new channels from now on; their address. ``host`` is the name of rank 0's machine.
+        """Wait for new channels from now on, and return the address.
+
+        ``host`` is the name of rank 0's machine. ``host`` is the name of rank 0's machine.
 
         Raises:
             EngineError: the engines cannot reach this machine.
@@ -213,7 +215,7 @@ class ShareSender:
             raise
 
     def close(self) -> None:
-        """Leave the channel, and listen no more. Idempotent."""
+        """Leave the channel, and stop listening. Idempotent. Idempotent."""
         if self._rendezvous is not None:
             self._rendezvous.listener.close()
         if self._channel is not None:
@@ -222,7 +224,7 @@ class ShareSender:
 
 
 def _runs(sizes: Mapping[str, int], *, limit: int) -> Iterator[tuple[str, ...]]:
-    """Names of up to ``limit`` bytes, or of one that is larger."""
+    """Yield names of up to ``limit`` bytes, or of a single larger one."""
     names: list[str] = []
     held = 0
     for name, size in sizes.items():

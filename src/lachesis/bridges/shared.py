@@ -1,4 +1,4 @@
-"""Single copy: the engine's own tensors are the storage of the trainer's model: the optimizer step is the transfer."""
+"""Single-copy bridge: the engine's tensors are the trainer's storage, so the optimizer step is the transfer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineWeights:
-    """The tensors of one engine, mapped into this process, and the models that are attached to them.
+    """Tensors of one engine, mapped into this process, and the models that are attached to them.
 
     Args:
         server: control of the engine's server.
@@ -64,12 +64,15 @@ class EngineWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the engine's weights. Opens them, as the other members do."""
+        """Return the dtype of the engine's weights.
+
+        Opens them, as the other members do. Opens them, as the other members do.
+        """
         return self._first().dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the engine's weights are, as this process numbers its devices."""
+        """Return the device of the engine's weights, as this process numbers its devices."""
         return self._first().device
 
     def open(self) -> BridgeFile:
@@ -137,10 +140,10 @@ class EngineWeights:
         return len(self._attached)
 
     def check_attached(self) -> None:
-        """See that nothing has moved the model's parameters since.
+        """Check that nothing has moved the model's parameters since they were attached.
 
         Raises:
-            ModelError: nothing was attached, or a parameter has got memory of its own.
+            ModelError: nothing was attached, or a parameter has been moved to other memory.
         """
         moved = [name for name, (parameter, pointer) in self._attached.items() if parameter.data_ptr() != pointer]
         others = f" (and {len(moved) - 1} more)" * (len(moved) > 1)
@@ -154,14 +157,14 @@ class EngineWeights:
             )
 
     def close(self) -> None:
-        """Let go of the engine's memory; models that are attached keep what they use. Idempotent."""
+        """Release the engine's memory; attached models keep what they use. Idempotent. Idempotent."""
         self._attachments.close()
         self._tensors = {}
         self._attached = {}
         self._file = None
 
     def _find(self, info: ServerInfo, *, deadline: Deadline) -> BridgeFile:
-        """A bridge file of this very session; one that is searched for and stale is made anew."""
+        """Return a bridge file of this very session; a stale one that was found by search is replaced."""
 
         def read(path: Path) -> BridgeFile:
             file = read_bridge_file(path)
@@ -191,7 +194,7 @@ class EngineWeights:
                 )
 
     def _check_head(self, slices: Mapping[str, DigestSlice]) -> None:
-        """With tied embeddings an engine may list the head as well; it has to be the same memory."""
+        """Check that a head listed beside tied embeddings is the same memory."""
         used = {entry.name for entry in slices.values()}
         heads = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in used]
         embeddings = {self._tensors[name].data_ptr() for name in used if "embed_tokens" in name or "wte" in name}
@@ -208,7 +211,7 @@ class EngineWeights:
 
 
 class SharedBridge(ExternalBridge[PolicyT]):
-    """Trainer and engine are two processes over one copy of the weights.
+    """Bridge of two processes, trainer and engine, over one copy of the weights.
 
     Args:
         servers: one, which the policy trains in.
