@@ -250,3 +250,41 @@ def test_tests_that_are_coroutine_functions_are_run(sandbox: Sandbox):
     tests = [test for test in cases_of({"test": source}) if isinstance(test, str)]
     verdicts = sandbox.test(FunctionTests("def solve(): return 1", tuple(tests), limits=Limits(wall_s=30)))
     assert [verdict.passed for verdict in verdicts] == [False, True]
+
+
+# Memory that stays when it is let go of: what a process is seen to have does not show it.
+HIDDEN = {
+    "shared memory of its own": "m = mmap.mmap(-1, 64 << 20)\nfor at in range(0, 64 << 20, 4096): m[at] = 1",
+    "a mapped device": "f = os.open('/dev/zero', os.O_RDWR)\nmmap.mmap(f, 64 << 20)",
+    "a file in memory": "os.memfd_create('a')",
+    "memory of System V": "assert ctypes.CDLL(None, use_errno=True).shmget(0, 1 << 20, 0o1600) == -1\nraise OSError",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_memory_that_no_process_is_seen_to_have_is_refused(either: Sandbox, name: str):
+    source = f"import ctypes, mmap, os\ntry:\n    exec({HIDDEN[name]!r})\nexcept OSError: print('refused')"
+    outcome = either.run(Program(source=source, limits=Limits(wall_s=30)))
+    assert outcome.stdout == b"refused\n", outcome
+
+
+def test_sockets_with_full_buffers_are_few(either: Sandbox):
+    source = (
+        "import socket\npairs = []\ntry:\n    while True: pairs.append(socket.socketpair())\nexcept OSError: pass\n"
+        "held = 0\nfor pair in pairs:\n    for one in pair:\n        one.setblocking(False)\n"
+        "        try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)\n        except OSError: pass\n"
+        "        try:\n            while True: held += one.send(bytes(1 << 16))\n        except OSError: pass\n"
+        "print(held >> 20)"
+    )
+    outcome = either.run(Program(source=source, limits=Limits(wall_s=30)))
+    assert 0 < int(outcome.stdout) <= 64
+
+
+def test_pools_of_processes_and_shared_values_still_work(sandbox: Sandbox):
+    source = (
+        "import multiprocessing as m\nv = m.Value('i', 0)\n"
+        "def add(n):\n    with v.get_lock(): v.value += n\n"
+        "with m.Pool(4) as pool: pool.map(add, range(10))\nprint(v.value)"
+    )
+    outcome = sandbox.run(Program(source=source, limits=Limits(wall_s=30)))
+    assert outcome.stdout == b"45\n", outcome

@@ -177,7 +177,7 @@ _PROCESS = {
     "        setattr(unittest.TestCase, n, lambda *a, **k: None)\ndef solve(x): return 0",
     "a check of its own": "def check(*a): pass\nimport builtins\nbuiltins.check = check\ndef solve(x): return 0",
     "closed descriptors": "import os\ndef solve(x):\n    os.closerange(0, 4096)\n    return 0",
-    "a link that is another file": "import os\ndef solve(x):\n    n = os.open('/dev/zero', os.O_RDWR)\n"
+    "a link that is another file": "import os\ndef solve(x):\n    n = os.open('/dev/null', os.O_RDWR)\n"
     "    for d in range(3, 64):\n        if d != n: os.dup2(n, d)\n    return 0",
     "a child that answers on": "import os\ndef solve(x):\n    if os.fork(): os._exit(0)\n    return 0",
     "no file may be written": "import os\nos.chmod('.', 0)\ndef solve(x): return 0",

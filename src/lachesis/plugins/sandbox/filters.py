@@ -36,6 +36,9 @@ _LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
 # And these where Landlock (before its version 6) does not keep signals inside.
 _SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138)}
 _SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _PRLIMIT = (41, 198), (53, 199), (56, 220), (16, 29), (302, 261)
+_MMAP, _SETSOCKOPT = (9, 222), (54, 208)
+# To hold megabytes in the buffer of each socket; the kernel's default is some hundred KiB.
+_SO_SNDBUF = 7
 # The last number before those that came in 2019, and those of these that are allowed: close_range, openat2, faccessat2,
 # epoll_pwait2, two of Landlock (which only takes rights away), futex_waitv, fchmodat2.
 _LAST = (334, 294)
@@ -43,8 +46,10 @@ _NEW = (436, 437, 439, 441, 444, 446, 449, 452)
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+# MAP_SHARED and MAP_ANONYMOUS: such memory stays when all but a page is let go of, and no process is seen to have it.
+_SHARED_ANONYMOUS = 0x21
 
-_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 
@@ -105,6 +110,13 @@ def _filter(column: int, refused: Sequence[int]) -> Iterator[bytes]:
     yield from _when_argument(_SOCKETPAIR[column], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
     yield from _when_argument(_CLONE[column], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
     yield from _when_argument(_PRLIMIT[column], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
+    yield from _when_argument(_SETSOCKOPT[column], 2, _EQUAL, _SO_SNDBUF, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
+    yield _instruction(_EQUAL, 0, 5, _MMAP[column])
+    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * 3)
+    yield _instruction(_AND, 0, 0, _SHARED_ANONYMOUS)
+    yield _instruction(_EQUAL, 0, 1, _SHARED_ANONYMOUS)
+    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    yield _instruction(_RETURN, 0, 0, _ALLOW)
     yield _instruction(_EQUAL, 0, 4, _IOCTL[column])
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
     yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
