@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -101,6 +101,8 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
         The signals that have come.
     """
     received: list[int] = []
+    timers: list[threading.Timer] = []
+    earlier = {child.pid for child in _children()}
     install = signal.signal
     own: dict[Any, Any] = {}
 
@@ -110,6 +112,7 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
             timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
             timer.daemon = True
             timer.start()
+            timers.append(timer)
 
     def watched(handler: Any) -> Any:
         def handle(number: int, frame: Any) -> None:
@@ -142,6 +145,10 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
         signal.signal = install
         for number, handler in before.items():
             install(number, handler)
+        for timer in timers:
+            timer.cancel()
+        if received:  # this process waits for its children when it ends, and may not for what is stuck
+            _kill(child.pid for child in _children() if child.pid not in earlier)
 
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:
@@ -150,11 +157,21 @@ def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -
     line = f"error: the server had not ended {limit_s:g} s after {name}, and was killed{reason}\n"
     with suppress(OSError):
         os.write(error_output, line.encode(errors="replace"))
-    children: list[int] = []
-    with suppress(psutil.Error):
-        children = [child.pid for child in psutil.Process().children(recursive=True)]
+    children = [child.pid for child in _children()]
     sys.setswitchinterval(60)  # whoever waits for a child would go on otherwise, between its end and ours
-    for pid in children:
+    _kill(children)
+    os._exit(128 + number)
+
+
+def _children() -> list[psutil.Process]:
+    """All that this process has started, and what these have."""
+    try:
+        return psutil.Process().children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    os._exit(128 + number)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from lachesis.run.pulse import Pulse
 
 
 class Companions(Protocol):
@@ -11,6 +14,8 @@ class Companions(Protocol):
 
     @property
     def starts_api(self) -> bool: ...
+
+    def pulses(self) -> Sequence[Pulse]: ...
 
     def start(self, run_dir: Path) -> None: ...
 

@@ -30,6 +30,7 @@ from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.run.fleet import fleet_members
+from lachesis.run.pulse import Pulse, server_pulse
 from lachesis.run.share import with_room_aside
 from lachesis.run.start import LaunchedEngine, launch_servers
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
@@ -67,6 +68,11 @@ class EngineSide:
         if not isinstance(engine, HttpEngine) or len(engine.urls) == 1:
             return ()
         return engine.fleet.rows
+
+    def pulses(self) -> list[Pulse]:
+        """What tells that a server is stopped or silent; nothing of an engine in this process."""
+        engine = self.bridge.engine
+        return [server_pulse(url) for url in engine.urls] if isinstance(engine, HttpEngine) else []
 
     def keep_log(self, path: Path) -> None:
         """Move the log of the servers to its place in the run directory, which is there by now."""

@@ -51,6 +51,7 @@ from lachesis.run.parts import (
     with_start,
 )
 from lachesis.run.pause import RequestedPause
+from lachesis.run.pulse import Pulse, pulses_felt
 from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
@@ -217,9 +218,14 @@ def _train_once(
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
+            closing.enter_context(pulses_felt(partial(_pulses, parts.side, companions)))
             freeze()
             with engine_losses(parts.side):
                 return run_to_end(run, config, trainer=trainer, start=start)
+
+
+def _pulses(side: EngineSide, companions: Companions | None) -> list[Pulse]:
+    return [*side.pulses(), *(() if companions is None else companions.pulses())]
 
 
 @contextmanager

@@ -81,6 +81,22 @@ def test_one_that_ends_by_itself_is_left_to_it():
     assert out == f"ended [{signal.SIGTERM:d}] RuntimeError: the card fell off the bus\n"
 
 
+def test_what_is_stuck_does_not_keep_one_that_ended():
+    """It leaves its loop in time, and would wait for the child when it ends."""
+    code = SERVER.replace("CHILD", repr(STUCK)).replace(
+        "HANDLER", "signal.signal(signal.SIGTERM, lambda *_: done.set())"
+    )
+    code = "import threading\ndone = threading.Event()\n" + code.replace("WAIT", "done.wait()") + "child.wait()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0 and "was killed" not in error and "ended [15]" in out
+
+
 def test_only_an_engine_that_died_has_last_words():
     words = LastWords()
     words.hear("ValueError: a request was wrong")

@@ -39,6 +39,7 @@ from lachesis.plugins.atropos.run import find
 from lachesis.plugins.atropos.source.client import api_url
 from lachesis.plugins.dialects.atropos import ManagedEngine
 from lachesis.process.managed import ManagedProcess, check_port_free
+from lachesis.run.pulse import Pulse
 
 logger = logging.getLogger("lachesis")
 
@@ -77,6 +78,13 @@ class Services:
     def starts_api(self) -> bool:
         """Whether the API is one of them; otherwise it runs already."""
         return self._config.services.api is not None
+
+    def pulses(self) -> list[Pulse]:
+        """What tells that one of them is stopped or silent."""
+        return [
+            Pulse(one.name, None if one.url is None else f"{one.url}/healthz", lambda one=one: one.pid)
+            for one in tuple(self._services)
+        ]
 
     def start(self, run_dir: Path) -> None:
         """Start the API, wait until it answers, start the environment, also after a stop. Logs: ``run_dir/logs``.

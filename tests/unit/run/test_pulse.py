@@ -1,0 +1,85 @@
+"""What is stopped or silent is told within five seconds, and so is that it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from lachesis.run import pulse
+from lachesis.run.pulse import Pulse, pulses_felt
+from tests.waiting import until
+
+# A server whose main process answers, beside a child that computes.
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *args): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, child.pid, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port, child = map(int, process.stdout.readline().split())
+    yield process, f"http://127.0.0.1:{port}/health", child
+    for pid in (child, process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("which", ["server", "child"])
+def test_a_stopped_process_is_told_with_how_it_goes_on(server, which: str, caplog: pytest.LogCaptureFixture):
+    process, url, child = server
+    stopped = process.pid if which == "server" else child
+    caplog.set_level(logging.WARNING)
+    with pulses_felt(lambda: [Pulse("the engine", url, lambda: process.pid)], every_s=0.1):
+        time.sleep(0.4)
+        assert not caplog.messages
+        os.kill(stopped, signal.SIGSTOP)
+        since = time.monotonic()
+        until(lambda: caplog.messages)
+        assert time.monotonic() - since < 5
+        assert caplog.messages[0].startswith("the engine is stopped by a signal")
+        assert caplog.messages[0].endswith(f"kill -CONT {stopped}")
+        os.kill(stopped, signal.SIGCONT)
+        until(lambda: any("the engine goes on, after" in message for message in caplog.messages))
+    assert len(caplog.messages) == 2
+
+
+def test_one_that_is_silent_elsewhere_is_told(server, caplog: pytest.LogCaptureFixture, monkeypatch):
+    """Nothing is known of its process: it may be on another machine."""
+    process, url, _ = server
+    monkeypatch.setattr(pulse, "SILENCE_S", 0.5)
+    caplog.set_level(logging.WARNING)
+    with pulses_felt(lambda: [Pulse("the engine", url, lambda: None)], every_s=0.1):
+        time.sleep(0.4)
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: "the engine has not answered for 0.5 s" in caplog.messages)
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: any("goes on" in message for message in caplog.messages))
+        process.kill()
+        process.wait()
+        time.sleep(0.5)
+    assert len(caplog.messages) == 2, "that it is gone is told by whoever lost a request"
+
+
+def test_what_is_not_up_yet_is_not_silent(caplog: pytest.LogCaptureFixture):
+    with pulses_felt(lambda: [Pulse("the engine", "http://127.0.0.1:1/health", lambda: 2**30)], every_s=0.05):
+        time.sleep(0.3)
+    assert not caplog.messages
