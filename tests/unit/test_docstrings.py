@@ -15,7 +15,6 @@ TO_DO = (
     "common",
     "config",
     "engines",
-    "metrics",
     "plan",
     "plugins",
     "process",
@@ -41,6 +40,7 @@ NOT_OF_FUNCTIONS = FRAGMENTS | {
     "This",
     "To",
 }
+STATEMENTS = ("metrics/health/rules.py",)  # a rule's docstring states the finding
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in TO_DO]
 
 
@@ -55,6 +55,9 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_docstring_opens_with_a_verb_or_a_noun(path: Path) -> None:
     for node, text in _docstrings(ast.parse(path.read_text())):
-        refused = NOT_OF_FUNCTIONS if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else FRAGMENTS
+        acts = (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and str(path.relative_to(ROOT)) not in STATEMENTS
+        )
+        refused = NOT_OF_FUNCTIONS if acts else FRAGMENTS
         line = getattr(node, "lineno", 1)
         assert text.split()[0].strip(",:`") not in refused, f"{path}:{line}: {text.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""What a run says of itself: typed values of a step come in, are merged and reduced once, and go out as one record.
+"""Metrics of a run: typed values of a step come in, are merged and reduced once, and go out as one record.
 
-The record goes to the health rules, which add findings in words, and then to every sink.
+The record goes to the health rules, which add findings, and then to every sink.
 """

@@ -1,4 +1,4 @@
-"""Sinks and health rules of the user's own, by import path."""
+"""Custom sinks and health rules, named by import path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lachesis.metrics.hub import Sink
 
 
 class CustomSink(Protocol):
-    """What the class or function may take: the run's directory first, the others by name."""
+    """Signature of a custom sink: the run's directory first, the others by name if declared."""
 
     def __call__(self, run_dir: Path, *, settings: Mapping[str, Any], resume_step: int | None) -> Sink:
-        """The sink.
+        """Return the sink.
 
         Args:
             run_dir: the run's directory.
@@ -30,10 +30,13 @@ class CustomSink(Protocol):
 
 
 class CustomRule(Protocol):
-    """A health rule: a function of what is seen of one step."""
+    """Signature of a custom health rule: a function of the observation of one step."""
 
     def __call__(self, seen: Observation) -> Alarm | None:
-        """What is wrong, with what to change, or ``None``. ``seen.values`` are this step's metrics."""
+        """Return an alarm that says what is wrong and what to change, or None.
+
+        ``seen.values`` are this step's metrics. ``seen.values`` are this step's metrics.
+        """
         ...
 
 
@@ -46,17 +49,20 @@ Given = str | Mapping[str, Any]
 def custom_sinks(
     given: Sequence[Given], *, run_dir: Path, settings: Mapping[str, Any], resume_step: int | None
 ) -> list[Sink]:
-    """The sinks that a configuration names. Raises ConfigError where one is none."""
+    """Load the sinks that a configuration names.
+
+    Raises ConfigError if one is not a sink. Raises ConfigError where one is none.
+    """
     return [load_part(one, SINK).make(run_dir, settings=settings, resume_step=resume_step) for one in given]
 
 
 def custom_rules(given: Sequence[Given]) -> dict[str, Rule]:
-    """The rules that a configuration names, by the names of their functions; by the whole name where that is taken.
+    """Load the rules that a configuration names, by function name, or by the whole import path if that is taken.
 
-    What one raises, and what it returns that is no alarm, is a LachesisError that names it.
+    A rule that raises, or returns anything but an alarm, causes a LachesisError that names it.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: one is not a rule.
     """
     found: dict[str, Rule] = {}
     for one in given:

@@ -1,4 +1,4 @@
-"""What GPUs do, as their driver counts it (NVML): read beside the work, and averaged from one step to the next."""
+"""Meters of GPUs, which read the driver's counters (NVML) beside the work and average them over each step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PERIOD_S = 0.5
 
 @dataclass(slots=True)
 class _Gauge:
-    """One number of one GPU, and what was read of it since it was last taken."""
+    """Gauge of one number of one GPU, with the readings since it was last taken."""
 
     name: str
     read: Callable[[], float]
     seen: list[float] = field(default_factory=list)
 
     def take(self) -> MetricValue:
-        """The mean share, or the most memory."""
+        """Return the mean share, or the most memory."""
         seen, self.seen = self.seen, []
         return Mean(sum(seen), len(seen)) if self.name.startswith(GPU_UTILIZATION) else Max(max(seen))
 
 
 class GpuMeter:
-    """Reads GPUs of this machine every ``period_s`` seconds, in a thread of its own, until it is closed.
+    """Meter that reads GPUs of this machine every ``period_s`` seconds, in a separate thread, until it is closed.
 
     Args:
         nvml: the module ``pynvml``, initialized; it is shut down at the end.
@@ -51,12 +51,15 @@ class GpuMeter:
         self._thread.start()
 
     def read(self) -> None:
-        """Read all of them now."""
+        """Read all gauges now."""
         with self._lock:
             self._read(self._gauges)
 
     def take(self) -> dict[str, MetricValue]:
-        """Since the last call: ``gpu_utilization/GPU`` and ``gpu_memory_in_use_gb/GPU``, each read once at least."""
+        """Return ``gpu_utilization/GPU`` and ``gpu_memory_in_use_gb/GPU`` since the last call.
+
+        Each is read once at least.
+        """
         with self._lock:
             self._read(gauge for gauge in self._gauges if not gauge.seen)
             return {gauge.name: gauge.take() for gauge in self._gauges}
@@ -77,7 +80,7 @@ class GpuMeter:
             self.read()
 
     def _read(self, gauges: Iterable[_Gauge]) -> None:
-        """One that cannot be read is said once, and is missing from then on."""
+        """Read the gauges; one that cannot be read is logged once, and left out from then on."""
         for gauge in [*gauges]:
             try:
                 gauge.seen.append(gauge.read())
@@ -89,7 +92,7 @@ class GpuMeter:
 def open_meter(
     gpus: Iterable[str], *, machine: str = "", nvml: Any = pynvml, period_s: float = PERIOD_S
 ) -> GpuMeter | None:
-    """A meter of these GPUs of this machine; None, said in the log, where NVML knows none of them.
+    """Open a meter of these GPUs of this machine; return None, and log it, if NVML knows none of them.
 
     Args:
         gpus: as ``CUDA_VISIBLE_DEVICES`` names them: numbers, or ``GPU-`` and a UUID.

@@ -1,4 +1,4 @@
-"""How the rewards of a step are spread: all right, all wrong and half of each have one mean."""
+"""Histogram of a step's rewards, because all right, all wrong and half of each can have one mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values are in each of equal ranges from ``low`` to ``high``; the last one has its upper end too."""
+    """Counts of values in equal ranges from ``low`` to ``high``; the last range includes its upper end."""
 
     low: float
     high: float
@@ -19,7 +19,7 @@ class Histogram:
 
 
 def histogram(values: Iterable[float | None], *, bins: int = BINS) -> Histogram | None:
-    """Of the values that are known and finite; one range where all are equal, None where there is no value."""
+    """Return the histogram of the known, finite values: one range if all are equal, None if there is no value."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""From what a step measured to one record, handed to every sink; failures of sinks are kept away from training."""
+"""Hub that turns a step's measurements into one record for every sink, and keeps sink failures from training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ _SECONDS = ("generation_time", "reward_time", "hidden_reward_time")
 
 
 class Sink(ABC):
-    """Receives every step record in order. A sink that raises is reported once and dropped, never fatal."""
+    """Sink that receives every step record in order.
+
+    A sink that raises is reported once and dropped, never fatal. A sink that raises is reported once and dropped, never
+    fatal.
+    """
 
     @abstractmethod
     def write(self, record: StepRecord) -> None:
@@ -60,11 +64,11 @@ class MetricsHub:
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """The sinks that still work."""
+        """Return the sinks that still work."""
         return tuple(self._sinks)
 
     def emit(self, record: StepRecord) -> StepRecord:
-        """Give a finished step to every sink; returns the record as they got it, findings included."""
+        """Give a finished step to every sink; return the record as they got it, findings included."""
         record = replace(record, findings=(*record.findings, *self._examine(record)))
         self._each(lambda sink: sink.write(record), f"step {record.step}")
         return record
@@ -102,7 +106,7 @@ class MetricsHub:
 
 
 def _sentence(who: str, occasion: str, error: Exception) -> str:
-    """What failed, why, and what it means, in one line."""
+    """Return what failed, why, and the consequence, in one line."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return (
@@ -119,7 +123,7 @@ def _sentence(who: str, occasion: str, error: Exception) -> str:
 
 
 class HubTelemetry:
-    """Merges what the policy (of all ranks), the feed and the groups say, and reduces it once.
+    """Telemetry that merges the values of the policy (all ranks), the feed and the groups, and reduces them once.
 
     That, and all that sinks do with it, happens beside the next step: a disk that takes long holds up no training. At
     most one step is under way; :meth:`flush` waits for it.
@@ -147,7 +151,7 @@ class HubTelemetry:
         self._telling: Future[None] | None = None
 
     def evaluation(self, result: EvalResult | None) -> None:
-        """Tell the sinks of an evaluation before the first step, if there was one."""
+        """Report to the sinks an evaluation before the first step, if there was one."""
         if result is not None:
             self._hub.evaluation(result)
 
@@ -160,7 +164,10 @@ class HubTelemetry:
         groups: tuple[Group, ...],
         evaluation: EvalResult | None,
     ) -> None:
-        """Tell the sinks of a finished step, once they have been told of the one before. Raises as :meth:`flush`."""
+        """Report a finished step to the sinks, once they have the one before.
+
+        Raises as :meth:`flush`. Raises as :meth:`flush`.
+        """
         self.flush()
         measured = [metrics, self._gpus()]  # what is read later is the next step's
         if self._device_memory is not None:
@@ -170,13 +177,20 @@ class HubTelemetry:
         self._telling = self._beside.submit(told, StepRecord(step, {}, groups, evaluation, ended=time.time()))
 
     def flush(self) -> None:
-        """Return once the sinks have all that was told. Raises what went wrong on the way to them, a defect of ours."""
+        """Wait until the sinks have all that was reported.
+
+        Raises any error on the way to them, which is a bug. Raises what went wrong on the way to them, a defect of
+        ours.
+        """
         telling, self._telling = self._telling, None
         if telling is not None:
             telling.result()
 
     def close(self) -> None:
-        """Tell what is still to be told, and close the sinks. Idempotent. Raises as :meth:`flush`."""
+        """Report what is left, and close the sinks.
+
+        Idempotent. Raises as :meth:`flush`. Idempotent. Raises as :meth:`flush`.
+        """
         try:
             self.flush()
         finally:
@@ -192,7 +206,7 @@ class HubTelemetry:
 
 
 def throughput(values: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second that were generated, and that went forward and backward, where both parts are known."""
+    """Return tokens a second, generated and trained (forward and backward), if both parts are known."""
     pairs = {
         "generation_tokens_per_s": ("tokens_generated", "generation_time"),
         "train_tokens_per_s": ("tokens_forward", "train_time"),
@@ -205,7 +219,7 @@ def throughput(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], version: int) -> dict[str, MetricValue]:
-    """Metric values of one batch; ``version`` is that of the weights it was trained on.
+    """Return the metric values of one batch; ``version`` is that of the weights it was trained on.
 
     They are of what was generated for it, also where a replayed group took its place: groups that are chosen for
     their rewards would have the curve rise without any learning. ``reward_std`` is the mean over groups of the
@@ -239,7 +253,7 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
 
 
 def _rewards_by_environment(groups: Sequence[Group]) -> dict[str, MetricValue]:
-    """The mean reward of each environment of the rollout API that groups of this batch came from."""
+    """Return the mean reward of each environment of the rollout API that groups of this batch came from."""
     rewards: dict[Any, list[float]] = {}
     for group in groups:
         columns = group.prompt.columns
@@ -250,7 +264,7 @@ def _rewards_by_environment(groups: Sequence[Group]) -> dict[str, MetricValue]:
 
 
 def _deviation(group: Group) -> float | None:
-    """Standard deviation of a group's rewards; None where fewer than two are known."""
+    """Return the standard deviation of a group's rewards; None if fewer than two are known."""
     rewards = [reward for reward in group.rewards if reward is not None]
     if len(rewards) < 2:
         return None
@@ -258,7 +272,10 @@ def _deviation(group: Group) -> float | None:
 
 
 def _stdev(values: Sequence[float]) -> float:
-    """The deviation (n - 1) of at least two values. That of `statistics` is exact to the last bit and takes 50 times
-    as long, which for the groups of a step are milliseconds."""
+    """Return the standard deviation (n - 1) of at least two values.
+
+    The one of `statistics` is exact to the last bit and takes 50 times as long, which for the groups of a step is
+    milliseconds.
+    """
     mean = sum(values) / len(values)
     return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)  # hypot: no square overflows

@@ -1,4 +1,4 @@
-"""What is measured while several threads are at work: seconds in which anything goes on, and averages over time."""
+"""Meters of concurrent work: seconds in which anything is active, and averages over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BusyTime:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Something goes on within."""
+        """Count the block as an open span."""
         self._change(1)
         try:
             yield
@@ -29,7 +29,7 @@ class BusyTime:
             self._change(-1)
 
     def take(self) -> float:
-        """Since the last call."""
+        """Return the seconds since the last call."""
         self._change(0)
         with self._lock:
             total, self._total = self._total, 0.0
@@ -45,7 +45,7 @@ class BusyTime:
 
 
 class TimeAverage:
-    """The average over time of a number that changes now and then. One thread at a time."""
+    """Average over time of a number that changes now and then. One thread at a time. One thread at a time."""
 
     def __init__(self, clock: Seconds = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class TimeAverage:
         self._value = self._area = self._seconds = 0.0
 
     def change(self, value: float) -> None:
-        """The number from now on."""
+        """Set the number from now on."""
         now = self._clock()
         elapsed, self._since = now - self._since, now
         self._area += elapsed * self._value
@@ -61,7 +61,7 @@ class TimeAverage:
         self._value = value
 
     def take(self) -> float:
-        """Since the last call; the number itself where no time has passed."""
+        """Return the average since the last call; the number itself if no time has passed."""
         self.change(self._value)
         average = self._area / self._seconds if self._seconds else self._value
         self._area = self._seconds = 0.0

@@ -1,6 +1,6 @@
-"""What the metrics mean: title, unit, healthy range and one plain sentence for each name the loop emits.
+"""Descriptions of metrics: title, unit, healthy range and one plain sentence for each name the loop emits.
 
-The report, the health rules, the console and the documentation take their words from here.
+The report, the health rules, the console and the documentation use them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric in words.
+    """Description of one metric.
 
-    ``healthy`` is ``(low, high)``, either of them ``None`` where that side has no bound; ``None`` as a whole where no
-    range is known. It is not ``judged`` where the field documents it of its own models and rewards, and others leave it
-    without being ill: then no value is called unusual for it. A ``share`` is a fraction between 0 and 1 and shown in
-    percent.
+    ``healthy`` is ``(low, high)``, either of them ``None`` if that side has no bound; ``None`` as a whole if no range
+    is known. A range that is documented for particular models and rewards only is not ``judged``: no value is then
+    called unusual. A ``share`` is a fraction between 0 and 1 and shown in percent.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Metric:
     judged: bool = True
 
     def is_usual(self, value: float) -> bool:
-        """Whether a value lies in the healthy range, if there is one."""
+        """Return True if a value lies in the healthy range, or there is none."""
         low, high = self.healthy or (None, None)
         return (low is None or value >= low) and (high is None or value <= high)
 
@@ -259,7 +258,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The entry of a metric.
+    """Return the description of a metric.
 
     ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``generation_time/HOST:PORT``,
     ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``, ``receive_time/HOST:PORT``, ``send_time/RANK``,
@@ -313,7 +312,7 @@ def describe(name: str) -> Metric:
 
 
 def reward_functions(values: Mapping[str, float]) -> list[str]:
-    """Names of the reward functions that have a mean among the values of a step, in their order."""
+    """Return the names of reward functions that have a mean among the values of a step, in their order."""
     return [
         name[len("rewards/") : -len("/mean")]
         for name in values
@@ -322,7 +321,7 @@ def reward_functions(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluation_values(result: EvalResult) -> dict[str, float]:
-    """An evaluation as metric values, for sinks that know only names and numbers."""
+    """Return an evaluation as metric values, for sinks that know only names and numbers."""
     return {
         "evaluation/accuracy": result.accuracy,
         "evaluation/mean_reward": result.mean_reward,
@@ -333,7 +332,7 @@ def evaluation_values(result: EvalResult) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """A number for people: three significant digits, thousands as 12.3k, tiny ones as 1e-06."""
+    """Format a number for people: three significant digits, thousands as 12.3k, tiny ones as 1e-06."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("-inf" if value < 0 else "inf")
     size = abs(value)
@@ -347,7 +346,7 @@ def format_number(value: float) -> str:
 
 
 def format_share(value: float) -> str:
-    """A share in percent: 7 %, 93 %, 99.6 %; more digits only where rounding would say 100 % or 0 %."""
+    """Format a share in percent: 7 %, 93 %, 99.6 %; more digits only if rounding would give 100 % or 0 %."""
     percent = 100.0 * value
     if not math.isfinite(percent):
         return format_number(percent)
@@ -357,7 +356,7 @@ def format_share(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: 0.4 s, 42 s, 3m 05s, 2h 10m, 1d 04h."""
+    """Format a duration for people: 0.4 s, 42 s, 3m 05s, 2h 10m, 1d 04h."""
     if seconds < 10:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""The rollouts of a run, found and read: by text, reward and step, as conversations, and one prompt at two steps."""
+"""Search of a run's rollouts by text, reward and step; shown as conversations, or one prompt at two steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What to look for; each part that is set has to hold. ``text`` is searched in prompts and completions."""
+    """Search conditions; all that are set have to hold.
+
+    ``text`` is searched in prompts and completions. ``text`` is searched in prompts and completions.
+    """
 
     text: re.Pattern[str] | None = None
     first_step: int | None = None
@@ -40,7 +43,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A sample that was found: sample ``number`` of group ``group`` of a step's tape, both counted from 1."""
+    """Sample that was found: sample ``number`` of group ``group`` of a step's tape, both counted from 1."""
 
     step: int
     group: int
@@ -55,13 +58,17 @@ class Hit:
 
     @property
     def place(self) -> str:
-        """As one asks for it: STEP:GROUP:NUMBER."""
+        """Return the sample's place as users write it: STEP:GROUP:NUMBER."""
         return f"{self.step}:{self.group}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout without a reward. ``step`` is that in whose time it failed; ``None`` where no step has ended since."""
+    """Rollout without a reward.
+
+    ``step`` is the step during which it failed; ``None`` if none has ended since. ``step`` is that in whose time it
+    failed; ``None`` where no step has ended since.
+    """
 
     step: int | None
     cause: str
@@ -71,10 +78,10 @@ class FailedRollout:
 
 @dataclass(frozen=True, slots=True)
 class SearchedTurn:
-    """A part of a conversation that the model sampled, or that it was given; ``calls`` are the tools it asks for.
+    """Part of a conversation that the model sampled or was given; ``calls`` are the tools it asks for.
 
-    ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` where their texts
-    are not known.
+    ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` if their texts are
+    unknown.
     """
 
     role: str
@@ -86,7 +93,7 @@ class SearchedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A prompt at two steps: mean reward and number of samples of each, and its best completions as a unified diff."""
+    """Prompt at two steps: mean reward and number of samples of each, and its best completions as a unified diff."""
 
     steps: tuple[int, int]
     means: tuple[float | None, float | None]
@@ -95,7 +102,7 @@ class Compared:
 
 
 def search(run_dir: Path, query: Query) -> Iterator[Hit]:
-    """The samples of a run's tape that fit, the latest step first.
+    """Yield the matching samples of a run's tape, the latest step first.
 
     Raises:
         DataError: the run has no tape, or a file of it is malformed.
@@ -147,10 +154,10 @@ def _excerpt(text: str, at: int) -> str:
 
 
 def failures(run_dir: Path, *, cause: str | None = None) -> list[FailedRollout]:
-    """The failed rollouts that a run has kept, the latest first; of one cause, where it is given.
+    """Return the failed rollouts that a run has stored, the latest first, optionally of one cause.
 
     Raises:
-        DataError: a line of failures.jsonl is none of ours.
+        DataError: a line of failures.jsonl has another form.
     """
     paths = run_paths(Path(run_dir))
     if not paths["failures"].exists():
@@ -172,7 +179,7 @@ def failures(run_dir: Path, *, cause: str | None = None) -> list[FailedRollout]:
 
 
 def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
-    """A sample by its place, STEP:GROUP:NUMBER, and its conversation: the prompt's messages, then turn by turn.
+    """Return the sample at STEP:GROUP:NUMBER and its conversation: the prompt's messages, then turn by turn.
 
     Raises:
         DataError: there is none.
@@ -191,7 +198,7 @@ def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
 
 
 def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Texts of tokens by id, as far as a step's tape has them: it writes them for its first groups only."""
+    """Return texts of tokens by id, as far as a step's tape has them: it writes them for its first groups only."""
     return {
         token: text
         for line in lines
@@ -203,7 +210,7 @@ def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 def conversation(
     prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts: Mapping[int, str]
 ) -> list[SearchedTurn]:
-    """The messages before, and the turns of a sample: runs of tokens that were sampled, or given in between."""
+    """Return the prompt's messages, and a sample's turns: runs of tokens that were sampled, or given in between."""
     messages = prompt.get("messages")
     if isinstance(messages, list):
         turns = [SearchedTurn(str(one.get("role", "prompt")), str(one.get("content", "")), False) for one in messages]
@@ -225,13 +232,13 @@ def conversation(
 
 
 def _role(text: str) -> str:
-    """Of what the model was given: that of its first message."""
+    """Return the role of given text: that of its first message."""
     found = _ROLE.search(text)
     return "given" if found is None else (found[1] or found[2]).lower()
 
 
 def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> Compared:
-    """How a prompt was answered at two steps.
+    """Compare the completions of a prompt at two steps.
 
     Raises:
         DataError: it is not on the tape of one of them.
@@ -261,7 +268,7 @@ def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> C
 
 
 def read_steps(words: str | None) -> tuple[int | None, int | None]:
-    """First and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError."""
+    """Parse first and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError. Raises DataError."""
     if words is None:
         return None, None
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", words.strip())

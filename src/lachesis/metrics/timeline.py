@@ -1,8 +1,8 @@
-"""The steps of a run as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Timeline of a run's steps for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Of a part of a step its seconds are recorded, and when the step ended. The loop does its parts one after the other, so
-that says where each of them lies. Of generation and rewards that go on beside the loop only the seconds are known: they
-are drawn so that they end when the loop has their batch, and begin no earlier than those before them ended.
+Each part of a step has its seconds recorded, and each step its end. The loop runs its parts one after the other, so
+that determines where each of them lies. Of generation and rewards beside the loop only the seconds are known: they are
+drawn to end when the loop has their batch, and to begin no earlier than those before them ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOP, GENERATION, REWARDS = 1, 2, 3
 
 
 class Row(NamedTuple):
-    """A row of the picture: what it is called, and the engine or the rank whose it is, if it is one's."""
+    """Row of the picture: its label, and the engine or rank that it belongs to, if any."""
 
     title: str
     engine: str | None = None
@@ -41,7 +41,7 @@ COUNTERS = ("reward", "tokens_generated", "staleness/mean", "gpu_memory_gb")
 
 
 def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
-    """Trace events, in microseconds since the first step began; ``name`` is the run's."""
+    """Return trace events, in microseconds since the first step began; ``name`` is the run's."""
     timed = [line for line in log.steps if line.values.get("step_time", 0.0) > 0]
     origin = min((line.time - line.values["step_time"] for line in timed), default=0.0)
     rows = timeline_rows(timed)
@@ -54,7 +54,7 @@ def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
 
 
 def timeline_rows(timed: Sequence[StepLine]) -> Rows:
-    """The threads, and below them a row for each of several engines, and for each of several ranks."""
+    """Return the threads' rows, followed by one for each of several engines and ranks."""
     found = dict.fromkeys(name for line in timed for name in line.values)
     engines = dict.fromkeys(_of(name, (GENERATION_OF, RECEIVING_OF)) for name in found)
     ranks = dict.fromkeys(_of(name, (TRAINING_OF, SENDING_OF)) for name in found)
@@ -64,12 +64,15 @@ def timeline_rows(timed: Sequence[StepLine]) -> Rows:
 
 
 def _of(name: str, prefixes: Sequence[str]) -> str | None:
-    """Whose metric it is, if it is one of these for each engine or rank."""
+    """Return the engine or rank of a metric that has one of these prefixes, or None."""
     return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
 
 
 def step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows: Rows) -> Iterator[Event]:
-    """The events of a step, itself first. ``ends``, where the last ones of each row ended, is moved on."""
+    """Yield the events of a step, itself first, and advance ``ends``, the end of the last event in each row.
+
+    ``ends``, where the last ones of each row ended, is moved on.
+    """
     for event in _step_events(line, origin=origin, ends=ends, rows=rows):
         yield event if event["ph"] == "C" else event | {"cat": rows[event["tid"]].title}
 
@@ -101,7 +104,10 @@ def _step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows:
 def _rollouts(
     values: Mapping[str, float], *, step: int, begin: float, end: float, ends: dict[int, float], rows: Rows
 ) -> Iterator[Event]:
-    """Generation, that of each engine, then rewards. In the loop's wait where they fit into it, else up to its end."""
+    """Yield generation, that of each engine, then rewards: in the loop's wait if they fit, else up to its end.
+
+    In the loop's wait where they fit into it, else up to its end.
+    """
     generation, rewards = values.get("generation_time", 0.0), values.get("reward_time", 0.0)
     rewards -= values.get("hidden_reward_time", 0.0)
     beside = generation + rewards > 1.05 * (end - begin)
@@ -125,7 +131,7 @@ def _rollouts(
 
 
 def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: float, rows: Rows) -> Iterator[Event]:
-    """Within the sync: what comes before the transfer, the transfer, also by engine and rank, its proof."""
+    """Yield the parts of the sync: before the transfer, the transfer (also by engine and rank), and its proof."""
     proof = min(values.get("proof_time", 0.0), seconds)
     transfer = min(values.get("transfer_time", 0.0), seconds - proof)
     at = begin
@@ -138,7 +144,7 @@ def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: floa
 
 
 def _transfer(values: Mapping[str, float], *, step: int, begin: float, rows: Rows) -> Iterator[Event]:
-    """What each engine received and each rank sent: all of them begin with the transfer."""
+    """Yield the transfers that each engine received and each rank sent, which all begin together."""
     for thread, row in rows.items():
         sending, receiving = f"{SENDING_OF}{row.rank}", f"{RECEIVING_OF}{row.engine}"
         if sending in values:

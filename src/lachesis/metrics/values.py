@@ -1,4 +1,4 @@
-"""Typed metric values: added up where they arise, reduced once."""
+"""Typed metric values, which are summed where they arise and reduced once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean: ``total`` is the weighted sum, ``weight`` the sum of weights."""
+    """Weighted mean: ``total`` is the weighted sum, ``weight`` the sum of weights."""
 
     total: float
     weight: float = 1.0
@@ -19,13 +19,13 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float | None:
-        """None where nothing was counted: a missing value is not 0."""
+        """Return the mean, or None if nothing was counted: a missing value is not 0."""
         return self.total / self.weight if self.weight else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A count or a duration, added up."""
+    """Sum of counts or durations."""
 
     total: float
 
@@ -38,7 +38,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen; minus infinity where none was."""
+    """Largest value seen; minus infinity if there was none."""
 
     total: float
 
@@ -46,7 +46,7 @@ class Max:
         return Max(max(self.total, other.total))
 
     def value(self) -> float | None:
-        """None where nothing was seen."""
+        """Return the largest value, or None if there was none."""
         return None if self.total == -math.inf else self.total
 
 
@@ -70,5 +70,5 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, MetricValue]:
 
 
 def reduce_metrics(metrics: Metrics) -> dict[str, float]:
-    """Plain numbers; values with nothing counted are left out."""
+    """Return plain numbers; values with nothing counted are left out."""
     return {name: number for name, value in metrics.items() if (number := value.value()) is not None}

@@ -1,4 +1,4 @@
-"""What the health rules remember of groups, so that they can judge more than one step."""
+"""Digests of groups, which let the health rules judge more than one step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _digest(group: Group, answer: str | None, answers: Sequence[str | None]) -> 
 
 
 def _nats(samples: Sequence[Sample]) -> float | None:
-    """The mean of minus the logprobs of the first tokens of each completion, where they are known."""
+    """Return the mean of minus the logprobs of each completion's first tokens, where they are known."""
     known = [logprob for sample in samples for logprob in sample.logprobs[:FIRST_TOKENS] if not math.isnan(logprob)]
     return -fmean(known) if known else None
 
 
 def _answer(group: Group) -> str | None:
-    """The answer of a row if it is short enough to be one: what is right, not how it is found."""
+    """Return the answer of a row if it is short enough to be a plain answer without its derivation."""
     for name in ANSWERS:
         value = group.prompt.columns.get(name)
         if isinstance(value, str | int) and 0 < len(text := str(value).strip()) <= 100:

@@ -1,4 +1,4 @@
-"""Health in plain words: runs the rules over each step and does not repeat itself."""
+"""Health monitor, which runs the rules over each step and does not repeat itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUIET = 5
 
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
-    """What each rule says about a step, by rule; silent ones are left out. Pure."""
+    """Return the alarms of a step by rule, without silent rules. Pure. Pure."""
     found = {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
     if not seen.limits.environments:
         return found
@@ -31,7 +31,7 @@ def alarms(seen: Observation) -> dict[str, Alarm]:
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    """A finding that was told at ``step``; ``seen`` is the last step at which its rule spoke."""
+    """Finding that was reported at ``step``; ``seen`` is the last step at which its rule spoke."""
 
     step: int
     alarm: Alarm
@@ -39,7 +39,7 @@ class _Reported:
 
 
 class HealthMonitor:
-    """Keeps the short history that the rules need, and reports a finding anew only when that helps.
+    """Monitor with the short history that the rules need, which repeats a finding only when that helps.
 
     A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its severity grows by half (a
     note only where it was a warning or a problem before), and at once when its level rises. Where its rule has been
@@ -69,11 +69,11 @@ class HealthMonitor:
         self._reported: dict[str, _Reported] = {}
 
     def evaluation(self, result: EvalResult) -> None:
-        """Remember an evaluation that belongs to no step (before the first, or of before a resume)."""
+        """Remember an evaluation that belongs to no step (before the first, or before a resume)."""
         self._evaluations.append(result)
 
     def examine(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Findings of a finished step, the worst first; those reported lately are left out."""
+        """Return the findings of a finished step, the worst first, without those reported recently."""
         if record.evaluation is not None:
             self._evaluations.append(record.evaluation)
         batch = digest(record.groups)
@@ -111,7 +111,7 @@ class HealthMonitor:
         return found
 
     def _resolved(self, step: int) -> list[Finding]:
-        """Those whose rule has been silent for long enough, which are then forgotten."""
+        """Return, and forget, the findings whose rule has been silent for long enough."""
         gone = {name: told for name, told in self._reported.items() if step - told.seen >= QUIET}
         for name in gone:
             del self._reported[name]

@@ -1,4 +1,4 @@
-"""Health rules: does the policy move in the right direction and not too fast, are completions whole, fresh and exact?
+"""Health rules: does the policy improve and not move too fast, are completions whole, fresh and exact.
 
 Small pure functions that look at one step, and what came before it, and say in plain words what to change. A rule
 judges by the run's own course: rewards are on the scale that the run has shown, a value that every model has

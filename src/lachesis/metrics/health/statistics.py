@@ -1,4 +1,4 @@
-"""Whether what differs between groups is more than chance."""
+"""Statistics that tell differences between groups from chance."""
 
 from __future__ import annotations
 

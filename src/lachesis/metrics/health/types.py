@@ -1,4 +1,4 @@
-"""What the health rules see of a run, and what they say about it."""
+"""Types of the health rules: observations of a run, and alarms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HealthLimits:
 
 @dataclass(frozen=True, slots=True)
 class GroupDigest:
-    """What is remembered of a generated group after its step.
+    """Digest of a generated group that outlives its step.
 
     ``rewards`` and ``lengths`` (in tokens) are those of the completions with a reward, ``texts`` tells which of them
     are equal, and ``nats`` how unlikely the first tokens were, in the mean: an estimate of the entropy that they were
@@ -52,13 +52,16 @@ class GroupDigest:
 
     @property
     def flat(self) -> bool:
-        """Whether at least two completions have a reward, and all have the same."""
+        """Return True if at least two completions have a reward, and all have the same."""
         return len(self.rewards) > 1 and max(self.rewards) == min(self.rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the rules see of one step. ``history`` holds the values of earlier steps, oldest first.
+    """Observation of one step for the rules.
+
+    ``history`` holds the values of earlier steps, oldest first. ``history`` holds the values of earlier steps, oldest
+    first.
 
     ``batches`` are the generated groups of the last steps, the newest last; a batch that several steps are trained on
     is there once.
@@ -73,19 +76,19 @@ class Observation:
     limits: HealthLimits = field(default_factory=HealthLimits)
 
     def above(self, name: str, limit: float) -> float | None:
-        """The value of this step if it was measured and is above ``limit``; NaN is, too."""
+        """Return this step's value if it was measured and is above ``limit``, or is NaN."""
         value = self.values.get(name)
         return None if value is None or value <= limit else value
 
     def recent(self, name: str, count: int) -> list[float]:
-        """The values of the last ``count`` steps with this one, oldest first, where it was measured."""
+        """Return the values of the last ``count`` steps including this one, oldest first, where measured."""
         steps = (*self.history, self.values)[-count:] if count else ()
         return [step[name] for step in steps if name in step]
 
     def latest(self, groups: int, *, completions: int = 0, batches: int = 50) -> list[GroupDigest]:
-        """Those of the newest batches that together have as many groups and completions, or are as many.
+        """Return the groups of the newest batches with at least so many groups and completions, or so many batches.
 
-        None where there are not so many yet.
+        None if there are not so many yet.
         """
         found: list[GroupDigest] = []
         for count, batch in enumerate(reversed(self.batches), start=1):
@@ -96,14 +99,18 @@ class Observation:
         return []
 
     def reward_range(self) -> tuple[float, float]:
-        """The least and the largest reward of a completion that is remembered; 0 and 1 where none is."""
+        """Return the smallest and the largest remembered reward of a completion; 0 and 1 if there is none."""
         rewards = [reward for batch in self.batches for group in batch for reward in group.rewards]
         return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What a rule says. ``severity`` compares alarms of the same rule: larger is worse."""
+    """Alarm of a rule.
+
+    ``severity`` compares alarms of the same rule: larger is worse. ``severity`` compares alarms of the same rule:
+    larger is worse.
+    """
 
     level: Level
     message: str

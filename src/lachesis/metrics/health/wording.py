@@ -1,4 +1,4 @@
-"""Findings of runs whose rollouts come from environments: what is to be changed is there, not in the configuration."""
+"""Wording of findings for runs with environments, where remedies apply to these, not to the configuration."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ _KNOWN = re.compile("|".join(re.escape(words) for words in ELSEWHERE))
 
 
 def for_environments(message: str) -> str:
-    """A finding whose remedies apply where environments generate and score."""
+    """Return a finding whose remedies apply where environments generate and score."""
     return _KNOWN.sub(lambda found: ELSEWHERE[found.group()], message)

@@ -1,1 +1,1 @@
-"""The report of a run: config.yaml, metrics.jsonl and the tape come in, report.html goes out."""
+"""Report of a run: config.yaml, metrics.jsonl and the tape come in, report.html goes out."""

@@ -1,4 +1,7 @@
-"""The model card of a run: README.md as the Hugging Face hub reads it. All figures are those of the run's own files."""
+"""Model card of a run: README.md as the Hugging Face hub reads it.
+
+All figures are from the run's files. All figures are those of the run's own files.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ _SHOWN = (
 
 
 def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False, name: str | None = None) -> str:
-    """What was trained, how, and with what result, as Markdown with the metadata that the hub reads.
+    """Return the model card: what was trained, how, and with what result, as Markdown with the hub's metadata.
 
     Args:
-        step: that the model is of: what came after it is left out, and said to be.
-        merged: an adapter was added to its base model's weights.
+        step: step of the model; later steps are left out, and the card says so.
+        merged: an adapter was merged into its base model's weights.
         name: id of the model on the hub; the lines that load it say ``MODEL`` if unset.
 
     Raises:
@@ -69,7 +72,7 @@ def _until(log: MetricsLog, step: int) -> MetricsLog:
 
 
 def _metadata(run: Run, base: str, *, merged: bool) -> str:
-    """The hub takes ids of its own as base model and data, and no paths."""
+    """Return the metadata; base model and data must be the hub's ids, not paths."""
     fields: dict[str, Any] = {"library_name": "transformers", "tags": ["grpo", "lachesis", "reinforcement-learning"]}
     if setting(run.config, "adapter.kind") == "lora" and not merged:
         fields["library_name"] = "peft"
@@ -95,7 +98,7 @@ def _result(run: Run) -> str:
 
 
 def _left_out(log: MetricsLog, step: int | None) -> str:
-    """That the run went on after the model, if it did."""
+    """Return a sentence that says the run continued after the model, if it did."""
     last = log.steps[-1].step if log.steps else 0
     if step is None or last <= step:
         return ""
@@ -103,7 +106,7 @@ def _left_out(log: MetricsLog, step: int | None) -> str:
 
 
 def _curve(log: MetricsLog) -> str:
-    """The mean reward over the run, in parts of equally many steps."""
+    """Return the mean reward over the run, in parts with equally many steps."""
     points = [(line.step, line.values["reward"]) for line in log.steps if "reward" in line.values]
     if len(points) < 2:
         return ""
@@ -124,7 +127,7 @@ def _settings(run: Run) -> str:
 
 
 def _usage(run: Run, base: str, *, name: str | None, merged: bool) -> str:
-    """The lines that load the model in transformers, vLLM and Ollama."""
+    """Return the lines that load the model in transformers, vLLM and Ollama."""
     model = name or "MODEL"
     short = shlex.quote((name or run.directory.resolve().name).rpartition("/")[2])
     loader, library, server = "AutoModelForCausalLM", "transformers", f"vllm serve {model}"
@@ -156,7 +159,7 @@ echo "FROM ./gguf/model.gguf" > Modelfile && ollama create {short.lower()} -f Mo
 
 
 def _rewards(run: Run) -> list[str]:
-    """By the names of the functions, without the directories of whoever trained."""
+    """Return the rewards by function name, without the directories of whoever trained."""
     names: list[str] = []
     for spec in setting(run.config, "rewards.functions") or ():
         text = str(spec.get("function")) if isinstance(spec, dict) else str(spec)

@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics are drawn together, their points, and where the seconds of a step went."""
+"""Curves of a report: which metrics are drawn together, their points, and how a step's seconds were spent."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ LOGGED = "reward_metrics/"
 
 @dataclass(frozen=True, slots=True)
 class ChartPlan:
-    """One chart: the metrics drawn in it, the first of which gives title, unit and healthy range.
+    """Plan of one chart: the metrics drawn in it, the first of which gives title, unit and healthy range.
 
-    ``band`` names the metric whose size is drawn on both sides of the line, ``log`` allows a logarithmic
-    axis, ``exact`` forbids smoothing, ``floor`` and ``ceiling`` are ends that the axis shows,
-    ``least`` is the smallest range it covers, so that noise does not look like news.
+    ``band`` names the metric whose size is drawn on both sides of the line, ``log`` allows a logarithmic axis,
+    ``exact`` forbids smoothing, ``floor`` and ``ceiling`` are ends that the axis shows, ``least`` is the smallest range
+    it covers, so that noise does not look like news.
     """
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ CHARTS = (
 
 
 def charts(log: MetricsLog) -> list[dict[str, Any]]:
-    """All charts that have data."""
+    """Return all charts that have data."""
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
     by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
@@ -117,12 +117,12 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
 
 
 def logged_charts(*logs: MetricsLog) -> list[ChartPlan]:
-    """One for each metric that a reward function of any of these runs gave to log_metric."""
+    """Return a chart for each metric that a reward function of any of these runs gave to log_metric."""
     return [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, *logs)]
 
 
 def _beginning_with(prefix: str, *logs: MetricsLog) -> tuple[str, ...]:
-    """The metrics of one kind that any step has, in the order of the numbers or names that they end in."""
+    """Return the metrics of any step with this prefix, in the order of their trailing numbers or names."""
     found = {name for log in logs for line in log.steps for name in line.values if name.startswith(prefix)}
     return tuple(sorted(found, key=lambda name: (not name[len(prefix) :].isdecimal(), len(name), name)))
 
@@ -138,7 +138,7 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
 
 
 def chart_of(plan: ChartPlan) -> dict[str, Any]:
-    """What a chart says of itself; its series are another matter."""
+    """Return a chart's description without its series."""
     metric = describe(plan.names[0])
     return {
         "id": metric.name,
@@ -151,7 +151,7 @@ def chart_of(plan: ChartPlan) -> dict[str, Any]:
 
 
 def series_of(name: str, band: str, log: MetricsLog) -> dict[str, Any] | None:
-    """A line of a chart, cut to size; ``None`` where a run has no such value."""
+    """Return a line of a chart, reduced in size; ``None`` if a run has no such value."""
     points = _points(name, log)
     if not points:
         return None
@@ -176,7 +176,7 @@ def _points(name: str, log: MetricsLog) -> list[tuple[int, float]]:
 
 
 def downsample(values: Sequence[float], *, limit: int) -> list[int]:
-    """Indices of at most ``limit`` values: the ends, and the lowest and highest of each stretch."""
+    """Return indices of at most ``limit`` values: the ends, and the lowest and highest of each stretch."""
     count = len(values)
     if count <= limit:
         return list(range(count))
@@ -191,7 +191,7 @@ def downsample(values: Sequence[float], *, limit: int) -> list[int]:
 
 
 def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
-    """Seconds a step by part, averaged over stretches of steps; None where steps were not timed.
+    """Return seconds per step by part, averaged over stretches of steps; None if steps were not timed.
 
     The parts add up to the step: of sampling that goes on beside training, what the trainer waited for.
     """
@@ -218,14 +218,14 @@ def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
 
 
 def _sampled_elsewhere(timed: Sequence[StepLine]) -> bool:
-    """Whether sampling was no part of what the trainer waited for, or more than that."""
+    """Return True if sampling was not part of the trainer's wait, or longer than it."""
     sampling = sum(_seconds(timed, name) for name, _ in SAMPLING)
     waited = any("data_fetch_time" in line.values for line in timed)
     return waited and not 0 < sampling <= _mean(timed, "data_fetch_time")
 
 
 def _seconds(lines: Sequence[StepLine], name: str) -> float:
-    """Mean seconds of a part; of rewards, those in which nothing was generated."""
+    """Return the mean seconds of a part; of rewards, those in which nothing was generated."""
     return _mean(lines, name) - (_mean(lines, "hidden_reward_time") if name == "reward_time" else 0.0)
 
 
@@ -235,5 +235,5 @@ def _mean(lines: Sequence[StepLine], name: str) -> float:
 
 
 def _rounded(value: float) -> float | None:
-    """Five digits are more than a chart can show; JSON has no NaN."""
+    """Round to the five digits that a chart can show, with None for NaN, which JSON lacks."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

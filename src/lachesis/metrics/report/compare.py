@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves in one chart, what differs in their configurations, the same prompts."""
+"""Comparison of runs: their curves in one chart, the differences of their configurations, the same prompts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def write_compare(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def render_body(run_dirs: Sequence[Path]) -> tuple[str, dict[str, Any]]:
-    """The same as HTML without the page around it, and the data that its scripts draw. Raises as above."""
+    """Return the page's HTML without the frame, and the data for its scripts. Raises as :func:`write_compare`."""
     values = compare_values(run_dirs)
     return render_page(BODY, **values), values["data"]
 
 
 def compare_values(run_dirs: Sequence[Path]) -> dict[str, Any]:
-    """The values of the template."""
+    """Return the values of the template."""
     if len(run_dirs) < 2:
         raise DataError("there is nothing to compare one run with", remedy="give the directories of two runs or more")
     runs = [read_run(path) for path in run_dirs]
@@ -58,14 +58,14 @@ def compare_values(run_dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """The directories' names, with those of their parents where they would be alike."""
+    """Return the directories' names, with those of their parents if they would be equal."""
     paths = [path.resolve() for path in run_dirs]
     short = [path.name for path in paths]
     return [str(Path(path.parent.name, path.name)) if short.count(path.name) > 1 else path.name for path in paths]
 
 
 def seed_groups(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Runs by what they have in common, in order: a label and the places of its runs."""
+    """Group runs that differ only in their seed, in order: a label and the indices of its runs."""
     found: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         known = {key: value for key, value in flat(run.config) if key not in SEED_KEYS}
@@ -77,7 +77,7 @@ def seed_groups(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, li
 
 
 def charts(runs: Sequence[Run], groups: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
-    """The report's charts, each with its first metric of every run; seeds are a mean with its deviation as a band.
+    """Return the report's charts with the first metric of every run; seeds become a mean with its deviation as a band.
 
     What the runs' reward functions gave to log_metric is among them.
     """
@@ -108,7 +108,7 @@ def _line(plan: ChartPlan, runs: Sequence[Run], members: Sequence[int], label: s
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Each key that is not the same in all configurations, with its value in each; "–" where it has none."""
+    """Return each key that differs between configurations, with its value in each; "–" if a run lacks it."""
     known = [dict(flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for one in known for key in one)
     rows = [(key, [_shown(one.get(key, "–")) for one in known]) for key in keys]
@@ -116,7 +116,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``section.key`` and its value."""
+    """Yield ``section.key`` and its value."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
 
 
 def same_prompts(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Prompts that all runs have met lately, with the mean reward and the best completion of each run's last time."""
+    """Return prompts that all runs have met lately, with mean reward and best completion of each run's last time."""
     latest = [_latest_by_prompt(path) for path in run_dirs]
     shared = [text for text in latest[0] if all(text in one for one in latest[1:])]
     return [
@@ -138,7 +138,7 @@ def same_prompts(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _latest_by_prompt(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """By the text of a prompt: step, mean reward and best completion of the last group that answered it."""
+    """Return step, mean reward and best completion of the last group for each prompt text."""
     found: dict[str, dict[str, Any]] = {}
     files = tape_files(run_paths(Path(run_dir))["rollouts"])
     for step in islice(reversed(files), MAX_STEPS_BACK):

@@ -1,4 +1,4 @@
-"""The configuration as the report shows it: its lines with their keys, and the keys that a sentence names."""
+"""Configuration as the report shows it: its lines with their keys, and the keys that a sentence names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DOTTED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)")
 
 
 def key_lines(text: str) -> list[tuple[str, str]]:
-    """Each line of a YAML text, and the dotted key that begins in it; "" where none does."""
+    """Return each line of a YAML text, and the dotted key that begins in it, or ""."""
     root = yaml.compose(text)
     keys: dict[int, str] = {}
     for line, key in _keys(root, ""):
@@ -29,6 +29,6 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def key_parts(sentence: str, keys: Collection[str]) -> list[tuple[str, str]]:
-    """A sentence in parts: the text of each, and the key that it is; "" for what stands between keys."""
+    """Split a sentence into parts: the text of each, and the key that it names, or ""."""
     parts = ((part, part if part in keys else "") for part in _DOTTED.split(sentence))
     return [(text, key) for text, key in parts if text]

@@ -1,4 +1,4 @@
-"""A run's files, read, and what the report says of it in words and figures. No HTML here."""
+"""Files of a run, and the report's texts and figures about it. No HTML here. No HTML here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The files of a run, read."""
+    """Contents of a run's files."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -47,7 +47,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value under a dotted key of a resolved configuration."""
+    """Return the value under a dotted key of a resolved configuration."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -57,14 +57,14 @@ def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def run_seconds(steps: Sequence[StepLine]) -> float:
-    """Seconds in steps: their step_time where it was measured, else from the first to the last."""
+    """Return the seconds spent in steps: their step_time if measured, else from the first to the last."""
     if steps and all("step_time" in line.values for line in steps):
         return sum(line.values["step_time"] for line in steps)
     return steps[-1].time - steps[0].time if steps else 0.0
 
 
 def headline(log: MetricsLog) -> dict[str, Any]:
-    """The result in one figure: held-out accuracy where it was measured, else reward; first and last value."""
+    """Return the result in one figure: held-out accuracy if measured, else reward; first and last value."""
     if log.evaluations:
         first, last = log.evaluations[0], log.evaluations[-1]
         return {
@@ -83,7 +83,7 @@ def headline(log: MetricsLog) -> dict[str, Any]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Label and value of the small figures under the headline."""
+    """Return label and value of the small figures under the headline."""
     steps, evaluations = run.log.steps, run.log.evaluations
     found = [("steps", _of_total(len(steps), steps, setting(run.config, "run.steps")))]
     seconds = run_seconds(steps)
@@ -108,7 +108,7 @@ def _of_total(count: int, steps: Sequence[StepLine], total: Any) -> str:
 
 
 def descriptors(config: Mapping[str, Any]) -> list[str]:
-    """What was trained and how, in a few words each; only what the configuration says."""
+    """Describe what was trained and how, in a few words each; only from the configuration."""
     words = [_shortened(str(setting(config, "model.path", "")))]
     if setting(config, "adapter.kind") == "lora":
         words.append(f"LoRA r={setting(config, 'adapter.r')}")
@@ -129,21 +129,21 @@ def descriptors(config: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(path: str) -> str:
-    """The end of a path on this machine; a hub id or a relative path as it is."""
+    """Return the end of a path on this machine; a hub id or a relative path unchanged."""
     return str(Path("…", *Path(path).parts[-3:])) if Path(path).is_absolute() else path
 
 
 def date_of(steps: Sequence[StepLine]) -> str:
-    """When the first step ended, in UTC; empty before it."""
+    """Return when the first step ended, in UTC; empty before it."""
     if not steps:
         return ""
     return datetime.fromtimestamp(steps[0].time, tz=UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
 
 
 def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
-    """One entry a rule: its latest level and message, where and how often; the worst first.
+    """Return one entry per rule: its latest level and message, where and how often; the worst first.
 
-    What was resolved comes last, whatever its level was, which is its worst.
+    Resolved findings come last, whatever their level, which is their worst.
     """
     entries: dict[str, dict[str, Any]] = {}
     for line in steps:
@@ -163,16 +163,16 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Unusual:
-    """Values outside of their healthy ranges, or no numbers, in words: of the last step, and of steps before it."""
+    """Values outside their healthy ranges, or NaN, as texts: in the last step, and in steps before it."""
 
     now: tuple[str, ...]
     earlier: tuple[str, ...]
 
 
 def unusual(steps: Sequence[StepLine]) -> Unusual:
-    """What the charts show outside of a healthy range, at any step, and what is no number there.
+    """Return the charted values outside their healthy range, or NaN, at any step.
 
-    A metric is named once: where it is unusual in the last step, with that value alone.
+    A metric is named once: if it is unusual in the last step, with that value alone.
     """
     now: list[str] = []
     earlier: list[str] = []
@@ -196,7 +196,7 @@ def _unusual_now(metric: Metric, value: float) -> str:
 
 
 def _unusual_earlier(metric: Metric, off: Mapping[int, float]) -> str:
-    """ "gradient norm 3 in step 2 (usual: 0.001 to 1)", or the first, the last and the worst of several."""
+    """Describe as in "gradient norm 3 in step 2 (usual: 0.001 to 1)", or by first, last and worst of several."""
     worst = max(off.values(), key=lambda value: _distance(value, metric.healthy))
     usual = "" if metric.healthy is None else f"usual: {_range(metric.healthy)}"
     title, first, last = metric.title.lower(), min(off), max(off)
@@ -207,7 +207,7 @@ def _unusual_earlier(metric: Metric, off: Mapping[int, float]) -> str:
 
 
 def _distance(value: float, healthy: tuple[float | None, float | None] | None) -> float:
-    """How far a value is outside; no number is the farthest."""
+    """Return how far a value is outside; NaN is the farthest."""
     low, high = healthy or (None, None)
     if not math.isfinite(value):
         return math.inf
@@ -222,7 +222,7 @@ def _range(healthy: tuple[float | None, float | None]) -> str:
 
 
 def result_sentence(first: EvalResult | None, last: EvalResult | None, *, steps: int, seconds: float) -> str:
-    """ "held-out accuracy 0.44 -> 0.93 (512 problems, 300 steps, 62 s)", or what is known of it."""
+    """Return "held-out accuracy 0.44 -> 0.93 (512 problems, 300 steps, 62 s)", or as much of it as is known."""
     span = f"{steps} steps, {format_seconds(seconds)}"
     if last is None:
         return f"no held-out problems ({span})"

@@ -1,4 +1,8 @@
-"""report.html: one page that shows a run. It loads nothing, so it opens from disk and can be sent around."""
+"""Page report.html, which shows a run.
+
+It loads nothing else, so it opens from disk and can be sent around. It loads nothing, so it opens from disk and can be
+sent around.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ GROUPS_A_STEP = 2
 
 
 class ReportSink(Sink):
-    """Rewrites the report every ``every_steps`` steps and at the end of the run.
+    """Sink that rewrites the report every ``every_steps`` steps and at the end of the run.
 
     It reads metrics.jsonl and the tape of ``run_dir``, so in a hub it comes after the sinks that write them.
     """
@@ -71,7 +75,7 @@ def _render(run_dir: Path) -> str:
 
 
 def render_body(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """What the report shows, as HTML without the page around it, and the data that its scripts draw.
+    """Return the report's HTML without the frame, and the data for its scripts.
 
     Raises:
         DataError: as :func:`write_report`.
@@ -81,7 +85,10 @@ def render_body(run_dir: Path) -> tuple[str, dict[str, Any]]:
 
 
 def report_values(run_dir: Path) -> dict[str, Any]:
-    """The values of the report's template. Raises DataError as :func:`write_report`."""
+    """Return the values of the report's template.
+
+    Raises DataError as :func:`write_report`. Raises DataError as :func:`write_report`.
+    """
     run = read_run(run_dir)
     steps, evaluations = run.log.steps, run.log.evaluations
     groups = setting(run.config, "logging.report_groups", GROUPS_A_STEP)
@@ -117,12 +124,12 @@ def report_values(run_dir: Path) -> dict[str, Any]:
 
 
 def _about(rule: str) -> str:
-    """What a rule looks for; one of the user's own says so itself, or nothing."""
+    """Return what a rule looks for; for a custom rule its own description, or nothing."""
     known = RULES.get(rule)
     return "" if known is None else " ".join((inspect.getdoc(known) or "").split())
 
 
 def _with_rewards(rollouts: list[dict[str, Any]], steps: Sequence[StepLine]) -> list[dict[str, Any]]:
-    """Beside the rollouts of a step how the rewards of all its completions are spread, where that was written."""
+    """Add to the rollouts of a step the distribution of all its rewards, if it was recorded."""
     spread = {line.step: asdict(line.rewards) for line in steps if line.rewards is not None}
     return [entry | {"rewards": spread.get(entry["step"])} for entry in rollouts]

@@ -1,4 +1,4 @@
-"""The rollouts and held-out completions of a report, cut to what a page can hold."""
+"""Rollouts and held-out completions of a report, reduced to the size of a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_HELD_OUT_CHARACTERS = 400
 
 
 def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
-    """Evenly spread steps of the tape, the first and the last among them, with ``groups`` groups each.
+    """Return evenly spread steps of the tape, including the first and the last, with ``groups`` groups each.
 
     The number of completions and, if need be, their length are cut so that all steps together stay below
     :data:`MAX_TOKENS` tokens. Within a group the best completions come first.
@@ -47,7 +47,7 @@ def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
 
 
 def held_out(directory: Path) -> dict[str, Any] | None:
-    """Completions of the last evaluation that was kept, the worst first; None where none was.
+    """Return completions of the last evaluation that was stored, the worst first; None if there is none.
 
     Raises:
         DataError: a file is malformed.
@@ -114,7 +114,7 @@ def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
 
 
 def _within(pieces: Sequence[str], *, limit: int) -> list[str]:
-    """The first ``limit`` pieces, or fewer where they are unusually long."""
+    """Return the first ``limit`` pieces, or fewer if they are unusually long."""
     kept: list[str] = []
     characters = 0
     for piece in pieces[:limit]:

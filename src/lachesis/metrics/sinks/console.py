@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on: a live display in a terminal, plain lines elsewhere, completions to read."""
+"""Console output of a run: a live display in a terminal, plain lines elsewhere, completions to read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFRESH_HZ = 4.0
 
 @dataclass(slots=True)
 class _Course:
-    """What the display knows of the run so far."""
+    """State of the run as far as the display knows it."""
 
     step: int = 0
     seen: int = 0
@@ -62,14 +62,14 @@ class _Course:
         self.findings.extend((record.step, finding) for finding in record.findings)
 
     def seconds_left(self, total_steps: int) -> float | None:
-        """From the mean of the last 20 steps; unknown before the first."""
+        """Return the seconds left by the mean of the last 20 steps; None before the first."""
         if not self.seconds:
             return None
         return max(0, total_steps - self.step) * sum(self.seconds) / len(self.seconds)
 
 
 class ConsoleSink(Sink):
-    """Shows step, reward, accuracy, speeds, a reward sparkline, the time left and health findings.
+    """Sink that shows step, reward, accuracy, speeds, a reward sparkline, the time left and health findings.
 
     In a terminal a display that is redrawn four times a second, by a thread of rich's, whatever the number of
     steps; without a terminal a line every ``every_steps`` steps, and a line for each finding.
@@ -153,7 +153,7 @@ class ConsoleSink(Sink):
 
 
 def sparkline(values: Sequence[float], *, width: int, bars: str = BARS) -> str:
-    """The course of ``values`` in at most ``width`` characters; each shows the mean of its stretch."""
+    """Draw ``values`` in at most ``width`` characters; each shows the mean of its stretch."""
     finite = [value for value in values if value == value]
     if not finite or width < 1:
         return ""
@@ -167,7 +167,7 @@ def sparkline(values: Sequence[float], *, width: int, bars: str = BARS) -> str:
 
 
 def plain_line(course: _Course, total_steps: int) -> str:
-    """One step in one line, for logs."""
+    """Return one step in one line, for logs."""
     parts = [f"step {course.step}/{total_steps}"]
     if course.reward is not None:
         parts.append(f"reward {course.reward:.3f}")
@@ -181,7 +181,7 @@ def plain_line(course: _Course, total_steps: int) -> str:
 
 
 def render(course: _Course, *, total_steps: int, title: str, width: int, ascii_only: bool = False) -> RenderableType:
-    """The live display: a line of progress, the facts, the last findings."""
+    """Return the live display: a line of progress, the facts, the last findings."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", min_width=10)
     facts.add_column(justify="right", min_width=7)
@@ -224,7 +224,7 @@ def _progress(course: _Course, *, total_steps: int, title: str, width: int) -> R
 
 
 def _since(course: _Course) -> Text:
-    """Where the accuracy comes from, as dim words."""
+    """Return the initial accuracy, as dim text."""
     assert course.evaluation is not None and course.first_evaluation is not None
     words = f"held-out, step {course.evaluation.step}"
     if course.first_evaluation.step != course.evaluation.step:
@@ -239,7 +239,7 @@ def _speeds(course: _Course) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ShownCompletion:
-    """A completion as it is read; ``rewards`` is by function, ``None`` where one abstained, ``logged`` by column."""
+    """Completion to be read; ``rewards`` is by function, ``None`` where one abstained, ``logged`` by column."""
 
     prompt: str
     completion: str
@@ -250,7 +250,7 @@ class ShownCompletion:
 
 @dataclass(frozen=True, slots=True)
 class CompletionPicker:
-    """Which completions of a step are shown.
+    """Choice of the completions of a step that are shown.
 
     Attributes:
         count: how many a step; ``None`` shows all.
@@ -265,7 +265,7 @@ class CompletionPicker:
     every_steps: int = 1
 
     def pick(self, record: StepRecord) -> list[ShownCompletion]:
-        """Those that were generated for a step.
+        """Return the chosen completions of those that were generated for a step.
 
         The first of each group comes before the second of any, so that a few are of many prompts.
         """
@@ -280,7 +280,7 @@ class CompletionPicker:
         ]
 
     def table(self, record: StepRecord) -> tuple[list[str], list[list[Any]]] | None:
-        """The same as columns and rows, for sinks that show tables; ``None`` where a step has none."""
+        """Return the choice as columns and rows, for sinks that show tables; ``None`` if a step has none."""
         shown = self.pick(record)
         if not shown:
             return None
@@ -308,7 +308,7 @@ class CompletionPicker:
 
 
 class CompletionsSink(Sink):
-    """Prints completions with their prompts and rewards, above the live display where there is one."""
+    """Sink that prints completions with their prompts and rewards, above the live display if there is one."""
 
     def __init__(self, console: Console, picker: CompletionPicker) -> None:
         self._console = console
@@ -326,7 +326,7 @@ class CompletionsSink(Sink):
 
 
 def rewards_in_words(shown: ShownCompletion) -> str:
-    """The total reward, and where there are several functions, what each gave."""
+    """Return the total reward and, with several functions, the value of each."""
     total = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
     parts = [f"{name} {'none' if value is None else f'{value:g}'}" for name, value in shown.rewards.items()]
     return f"{total} ({', '.join(parts)})" if len(parts) > 1 else total

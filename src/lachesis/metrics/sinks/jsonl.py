@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line a step, written as training goes on, and read back by report and status."""
+"""File metrics.jsonl: a line per step, written during training, and read back by report and status."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lachesis.metrics.hub import Sink
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One step as metrics.jsonl has it. Values that were not finite are read back as NaN.
+    """Step of a metrics.jsonl. Values that were not finite are read back as NaN.
 
-    ``rewards`` is how the rewards of its completions are spread; None in files from before there was such a thing.
+    ``rewards`` is the distribution of the completions' rewards; None in files older than this field.
     """
 
     step: int
@@ -33,14 +33,14 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class MetricsLog:
-    """A whole metrics.jsonl, both parts in the order of steps; of two lines for a step the later counts."""
+    """Contents of a metrics.jsonl in the order of steps; of two lines for a step the later counts."""
 
     steps: tuple[StepLine, ...]
     evaluations: tuple[EvalResult, ...]
 
 
 class JsonlSink(Sink):
-    """Appends each record as a line of JSON and flushes it.
+    """Sink that appends each record as a line of JSON and flushes it.
 
     Args:
         path: the file, usually RUN/metrics.jsonl.
@@ -84,15 +84,15 @@ class JsonlSink(Sink):
 
 
 def _fields(finding: Finding) -> dict[str, Any]:
-    """``resolved`` is there where it says something."""
+    """Return the fields of a finding, with ``resolved`` only if it is true."""
     return {name: value for name, value in asdict(finding).items() if value is not None}
 
 
 def read_metrics(path: Path) -> MetricsLog:
-    """Read a metrics.jsonl, also while it is being written: a last line without its end is left out.
+    """Read a metrics.jsonl, even while it is being written: an incomplete last line is left out.
 
     Raises:
-        DataError: there is no such file, or a line in it is not one of ours.
+        DataError: there is no such file, or a line in it has another form.
     """
     steps: dict[int, StepLine] = {}
     evaluations: dict[int, EvalResult] = {}
@@ -125,7 +125,10 @@ def _step_line(line: Mapping[str, Any]) -> StepLine:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Number, text and content of each whole line. Only the last may be torn, by a kill or a live writer."""
+    """Yield number, text and content of each whole line.
+
+    Only the last may be torn, by a kill or a live writer. Only the last may be torn, by a kill or a live writer.
+    """
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The tape: every rollout of every step, as rollouts/step_000001.jsonl with one group a line.
+"""Tape: every rollout of every step, as rollouts/step_000001.jsonl with one group a line.
 
 From the tape rewards can be recomputed and a step replayed; the report shows samples of it. Only tokens,
 logprobs and numbers go in: what was generated, under which weights, and how it was scored.
@@ -21,7 +21,7 @@ from lachesis.metrics.hub import Sink
 
 
 class SupportsTokenText(Protocol):
-    """The part of a Hugging Face tokenizer that :func:`token_texts` needs."""
+    """Methods of a Hugging Face tokenizer that :func:`token_texts` needs."""
 
     def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
@@ -29,7 +29,7 @@ class SupportsTokenText(Protocol):
 
 
 class TapeSink(Sink):
-    """Writes the groups of each step to a file of its own; a file is wholly there or not at all.
+    """Sink that writes the groups of each step to a separate file, which appears complete or not at all.
 
     Args:
         directory: usually RUN/rollouts.
@@ -74,12 +74,12 @@ def write_groups(
 
 
 def tape_path(directory: Path, step: int) -> Path:
-    """Where the groups of a step are."""
+    """Return the path of the groups of a step."""
     return directory / f"step_{step:06d}.jsonl"
 
 
 def tape_files(directory: Path) -> dict[int, Path]:
-    """The tape files by step, in order; empty where there is no tape."""
+    """Return the tape files by step, in order; empty if there is no tape."""
     found = {
         int(number): path
         for path in directory.glob("step_*.jsonl")
@@ -89,7 +89,7 @@ def tape_files(directory: Path) -> dict[int, Path]:
 
 
 def read_groups(path: Path) -> list[Group]:
-    """The groups of one step, equal to those that were written.
+    """Return the groups of one step, equal to those that were written.
 
     Two things come back changed: columns that JSON cannot hold are their ``repr``, and a logprob that was
     not finite is NaN.
@@ -107,7 +107,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """The raw lines of one step (at most ``limit``), token texts under ``pieces``; errors as above."""
+    """Yield the raw lines of one step (at most ``limit``), token texts under ``pieces``; errors as above."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(islice(file, limit), start=1):
@@ -132,7 +132,7 @@ def _malformed(path: Path, number: int, reason: Exception | str) -> DataError:
 
 
 def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
-    """The text of each single token, leading spaces kept, remembered by id.
+    """Return a function from token ids to single-token texts, leading spaces kept, with a cache.
 
     A token that holds only a part of a character shows as the replacement character.
     """
