@@ -14,9 +14,11 @@ from lachesis.plugins.dialects.atropos import SERVER, TRAINER
 from lachesis.plugins.dialects.axolotl_names import AXOLOTL
 from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.environment import ENVIRONMENT
-from lachesis.plugins.dialects.other_systems import OPENRLHF, VERL, other_system
+from lachesis.plugins.dialects.openrlhf import OPENRLHF
+from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.table import Dialect, Translation
 from lachesis.plugins.dialects.trl import TRL
+from lachesis.plugins.dialects.verl import VERL
 
 DialectName = Literal["canonical", "axolotl", "trl"]
 

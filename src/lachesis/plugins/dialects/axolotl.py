@@ -13,13 +13,15 @@ from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
 from lachesis.plugins.dialects.axolotl_names import AXOLOTL, EARLIER_SERVER_KEYS, TRACKERS
 from lachesis.plugins.dialects.chat_templates import put_chat_template
-from lachesis.plugins.dialects.convert import engine_address, one_of
+from lachesis.plugins.dialects.convert import one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
 from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
     note_paging,
+    put_address,
     put_batch,
     put_betas,
+    put_cispo_bound,
     put_completions,
     put_dtype,
     put_every,
@@ -265,6 +267,7 @@ def _put_evaluations(translation: Translation) -> None:
 def _put_algorithm(translation: Translation) -> None:
     put_rewards(translation, "trl.")
     note_paging(translation, "optimizer")
+    put_cispo_bound(translation, "trl.")
     put_reference(translation, "trl.", alpha=0.9, steps=64)
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
     # Only its asynchronous trainer has defaults of its own; the other one is TRL's.
@@ -277,7 +280,8 @@ def _put_algorithm(translation: Translation) -> None:
     if translation.has(length) and not translation.has(f"trl.{length}"):
         translation.copy(length, f"sampling.{length}")
     elif translation.has(length):
-        translation.warning(length, f"nothing to do: trl.{length} says it already")
+        taken = translation.value(f"trl.{length}")
+        translation.warning(length, f"nothing to do: trl.{length} says {describe(taken)}, which is taken")
 
 
 def _put_staleness(translation: Translation) -> None:
@@ -319,7 +323,7 @@ def _put_engine(translation: Translation) -> None:
         use_vllm="trl.use_vllm",
         mode="trl.vllm_mode",
         default_mode="server",
-        url=engine_address(translation.text(host, "0.0.0.0"), translation.value(port, 8000)),
+        url=put_address(translation, host, translation.value(port, 8000)),
         url_name=port,
         timeout="trl.vllm_server_timeout",
         managed=_MANAGED,

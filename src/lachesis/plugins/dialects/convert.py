@@ -81,6 +81,13 @@ def nonzero(value: Any) -> Any:
     return None if isinstance(value, int | float) and value <= 0 else value
 
 
+def number(value: Any) -> float:
+    """Return a number as a float. Raises ConfigError for anything else, text included."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ConfigError(f"expected a number, got {describe(value)}")
+
+
 def on_cpu(value: Any) -> Any:
     """A switch that keeps the model from GPUs."""
     return {True: "cpu", False: "auto"}.get(value, value) if isinstance(value, bool) else value

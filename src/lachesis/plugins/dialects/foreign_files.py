@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, apply_overrides, parse_document, read_document, to_yaml
 from lachesis.config.load import row_sections, validate
 from lachesis.plugins.dialects import recognize, translate
 from lachesis.plugins.dialects.defaults import default_findings
-from lachesis.plugins.dialects.other_systems import OPENRLHF, VERL, other_system, put_generation
-from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.openrlhf import OPENRLHF
+from lachesis.plugins.dialects.other_systems import finish, other_system
+from lachesis.plugins.dialects.shell import Command, commands, unknown_in
+from lachesis.plugins.dialects.table import Dialect, Translation
+from lachesis.plugins.dialects.verl import VERL
 
 # ``a.b=c`` as hydra takes it, or ``--flag=value``; a shell's own ``NAME=value`` is neither.
 _ASSIGNMENT = re.compile(r"(--[\w.-]+|\+*[A-Za-z_]\w*(\.\w+)+)=")
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 
 
 def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
@@ -54,31 +56,41 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
 
 def _of_other_system(document: Document, names: Mapping[str, Any], system: str) -> str:
     dialect = VERL if system == "verl" else OPENRLHF
-    known = {name: value for name, value in names.items() if name in dialect.entries}
-    translation = Translation(Document(name=document.name, data=_nested(known)), dialect)
+    _check_expanded(document, names, dialect)
+    if document.problems:
+        raise ConfigError("\n".join(document.problems), remedy="correct the file")
+    translation = Translation(document, dialect)
     translation.run()
-    put_generation(translation)
+    finish(translation)
     data = translation.document.data
     if translation.document.problems:
         raise ConfigError("\n".join(translation.document.problems), remedy="correct the file")
     if "steps" in data.setdefault("run", {}):
         data["run"].pop("epochs", None)
-    if names.get("actor_rollout_ref.actor.use_kl_loss") is False:
-        data.get("algorithm", {}).pop("beta", None)
-    if "r" in data.get("adapter", {}):
-        data["adapter"]["kind"] = "lora"
-    else:
-        data.pop("adapter", None)
-    if data.get("engine", {}).get("kind") == "vllm":
-        data["bridge"] = {"kind": "broadcast"}
-    else:
-        data.pop("engine", None)
-    rest = [name for name in names if name not in known]
+    validate(translation.document, complete=False)
+    rest = [name for name in names if _has_no_influence(name, dialect)]
     said = [
-        f"{system}'s rewards have another signature: write rewards.functions, and run.steps or run.epochs if missing",
-        f"{len(rest)} keys were not translated: {', '.join(rest)}",
+        *(f"{finding.level}: {finding.message}" for finding in translation.findings),
+        f"{system}'s rewards have another signature: write rewards.functions",
+        *([f"without influence on what is trained, and left out: {', '.join(rest)}"] if rest else []),
     ]
-    return _written(f"What is common of {system}'s file {Path(document.name).name}.", said, translation)
+    return _written(f"Translated from {system}'s keys in {Path(document.name).name}.", said, translation)
+
+
+def _has_no_influence(name: str, dialect: Dialect) -> bool:
+    entry = dialect.entries.get(name)
+    return entry is None or entry.note == "no influence on what is trained"
+
+
+def _check_expanded(document: Document, names: Mapping[str, Any], dialect: Dialect) -> None:
+    """Add a problem for each value that only the shell knows, of names that have an influence."""
+    for name, value in names.items():
+        words = [word for word in (value if is_list(value) else [value]) if isinstance(word, str)]
+        found = next(filter(None, map(unknown_in, words)), None)
+        if found is not None and not _has_no_influence(name, dialect):
+            document.problems.append(
+                f"{dialect.prefix}{name}: {found} has no value in the script; export it, or write the value"
+            )
 
 
 def _written(title: str, said: Sequence[str], translation: Translation) -> str:
@@ -107,43 +119,72 @@ def _nested(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _script(path: Path) -> Document:
-    """The arguments of the commands in a shell script: ``a.b=c`` and ``--flag value``, its own variables filled in.
+    """The arguments of the trainer that a shell script starts: ``a.b=c``, ``--flag value`` and ``--flag a b``.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or a quotation in it is not closed.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", remedy="give a readable file") from error
+    found = _arguments(_trainer_words(commands(text, environment=os.environ)))
+    config = found.pop("config", None)
+    data = found if any("." in name for name in found) else dict(found)
+    if isinstance(config, str):
+        data = _config_beside(path, config).data | data
+    return Document(name=str(path), data=_nested(data))
+
+
+def _trainer_words(found: Sequence[Command]) -> Sequence[str]:
+    """Return what comes after the trainer's name in the command with most arguments."""
+    return max((_after_program(words) for words in found), key=len, default=())
+
+
+def _after_program(words: Command) -> Sequence[str]:
+    """Return the words behind ``-m MODULE``, a Python file or ``trl COMMAND``; all words without one."""
+    for index, word in enumerate(words[:-1]):
+        if word == "-m" and not words[index + 1].startswith("-"):
+            return words[index + 2 :]
+        if word.endswith(".py") and not words[max(0, index - 1)].startswith("--"):
+            return words[index + 1 :]
+        if Path(word).name == "trl" and not words[index + 1].startswith("-"):
+            return words[index + 2 :]
+    return words
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([^\"'\n(]*)", text, re.MULTILINE))
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
-    words = [_filled(word, variables) for line in lines for word in _words(line)]
-    for index, word in enumerate(words):
-        after = words[index + 1] if index + 1 < len(words) else "--"
+    index = 0
+    while index < len(words):
+        word, index = words[index], index + 1
         if word.startswith("--") and "=" not in word:
-            found[word[2:]] = True if after.startswith("--") or after == ")" else _scalar(after)
+            values = []
+            while index < len(words) and not words[index].startswith("--") and not _ASSIGNMENT.match(words[index]):
+                values.append(_scalar(words[index]))
+                index += 1
+            found[word[2:]] = True if not values else values[0] if len(values) == 1 else values
         elif _ASSIGNMENT.match(word):
-            name, _, value = word.lstrip("-+").partition("=")
+            name, _, value = word.lstrip("-+~").partition("=")
             found[name] = _scalar(value)
-    return Document(name=str(path), data=found)
+    return found
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # a quotation over several lines: none of ours to read
-        return []
+def _config_beside(script: Path, config: str) -> Document:
+    """Read the file that a script names with ``--config``: from the working directory, or beside the script.
 
-
-def _filled(word: str, variables: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), word)
+    Raises:
+        ConfigError: it is in neither place, or cannot be read.
+    """
+    candidates = [Path(config), script.parent / config]
+    return read_document(next((path for path in candidates if path.exists()), candidates[0]))
 
 
 def _scalar(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
+    if unknown_in(text) is not None:
+        return text
     try:
         return parse_document(f"value: {text}", name="value").data["value"]
     except ConfigError:

@@ -17,11 +17,20 @@ from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
 from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
-from lachesis.plugins.dialects.convert import DTYPES, compile_mode, listed, nonzero, scale_rewards, top_k
+from lachesis.plugins.dialects.convert import (
+    DTYPES,
+    compile_mode,
+    engine_address,
+    listed,
+    nonzero,
+    scale_rewards,
+    top_k,
+)
 from lachesis.plugins.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
 from lachesis.plugins.dialects.transformers_names import shared_names
 
 _PROCESSES = "num_processes"
+_EPSILON = 0.2  # of TRL's GRPOConfig
 _SERVER_WAIT_S = 240.0  # vllm_server_timeout of TRL's GRPOConfig
 
 # transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
@@ -46,6 +55,23 @@ _ALIKE: Mapping[str, Sequence[str]] = {
     "sampling": ("num_generations", "temperature", "top_p", "min_p", "repetition_penalty"),
     "data": ("chat_template_kwargs",),
 }
+
+
+def put_cispo_bound(translation: Translation, prefix: str) -> None:
+    """Set CISPO's bound where the file does not: TRL 1.16 takes ``epsilon``, 0.2; ours would be 5."""
+    name = f"{prefix}epsilon_high"
+    if translation.value(f"{prefix}loss_type") == "cispo" and not translation.has(name):
+        translation.put("algorithm.epsilon_high", translation.value(f"{prefix}epsilon", _EPSILON), name)
+
+
+def put_address(translation: Translation, name: str, port: Any) -> str:
+    """Return the URL of the server whose host ``name`` says; a host that is a URL already is a problem."""
+    host = translation.text(name, "0.0.0.0")
+    if "/" in host or host.count(":") == 1:
+        translation.problem(
+            name, f"expected the name or address of a host, got {host!r}; ports have a key of their own"
+        )
+    return engine_address(host, port)
 
 
 def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry]:

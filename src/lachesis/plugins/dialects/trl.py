@@ -16,7 +16,6 @@ from lachesis.plugins.dialects.convert import (
     DTYPES,
     OPTIMIZERS,
     SCHEDULES,
-    engine_address,
     held_out,
     nonzero,
     on_cpu,
@@ -27,8 +26,10 @@ from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
     grpo_entries,
     note_paging,
+    put_address,
     put_batch,
     put_betas,
+    put_cispo_bound,
     put_completions,
     put_dtype,
     put_every,
@@ -84,6 +85,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     put_rewards(translation, "")
     put_open_r1_rewards(translation, document.name)
     note_paging(translation, "optim")
+    put_cispo_bound(translation, "")
     put_reference(translation, "", alpha=0.6, steps=512)
     put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
     put_generation_kwargs(translation, "generation_kwargs")
@@ -220,16 +222,16 @@ def _check_generation_batch(translation: Translation, *, processes: int) -> None
 
 
 def _put_engine(translation: Translation) -> None:
-    url, host, port = None, None, None
+    url, port = None, None
     if translation.value("vllm_mode", "colocate") == "server":
-        host, port = translation.text("vllm_server_host", "0.0.0.0"), translation.value("vllm_server_port", 8000)
+        port = translation.value("vllm_server_port", 8000)
         url = translation.value("vllm_server_base_url")
     put_serving(
         translation,
         use_vllm="use_vllm",
         mode="vllm_mode",
         default_mode="colocate",
-        url=url if isinstance(url, str) else engine_address(host, port),
+        url=url if isinstance(url, str) else put_address(translation, "vllm_server_host", port),
         url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
         timeout="vllm_server_timeout",
         managed=_MANAGED,

@@ -1,0 +1,278 @@
+"""OpenRLHF's flags, of 0.8 (`--eps_clip`) and 0.10 (`--actor.eps_clip`): translated exactly, or refused by name.
+
+Defaults of OpenRLHF's that differ from ours are written out: https://github.com/OpenRLHF/OpenRLHF,
+openrlhf/cli/train_ppo_ray.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lachesis.common.json_values import is_list
+from lachesis.config.document import describe
+from lachesis.plugins.dialects.convert import module_names, nonzero
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation
+
+# Of what OpenRLHF calls by two names the new one comes first.
+_SETS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
+    (("data.apply_chat_template", "apply_chat_template"), "data.conversations", None),
+    (("rollout.n_samples_per_prompt", "n_samples_per_prompt"), "sampling.num_generations", 1),
+    (("rollout.temperature", "temperature"), "sampling.temperature", 1.0),
+    (("rollout.top_p", "top_p"), "sampling.top_p", 1.0),
+    (("actor.adam.lr", "actor_learning_rate"), "optimizer.learning_rate", 1e-6),
+    (("actor.adam.betas", "adam_betas"), "optimizer.betas", [0.9, 0.95]),
+    (("actor.adam.eps",), "optimizer.eps", None),
+    (("actor.adam.weight_decay", "l2"), "optimizer.weight_decay", 0.0),
+    (("actor.lr_warmup_ratio", "lr_warmup_ratio"), "optimizer.warmup_ratio", 0.03),
+    (("actor.min_lr_ratio",), "optimizer.min_lr_ratio", 0.1),
+    (("train.max_epochs", "max_epochs"), "algorithm.num_iterations", 1),
+    (("actor.dual_clip", "dual_clip"), "algorithm.delta", None),
+    (("actor.entropy_coef", "entropy_loss_coef"), "algorithm.entropy_coef", None),
+    (("actor.gradient_checkpointing_enable", "gradient_checkpointing"), "model.gradient_checkpointing", None),
+    (("train.seed", "seed"), "run.seed", 42),
+)
+_TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
+    (("actor.model_name_or_path", "pretrain"), "model.path"),
+    (("data.prompt_dataset", "prompt_data"), "data.path"),
+    (("data.input_key", "input_key"), "data.prompt_column"),
+    (("data.max_len", "max_len"), "sampling.max_completion_length"),
+    (("data.prompt_max_len", "prompt_max_len"), "data.max_prompt_length"),
+    (("rollout.max_new_tokens", "generate_max_len"), "sampling.max_completion_length"),
+    (("rollout.batch_size", "rollout_batch_size"), "batch.steps_per_generation"),
+    (("train.batch_size", "train_batch_size"), "batch.prompts_per_step"),
+    (("train.num_episodes", "num_episodes"), "run.epochs"),
+    (("actor.eps_clip", "eps_clip"), "algorithm.epsilon"),
+    (("actor.eps_clip_low_high", "eps_clip_low_high"), "algorithm.epsilon_high"),
+    (("algo.kl.init_coef", "init_kl_coef"), "algorithm.beta"),
+    (("algo.kl.use_loss", "use_kl_loss"), "algorithm.beta"),
+    (("algo.kl.estimator", "kl_estimator"), "algorithm.beta"),
+    (("algo.advantage.estimator", "advantage_estimator"), "algorithm.scale_rewards"),
+    (("algo.advantage.no_std_norm", "no_advantage_std_norm"), "algorithm.scale_rewards"),
+    (("actor.policy_loss_type", "policy_loss_type"), "algorithm.importance_sampling_level"),
+    (("actor.lr_scheduler", "lr_scheduler"), "optimizer.schedule"),
+    (("actor.max_norm", "max_norm"), "optimizer.max_grad_norm"),
+    (("ds.lora.rank", "lora_rank"), "adapter.r"),
+    (("ds.lora.alpha", "lora_alpha"), "adapter.alpha"),
+    (("ds.lora.target_modules", "target_modules"), "adapter.targets"),
+    (("ckpt.save_steps", "save_steps"), "checkpoint.every_steps"),
+    (("eval.steps", "eval_steps"), "evaluation.every_steps"),
+    (("algo.dynamic_filtering_enable", "dynamic_filtering"), "pipeline.refill_zero_signal"),
+    (("algo.dynamic_filtering_range", "dynamic_filtering_reward_range"), "pipeline.refill_zero_signal"),
+    (("vllm.num_engines", "vllm_num_engines"), "engine.kind"),
+    (("vllm.gpu_memory_utilization", "vllm_gpu_memory_utilization"), "engine.gpu_memory_utilization"),
+    (("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"), "engine.tensor_parallel_size"),
+    (("eval.dataset", "eval_dataset"), "data.eval_path"),
+)
+_REFUSED: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
+    (("reward.model_name_or_path", "reward_pretrain"), "a reward model is rewards.models", ()),
+    (("train.agent_func_path", "train.agent_path", "agent_func_path"), "its agents have another interface", ()),
+    (("reward.normalize_enable", "normalize_reward"), "rewards are taken as they are", ()),
+    (("reward.clip_range", "reward_clip_range"), "rewards are taken as they are", ([-10, 10], [-10.0, 10.0])),
+    (
+        ("reward.overlong_buffer_len", "overlong_buffer_len"),
+        "write soft_overlong_punishment in rewards.functions, and take this out",
+        (),
+    ),
+    (("reward.stop_properly_penalty_coef",), "write it in a reward function", ()),
+    (("algo.kl.target", "kl_target"), "the weight of the KL is fixed here", ()),
+    (
+        ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"),
+        "write algorithm.sampler_correction and its bounds, and take this out",
+        (),
+    ),
+    (("actor.aux_loss_coef", "aux_loss_coef"), "the balancing loss of a mixture has no counterpart", ()),
+    (("actor.optim",), "AdamW is what is common", ("adam",)),
+    (("train.async_enable", "async_train"), "write pipeline.async_prefetch and max_staleness, and take this out", ()),
+    (("train.partial_rollout_enable",), "write pipeline keys, and take this out", ()),
+    (("train.enable_ema", "enable_ema"), "has no counterpart", ()),
+    (("ds.load_in_4bit", "load_in_4bit"), "write model.quantization: nf4", ()),
+    (("ds.lora.dropout", "lora_dropout"), "write adapter.dropout", ()),
+    (("data.prompt_probs", "prompt_data_probs"), "datasets are taken whole; write data.more", ()),
+    (("data.input_template", "input_template"), "write the prompts as they are to be asked", ()),
+    (("data.max_samples", "max_samples"), "write split: train[:N] in data", (100000000, 1e8)),
+    (("algo.advantage.lambd", "lambd"), "belongs to a critic", (1, 1.0)),
+    (("algo.advantage.gamma", "gamma"), "rewards of a completion come at its end", (1, 1.0)),
+    (("critic.freezing_steps", "freezing_actor_steps"), "belongs to a critic", (-1,)),
+)
+# Names, and beginnings of names, that place processes, save memory, log, or belong to a critic.
+_NO_INFLUENCE = (
+    "actor_num_nodes", "actor_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node", "reward_num_nodes",
+    "reward_num_gpus_per_node", "critic_num_nodes", "critic_num_gpus_per_node", "colocate_actor_ref",
+    "colocate_critic_reward", "colocate_all_models", "vllm_sync_backend", "vllm_sync_with_ray",
+    "enable_prefix_caching", "enforce_eager", "vllm_enable_sleep", "vllm_is_truncated_threshold", "async_queue_size",
+    "logging_steps", "ckpt_path", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_num", "max_ckpt_mem",
+    "load_checkpoint", "use_ds_universal_ckpt", "local_rank", "zero_stage", "deepcompile", "bf16", "ema_beta", "zpg",
+    "adam_offload", "actor_init_on_gpu", "attn_implementation", "flash_attn", "use_liger_kernel", "grad_accum_dtype",
+    "overlap_comm", "gradient_checkpointing_use_reentrant", "disable_fast_tokenizer", "deepspeed_enable_sleep",
+    "ds_tensor_parallel_size", "packing_samples", "use_dynamic_batch", "rollout_max_tokens_per_gpu",
+    "train_max_tokens_per_gpu", "save_path", "vllm_generate_batch_size", "rollout_tasks_per_gpu",
+    "micro_rollout_batch_size", "micro_train_batch_size", "ptx_coef", "value_clip", "full_determinism",
+    "save_value_network", "critic_learning_rate", "kl_horizon", "overlong_penalty_factor", "ring_attn_size",
+    "ring_head_stride", "value_head_prefix", "ref_reward_offload", "critic_pretrain", "prompt_split", "eval_split",
+    "eval_temperature", "eval_n_samples_per_prompt", "label_key", "use_wandb", "wandb_org", "wandb_group",
+    "wandb_project", "wandb_run_name", "use_tensorboard", "perf", "use_ms", "remote_rm_url", "prompt_data_split",
+    "actor.num_nodes", "actor.num_gpus_per_node", "actor.gradient_checkpointing_reentrant", "reward.remote_url",
+    "reward.offload", "reward.num_nodes", "reward.num_gpus_per_node", "reward.overlong_penalty_factor",
+    "data.label_key", "data.prompt_split", "data.disable_fast_tokenizer", "data.dataloader_num_workers",
+    "rollout.micro_batch_size", "rollout.vllm_generate_batch_size", "rollout.max_tokens_per_gpu",
+    "train.micro_batch_size", "train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.async_queue_size",
+    "train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward", "train.ema_beta",
+    "train.full_determinism_enable", "algo.kl.horizon", "algo.advantage.is_correction_threshold",
+    "algo.advantage.is_correction_type",
+)  # fmt: skip
+_OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
+GENERATED, STEP = ("rollout.batch_size", "rollout_batch_size"), ("train.batch_size", "train_batch_size")
+
+
+def _entries() -> Iterator[Entry]:
+    for names, path, default in _SETS:
+        for place, name in enumerate(names):
+            yield Entry(name, path, **({} if default is None or place else {"default": default}))
+    for names, path in _TOGETHER:
+        for name in names:
+            yield Entry(name, path, "together")
+    for names, reason, fine in _REFUSED:
+        for name in names:
+            yield Entry(name, treatment="refused", note=reason, fine=fine)
+    for name in _NO_INFLUENCE:
+        yield Entry(name, treatment="together", note="no influence on what is trained")
+
+
+OPENRLHF = Dialect("OpenRLHF", list(_entries()), open_sections=_OPEN, prefix="--")
+
+
+class _Reader:
+    """What a file says under either name of an option."""
+
+    def __init__(self, translation: Translation) -> None:
+        self.translation = translation
+
+    def name(self, new: str) -> str:
+        """The name that the file has, the new one where it has neither."""
+        names = next((names for names, _ in _TOGETHER if names[0] == new), (new,))
+        return next((name for name in names if self.translation.has(name)), new)
+
+    def value(self, new: str, default: Any = None) -> Any:
+        return self.translation.value(self.name(new), default)
+
+    def put(self, path: str, new: str, default: Any = None) -> None:
+        """Set a key of ours to what the file says, or to ``default`` if that is not None."""
+        value = self.value(new, default)
+        if value is not None:
+            self.translation.put(path, value, self.name(new))
+
+    def problem(self, new: str, message: str) -> None:
+        self.translation.problem(self.name(new), message)
+
+
+def finish(translation: Translation) -> None:
+    """Translate what takes several of OpenRLHF's flags together."""
+    reader = _Reader(translation)
+    reader.put("model.path", "actor.model_name_or_path")
+    reader.put("data.path", "data.prompt_dataset")
+    reader.put("data.prompt_column", "data.input_key", "input")
+    reader.put("data.eval_path", "eval.dataset")
+    reader.put("run.epochs", "train.num_episodes", 1)
+    _put_lengths(reader)
+    _put_loss(reader)
+    _put_kl(reader)
+    _put_optimizer(reader)
+    _put_rest(reader)
+
+
+def _put_lengths(reader: _Reader) -> None:
+    """0.10 bounds prompt and completion together, 0.8 each (1,024 tokens where it does not say)."""
+    old = any(reader.translation.has(name) for name in ("pretrain", "prompt_data", "generate_max_len"))
+    reader.put("data.max_prompt_length", "data.prompt_max_len", 1024 if old else None)
+    written = reader.value("rollout.max_new_tokens", 1024 if old else None)
+    if written is not None:
+        reader.translation.put("sampling.max_completion_length", written, reader.name("rollout.max_new_tokens"))
+        return
+    whole, name = reader.value("data.max_len", 2048), reader.name("data.max_len")
+    reader.translation.put("sampling.max_completion_length", whole, name)
+    reader.translation.warning(
+        name, f"there prompt and completion have {whole} tokens together; here a completion may have as many alone"
+    )
+
+
+def _put_loss(reader: _Reader) -> None:
+    translation = reader.translation
+    estimator = reader.value("algo.advantage.estimator", "gae")
+    if estimator not in ("group_norm", "dr_grpo"):
+        needs = "trains a critic, which Lachesis does not have" if estimator == "gae" else "has no counterpart"
+        reader.problem("algo.advantage.estimator", f"{estimator} {needs}; write group_norm or dr_grpo")
+    plain = estimator == "dr_grpo" or bool(reader.value("algo.advantage.no_std_norm"))
+    translation.put("algorithm.scale_rewards", "none" if plain else "group", reader.name("algo.advantage.estimator"))
+    # The mean over all tokens of a step.
+    translation.put("algorithm.loss_type", "dapo", reader.name("actor.policy_loss_type"))
+    kind = reader.value("actor.policy_loss_type", "ppo")
+    if kind == "gspo":
+        translation.put("algorithm.importance_sampling_level", "sequence", reader.name("actor.policy_loss_type"))
+        translation.put("algorithm.loss_type", "grpo", reader.name("actor.policy_loss_type"))
+    elif kind != "ppo":
+        reader.problem("actor.policy_loss_type", f"{kind} has no counterpart; Lachesis has ppo and gspo")
+    clip = reader.value("actor.eps_clip", 0.2)
+    bounds = reader.value("actor.eps_clip_low_high", [clip, clip])
+    if not is_list(bounds) or len(bounds) != 2:
+        reader.problem("actor.eps_clip_low_high", f"expected two numbers, got {describe(bounds)}")
+        return
+    translation.put("algorithm.epsilon", bounds[0], reader.name("actor.eps_clip_low_high"))
+    translation.put("algorithm.epsilon_high", bounds[1], reader.name("actor.eps_clip_low_high"))
+
+
+def _put_kl(reader: _Reader) -> None:
+    coefficient = reader.value("algo.kl.init_coef", 0.01)
+    if coefficient in (0, 0.0):
+        return
+    if not reader.value("algo.kl.use_loss"):
+        reader.problem(
+            "algo.kl.init_coef", f"a KL of weight {coefficient} in the reward has no counterpart; write 0, or "
+            f"--{reader.name('algo.kl.use_loss')} with the estimator k3"
+        )  # fmt: skip
+        return
+    estimator = reader.value("algo.kl.estimator", "k1")
+    if estimator != "k3":
+        reader.problem("algo.kl.estimator", f"{estimator} has no counterpart in the loss; Lachesis has k3")
+    reader.translation.put("algorithm.beta", coefficient, reader.name("algo.kl.init_coef"))
+    reader.translation.put("algorithm.use_bias_correction_kl", False, reader.name("algo.kl.estimator"))
+
+
+def _put_optimizer(reader: _Reader) -> None:
+    schedules = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear",
+                 "constant_with_warmup": "constant"}  # fmt: skip
+    kind = reader.value("actor.lr_scheduler", "cosine_with_min_lr")
+    if kind not in schedules:
+        reader.problem("actor.lr_scheduler", f"{kind} has no counterpart; Lachesis has {', '.join(schedules)}")
+        return
+    reader.translation.put("optimizer.schedule", schedules[kind], reader.name("actor.lr_scheduler"))
+    if kind != "cosine_with_min_lr":
+        reader.translation.put("optimizer.min_lr_ratio", 0.0, reader.name("actor.lr_scheduler"))
+    if kind == "constant":
+        reader.translation.put("optimizer.warmup_ratio", 0.0, reader.name("actor.lr_scheduler"))
+    norm = nonzero(reader.value("actor.max_norm", 1.0))
+    reader.translation.put("optimizer.max_grad_norm", norm, reader.name("actor.max_norm"))
+
+
+def _put_rest(reader: _Reader) -> None:
+    translation = reader.translation
+    if rank := reader.value("ds.lora.rank", 0):
+        translation.put("adapter.kind", "lora", reader.name("ds.lora.rank"))
+        translation.put("adapter.r", rank, reader.name("ds.lora.rank"))
+        reader.put("adapter.alpha", "ds.lora.alpha", 16)
+        targets = reader.value("ds.lora.target_modules", "all-linear")
+        translation.put("adapter.targets", module_names(targets), reader.name("ds.lora.target_modules"))
+    for new, path in (("ckpt.save_steps", "checkpoint.every_steps"), ("eval.steps", "evaluation.every_steps")):
+        frequency = reader.value(new)
+        if isinstance(frequency, int):
+            translation.put(path, max(0, frequency), reader.name(new))
+    if reader.value("algo.dynamic_filtering_enable"):
+        bounds = reader.value("algo.dynamic_filtering_range", [0, 1])
+        if list(bounds) not in ([0, 1], [0.0, 1.0]):
+            reader.problem("algo.dynamic_filtering_range", f"Lachesis replaces groups of equal rewards, not {bounds}")
+        translation.put("pipeline.refill_zero_signal", 100, reader.name("algo.dynamic_filtering_enable"))
+    if reader.value("vllm.num_engines"):
+        translation.put("engine.kind", "vllm", reader.name("vllm.num_engines"))
+        translation.put("bridge.kind", "broadcast", reader.name("vllm.num_engines"))
+        reader.put("engine.gpu_memory_utilization", "vllm.gpu_memory_utilization")
+        reader.put("engine.tensor_parallel_size", "vllm.tensor_parallel_size")

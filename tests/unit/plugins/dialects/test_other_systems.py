@@ -1,0 +1,184 @@
+"""verl's and OpenRLHF's files: translated exactly, or refused by the name of the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lachesis.common.errors import ConfigError
+from lachesis.plugins.dialects.foreign_files import translated
+
+VERL = """\
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
+    data.train_batch_size=512 actor_rollout_ref.model.path=some/model actor_rollout_ref.rollout.n=16 {}
+"""
+OPENRLHF = """\
+ray job submit --address=http://127.0.0.1:8265 --working-dir /x -- python3 -m openrlhf.cli.train_ppo_ray \\
+    --actor.model_name_or_path some/model --data.prompt_dataset org/prompts --rollout.n_samples_per_prompt 8 \\
+    --rollout.batch_size 128 --algo.advantage.estimator group_norm --algo.kl.init_coef 0 {}
+"""
+ACTOR = "actor_rollout_ref.actor."
+
+
+def ours(tmp_path: Path, script: str) -> dict[str, dict[str, object]]:
+    file = tmp_path / "train.sh"
+    file.write_text(script)
+    return yaml.safe_load(translated(file))
+
+
+def value(found: dict[str, dict[str, object]], path: str) -> object:
+    section, key = path.split(".")
+    return found.get(section, {}).get(key)
+
+
+@pytest.mark.parametrize(
+    ("also", "expected"),
+    [
+        ("", {"algorithm.loss_type": "dapo", "algorithm.delta": 3.0, "algorithm.epsilon": 0.2, "run.epochs": 30.0}),
+        ("", {"optimizer.weight_decay": 0.01, "optimizer.learning_rate": 1e-6, "sampling.max_completion_length": 512}),
+        (
+            f"{ACTOR}policy_loss.loss_mode=gspo {ACTOR}loss_agg_mode=seq-mean-token-mean {ACTOR}clip_ratio_low=3e-4 "
+            f"{ACTOR}clip_ratio_high=4e-4",
+            {"algorithm.importance_sampling_level": "sequence", "algorithm.epsilon": 3e-4, "algorithm.delta": None,
+             "algorithm.epsilon_high": 4e-4, "algorithm.loss_type": "grpo"},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=10 {ACTOR}clip_ratio_high=0.2",
+            {"algorithm.loss_type": "cispo", "algorithm.epsilon_high": 1.2},
+        ),
+        (
+            f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_coef=0.002",
+            {"algorithm.beta": 0.002, "algorithm.use_bias_correction_kl": False},
+        ),
+        (f"{ACTOR}use_kl_loss=False {ACTOR}kl_loss_coef=0.002", {"algorithm.beta": None}),
+        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.loss_type": "dr_grpo"}),
+        ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.scale_rewards": "none"}),
+        (f"{ACTOR}optim.lr_scheduler_type=cosine {ACTOR}optim.lr_warmup_steps=-1", {"optimizer.schedule": "cosine"}),
+        ("++trainer.total_training_steps=7", {"run.steps": 7, "run.epochs": None}),
+        (
+            "data.train_files=\"['a.parquet', 'b.parquet']\"",
+            {"data.path": "a.parquet", "data.more": [{"path": "b.parquet"}]},
+        ),
+        (f"{ACTOR}fsdp_config.param_offload=True trainer.n_gpus_per_node=8", {"batch.prompts_per_step": 256}),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
+         {"pipeline.refill_zero_signal": 10}),
+    ],
+)  # fmt: skip
+def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: dict[str, object]):
+    found = ours(tmp_path, VERL.format(also))
+    assert {path: value(found, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("also", "named"),
+    [
+        ("algorithm.adv_estimator=gae", "adv_estimator: gae trains a critic"),
+        ("algorithm.adv_estimator=rloo", "adv_estimator: rloo has no counterpart"),
+        (f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode: clip_cov has no counterpart"),
+        (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
+        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum", "loss_agg_mode: seq-mean-token-sum has no counterpart"),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=mse", "kl_loss_type: mse has no counterpart"),
+        ("algorithm.use_kl_in_reward=True", "use_kl_in_reward: KL in the reward"),
+        ("algorithm.rollout_correction.rollout_is=token", "rollout_is: write algorithm.sampler_correction"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable"),
+        ("reward_model.enable=True", "reward_model.enable"),
+        ("reward_model.overlong_buffer.enable=True", "overlong_buffer.enable"),
+        ("data.truncation=left", "data.truncation"),
+        ("algorithm.new_thing=1", "algorithm.new_thing: no key of verl's"),
+        ("trainer.total_epochs=${EPOCHS}", "trainer.total_epochs: ${EPOCHS} has no value in the script"),
+        (f"{ACTOR}optim.lr=$(cat rate)", "optim.lr: $(cat rate) has no value in the script"),
+    ],
+)
+def test_what_would_train_something_else_is_refused_by_name(tmp_path: Path, also: str, named: str):
+    with pytest.raises(ConfigError) as caught:
+        ours(tmp_path, VERL.format(also))
+    assert named in caught.value.message
+
+
+def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="total_epochs"):
+        ours(tmp_path, VERL.format("trainer.total_epochs=many"))
+
+
+@pytest.mark.parametrize(
+    ("also", "expected"),
+    [
+        ("", {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1, "optimizer.warmup_ratio": 0.03,
+              "optimizer.betas": [0.9, 0.95], "algorithm.loss_type": "dapo", "algorithm.beta": None}),
+        ("", {"batch.prompts_per_step": 16, "batch.steps_per_generation": 8, "sampling.max_completion_length": 2048}),
+        ("--actor.eps_clip_low_high 0.2 0.27", {"algorithm.epsilon": 0.2, "algorithm.epsilon_high": 0.27}),
+        ("--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3", {"algorithm.beta": 0.001}),
+        ("--algo.advantage.estimator dr_grpo", {"algorithm.scale_rewards": "none"}),
+        ("--actor.policy_loss_type gspo", {"algorithm.importance_sampling_level": "sequence"}),
+        ("--actor.lr_scheduler constant", {"optimizer.schedule": "constant", "optimizer.warmup_ratio": 0.0}),
+        ("--rollout.max_new_tokens 512", {"sampling.max_completion_length": 512}),
+    ],
+)  # fmt: skip
+def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, also: str, expected: dict[str, object]):
+    found = ours(tmp_path, OPENRLHF.format(also))
+    assert {path: value(found, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("also", "named"),
+    [
+        ("--algo.advantage.estimator reinforce_baseline", "reinforce_baseline has no counterpart"),
+        ("--algo.advantage.estimator gae", "gae trains a critic"),
+        ("--algo.kl.init_coef 0.01", "a KL of weight 0.01 in the reward has no counterpart"),
+        ("--algo.kl.init_coef 0.01 --algo.kl.use_loss", "k1 has no counterpart in the loss"),
+        ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),
+        ("--train.async_enable", "train.async_enable"),
+        ("--some.new_flag 3", "--some: no key of OpenRLHF's"),
+        ("--train.batch_size 100", "100 completions are no whole groups of 8"),
+    ],
+)
+def test_what_openrlhf_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):
+    with pytest.raises(ConfigError) as caught:
+        ours(tmp_path, OPENRLHF.format(also))
+    assert named in caught.value.message
+
+
+def test_the_kl_of_openrlhf_is_in_the_reward_where_nothing_is_said(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"a KL of weight 0\.01 in the reward has no counterpart"):
+        ours(tmp_path, OPENRLHF.replace("--algo.kl.init_coef 0", "").format(""))
+
+
+def test_two_weights_of_a_trl_script_are_a_list(tmp_path: Path):
+    script = (
+        "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward {} 0.5"
+    )
+    found = ours(tmp_path, script.format("--reward_weights 1.0"))
+    assert found["rewards"]["weights"] == [1.0, 0.5]
+
+
+def test_a_script_reads_the_file_that_it_names_and_its_flags_count(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy]\nlearning_rate: 1.0e-5\nmax_steps: 3\n"
+    )
+    line = "accelerate launch --config_file zero3.yaml --num_processes 4 src/open_r1/grpo.py --config recipe.yaml {}"
+    found = ours(tmp_path, line.format("--learning_rate 1e-6"))
+    assert (found["optimizer"]["learning_rate"], found["run"]["steps"]) == (1e-6, 3)
+    with pytest.raises(ConfigError, match=r"no configuration file other\.yaml"):
+        ours(tmp_path, line.format("").replace("recipe.yaml", "other.yaml"))
+
+
+@pytest.mark.parametrize(("written", "bound"), [("", 0.2), ("epsilon: 0.3\n", 0.3), ("epsilon_high: 4.0\n", 4.0)])
+def test_cispo_has_the_bound_of_trl(tmp_path: Path, written: str, bound: float):
+    file = tmp_path / "trl.yaml"
+    file.write_text(
+        f"model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\nloss_type: cispo\n{written}"
+    )
+    assert yaml.safe_load(translated(file))["algorithm"]["epsilon_high"] == bound
+
+
+@pytest.mark.parametrize("host", ["http://foo", "foo:8000", "foo/v1"])
+def test_a_host_that_is_a_url_is_an_error(tmp_path: Path, host: str):
+    file = tmp_path / "trl.yaml"
+    file.write_text(
+        "model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\nuse_vllm: true\nvllm_mode: server\n"
+        f'vllm_server_host: "{host}"\n'
+    )
+    with pytest.raises(ConfigError, match="expected the name or address of a host"):
+        translated(file)

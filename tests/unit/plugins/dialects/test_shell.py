@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.plugins.dialects.shell import commands, readable, unknown_in
+
+HOME = {"HOME": "/home/me", "SET": "from outside"}
+SCRIPTS = {
+    "a variable": 'A=1\nrun x=$A y="${A}2"',
+    "quotes": """A='$B "x"'\nrun "$A" 'a b' "a \\"b\\"" a\\ b""",
+    "a default": "run ${A:-15} ${SET:-no} ${EMPTY-x}",
+    "a default of a variable": 'run "${A:-$HOME/data}"',
+    "a default that is set": ": ${A:=3}\nrun $A",
+    "continuation": "run a \\\n  b \\\n  c",
+    "an array": 'A=(a.b=1 "c d")\nA+=(e)\nrun "${A[@]}" ${A[0]}',
+    "an array with comments": 'A=(\n  a=1  # one\n  # nothing\n  b=2\n)\nrun "${A[@]}"',
+    "arguments of the script": 'run a "$@" $@ b',
+    "arithmetic": "A=8\nrun $((A * 2 + 1)) $(( (A - 1) / 2 )) $((7 % 4))",
+    "an unquoted text of two words": 'A="x y"\nrun $A "$A"',
+    "comments": "run a # b\n# run c",
+    "redirections": "run a > /dev/null 2>&1 b",
+    "a list in quotes": """A=/x\nB="['$A', '$A/y']"\nrun files="$B\"""",
+    "export": "export A=2 B=3\nrun $A $B",
+    "appended": "A=x\nA+=y\nrun $A",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is what it is compared with")
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_words_are_those_of_bash(script: str):
+    prints = 'run() { printf "%s\\0" "$@" >&3; }\nexec 3>&1\n'
+    said = subprocess.run(["bash", "-c", prints + script], env=HOME, capture_output=True, check=True, timeout=20)
+    found = [words for words in commands(script, environment=HOME) if words[0] == "run"]
+    assert [word for words in found for word in words[1:]] == said.stdout.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("run $MODEL", "$MODEL"),
+        ("run a=${MODEL}", "${MODEL}"),
+        ("run $(nproc)", "$(nproc)"),
+        ("run `nproc`", "`nproc`"),
+        ('if [ "$1" = x ]; then A=1; else A=2; fi\nrun $A', "$A"),
+        ("for A in 1 2; do run $A; done", "$A"),
+        ("run ${A%.json}", "${A%.json}"),
+    ],
+)
+def test_what_only_bash_can_know_stays_with_its_name(script: str, name: str):
+    word = next(words for words in commands(script, environment={}) if "run" in words)[-1]
+    assert unknown_in(word) == name and name in readable(word)
+
+
+def test_here_documents_and_pipes_end_a_command():
+    script = "cat > f <<EOF\nrun 'open\nEOF\nrun a | tee log && run b &\nrun c; run d"
+    assert [words for words in commands(script, environment={}) if words[0] == "run"] == [
+        ["run", "a"], ["run", "b"], ["run", "c"], ["run", "d"],
+    ]  # fmt: skip
+
+
+def test_a_quotation_that_is_not_closed_is_an_error():
+    with pytest.raises(ConfigError, match='a quotation with " is not closed'):
+        commands('run "a', environment={})
+
+
+@pytest.mark.parametrize(
+    "text", ["$" * 20000, "${" * 5000, "(" * 20000, "a=(" * 3000, '"$(' * 3000 + '"', "\\" * 20001]
+)
+def test_any_text_is_read_in_time(text: str):
+    with contextlib.suppress(ConfigError):
+        commands(text, environment={})
