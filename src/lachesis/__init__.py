@@ -21,6 +21,7 @@ import lachesis.train as _train_room
 from lachesis.common.chatter import without_chatter
 from lachesis.common.openmp import brief_waits
 from lachesis.common.renamed import keep_old_names
+from lachesis.common.version import __version__
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from lachesis.train.losses.loss import policy_loss
     from lachesis.train.policy import Policy
 
-__version__ = "0.1.0"
 
 _PUBLIC = {
     "TrainedModel": "engines.base",

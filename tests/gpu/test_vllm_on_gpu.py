@@ -23,7 +23,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
 from lachesis.run.engine import EngineSide
-from lachesis.run.start import SHARED_IMPORTS
+from lachesis.run.launch import SHARED_IMPORTS
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -156,6 +157,28 @@ def closure(module: str) -> set[Path]:
                 loaded.add(path)
                 names += at_import(path)
     return loaded
+
+
+def anywhere_imports(path: Path) -> set[str]:
+    """Return the modules of this package that a file imports, in functions too, but not for types alone."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lachesis":
+            base = (node.module or "").removeprefix("lachesis").lstrip(".")
+            full = [".".join(filter(None, (base, alias.name))) for alias in node.names]
+            found |= {
+                name if PACKAGE.joinpath(*name.split(".")).with_suffix(".py").is_file() else base for name in full
+            }
+        elif not _for_types(node):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    sorter = TopologicalSorter({module_of(path): anywhere_imports(path) - {module_of(path)} for path in FILES})
+    sorter.prepare()  # raises CycleError with the modules of a circle
 
 
 def lines(paths: Iterable[Path]) -> int:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.text import Text
 
-from lachesis import __version__
 from lachesis.cli.commands import Commands
 from lachesis.common.errors import LachesisError, StopRequested, TrainingError
 from lachesis.common.terminal import SafeConsole
 from lachesis.common.types import Finding
+from lachesis.common.version import __version__
 from lachesis.common.world import World, find_world
 from lachesis.process.signals import keep_handlers_from_children
 

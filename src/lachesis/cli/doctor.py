@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
-from lachesis import __version__
 from lachesis.cli.base import busy
 from lachesis.common.errors import LachesisError
 from lachesis.common.imports import installed_version
+from lachesis.common.version import __version__
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics

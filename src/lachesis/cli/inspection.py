@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lachesis import __version__
 from lachesis.cli.base import Overrides, app, console, hide_progress_bars, print_findings, shown
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
+from lachesis.common.version import __version__
 from lachesis.config.load import load_config
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
@@ -156,8 +156,8 @@ def rewards_check(
     """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
     from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
+    from lachesis.run.launch import set_up
     from lachesis.run.sources import build_reward_functions, load_data, reward_workers
-    from lachesis.run.start import set_up
     from lachesis.train.model.loading import load_tokenizer
 
     set_up(loaded)  # which may make the model, and with it the tokenizer

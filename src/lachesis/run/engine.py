@@ -30,9 +30,9 @@ from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.run.fleet import fleet_members
+from lachesis.run.launch import LaunchedEngine, launch_servers
 from lachesis.run.pulse import Pulse, server_pulse
 from lachesis.run.share import with_room_aside
-from lachesis.run.start import LaunchedEngine, launch_servers
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
 

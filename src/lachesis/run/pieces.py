@@ -23,9 +23,9 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
+from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.library import RewardArgument
 from lachesis.run.parts import build_policy
-from lachesis.run.start import seed_everything, set_up
 from lachesis.run.train import build_parts, run_place
 from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy

@@ -22,8 +22,8 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import derive_mesh
 from lachesis.engines.serving.backend import TransferKind
 from lachesis.run.gpu_meters import rank_meter
+from lachesis.run.launch import set_up
 from lachesis.run.parts import build_policy
-from lachesis.run.start import set_up
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,

@@ -41,6 +41,7 @@ from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
 from lachesis.run.feeds import build_rollouts
 from lachesis.run.gpu_meters import run_meter
+from lachesis.run.launch import LaunchedEngine, seed_everything, set_up
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.model_step import note_step
 from lachesis.run.parts import (
@@ -57,7 +58,6 @@ from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import load_data, rewarder_of, template_findings
-from lachesis.run.start import LaunchedEngine, seed_everything, set_up
 from lachesis.run.teacher import build_teach
 from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from lachesis import __version__
+from lachesis.common.version import __version__
 from lachesis.web.tokens import BOUNDS
 
 SHARED = Path(__file__).parent / "templates"

@@ -150,6 +150,28 @@ def test_numbers_that_no_trainer_can_compute_with_are_left_out_with_their_reason
     assert any(word in said for word in ("its reward is", "an advantage of", "a logprob of"))
 
 
+class Unscored(Dice):
+    """Rubrics that have no reward for all rollouts of a group but the first ``scored``."""
+
+    def __init__(self, scored: int) -> None:
+        super().__init__()
+        self.scored = scored
+
+    async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
+        lost = RolloutFailed("the rubric raised", cause="rubric")
+        return [one if n < self.scored else lost for n, one in enumerate(played)]
+
+
+@pytest.mark.parametrize(("scored", "found"), [(2, 2), (1, 0)])
+def test_a_group_with_one_reward_of_its_rubrics_is_dropped(scored: int, found: int):
+    episodes = source(Unscored(scored))
+    kept = groups(episodes, 2) if found else []
+    if not found:
+        with pytest.raises(RewardError, match=r"rollouts of 20 groups in a row failed \(rubric 140\)"):
+            groups(episodes, 2)
+    assert [len(group.samples) for group in kept] == [scored] * found
+
+
 def test_masked_and_unknown_logprobs_are_no_poison():
     masked = {"logprobs": (-1e308, -1.0), "mask": (0, 1)}
     for changes in (masked, {"logprobs": (math.nan, -79.0)}):

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from lachesis import __version__
 from lachesis.common.objects import is_given
+from lachesis.common.version import __version__
 from lachesis.metrics.names import format_number
 from lachesis.metrics.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
 from lachesis.metrics.sinks.jsonl import MetricsLog

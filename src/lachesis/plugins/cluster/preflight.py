@@ -25,11 +25,11 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lachesis import __version__
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError, first_line
 from lachesis.common.imports import installed_version
 from lachesis.common.types import Finding
+from lachesis.common.version import __version__
 from lachesis.common.world import World, find_world
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plan.plan import plan

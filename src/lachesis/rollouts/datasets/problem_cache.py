@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lachesis import __version__
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.group_codec import decode_prompt
 from lachesis.common.types import Prompt
+from lachesis.common.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -44,7 +44,7 @@ def test_an_answer_before_the_end_of_reasoning_is_none():
 
 def test_lengths_beyond_a_bound_cost():
     reward = FACTORIES["get_soft_overlong_punishment"](max_completion_len=10, soft_punish_cache=4)
-    assert reward(completion_ids=[[1] * n for n in (6, 8, 10, 11)]) == [0.0, -0.5, -1.0, -1.0]
+    assert reward(completion_ids=[[1] * n for n in (5, 6, 7, 8, 10, 11)]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     default = FACTORIES["get_soft_overlong_punishment"]()
     assert default(completion_ids=[[1] * 1024, [1] * 1152]) == [0.0, -0.5]
 

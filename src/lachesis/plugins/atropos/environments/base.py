@@ -7,14 +7,14 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError
 from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.plugins.atropos.environments.client import InferenceClient
-from lachesis.plugins.atropos.environments.evaluation import Attempts
+from lachesis.plugins.atropos.environments.evaluation import Attempts, together
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup, scored_group
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.tokenizer import text_of
@@ -205,17 +205,6 @@ class SingleTurn(Environment[Item, ConfigT]):
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         return text_of(self.tokenizer, token_ids)
-
-
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order. The first error ends the others too, which would only keep the servers busy."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def failure_cause(error: BaseException) -> str:

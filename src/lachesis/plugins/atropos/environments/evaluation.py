@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lachesis.common.errors import DataError
 
 if TYPE_CHECKING:
     from lachesis.plugins.atropos.environments.base import Environment
 
+T = TypeVar("T")
+
 SUCCESS = 1.0
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first error ends the others too, which would only keep the servers busy."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +73,6 @@ async def evaluate_environment(
     Raises:
         DataError: it has none, or every rollout failed.
     """
-    from lachesis.plugins.atropos.environments.base import together
-
     started, items = time.monotonic(), environment.problems()
     if not items:
         raise DataError(f"the environment {environment.name} has no problems to evaluate on", remedy="name another")

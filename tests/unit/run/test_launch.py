@@ -13,8 +13,8 @@ from rich.console import Console
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.config.load import LoadedConfig
 from lachesis.engines import build
-from lachesis.run import start
-from lachesis.run.start import begin_imports, launched_engine, set_up, starts_engine
+from lachesis.run import launch
+from lachesis.run.launch import begin_imports, launched_engine, set_up, starts_engine
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -111,8 +111,8 @@ class TestImports:
     @pytest.fixture
     def begun(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         begun: list[Any] = []
-        monkeypatch.setattr(start, "ForkServer", lambda *given, **named: begun.append((given, named)))
-        monkeypatch.setattr(start.util, "find_spec", lambda name: name == "vllm")
+        monkeypatch.setattr(launch, "ForkServer", lambda *given, **named: begun.append((given, named)))
+        monkeypatch.setattr(launch.util, "find_spec", lambda name: name == "vllm")
         return begun
 
     @pytest.mark.parametrize("value", [None, "0", "1"])
@@ -120,7 +120,7 @@ class TestImports:
         self, value: str | None, config: Any, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
     ):
         if value is not None:
-            monkeypatch.setenv(start.SHARED_IMPORTS, value)
+            monkeypatch.setenv(launch.SHARED_IMPORTS, value)
         built = config({"path": "train.jsonl"}, engine={"kind": "vllm"}, bridge={"kind": "broadcast"})
         begin_imports(built, log_path=tmp_path / "engine.log")
         assert len(begun) == (value != "0")
@@ -150,7 +150,7 @@ class TestImports:
         self, without: str, config: Any, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
     ):
         if without == "vLLM":
-            monkeypatch.setattr(start.util, "find_spec", lambda name: None)
+            monkeypatch.setattr(launch.util, "find_spec", lambda name: None)
         if without == "Linux":
             monkeypatch.setattr(sys, "platform", "darwin")
         kind = "embedded_server" if without == "the engine" else "vllm"
