@@ -26,9 +26,9 @@ RULES: dict[str, Rule] = {}
 
 # So many groups have to agree before something is said of all: four in a row are equal by chance too often.
 ENOUGH_GROUPS = 12
-# And so many completions, or steps, where all have the same reward: of a task that is solved once in 40 times, 128 do
-# once in 25.
-ENOUGH_COMPLETIONS, ENOUGH_STEPS = 128, 8
+# And so many completions, or steps, where all have the same reward: of a task that is solved once in 40 times, none of
+# 192 are right once in 130.
+ENOUGH_COMPLETIONS, ENOUGH_STEPS = 192, 8
 # Standard errors beyond which a difference that is looked for in every step is no chance, and where two are looked for.
 SURE, LIKELY = 4.0, 2.0
 # What templates put around turns, of the families in use.
@@ -155,19 +155,19 @@ def nothing_clips(seen: Observation) -> Alarm | None:
 
 @rule
 def policy_lost(seen: Observation) -> Alarm | None:
-    """Within 20 batches the policy has lost most of the reward that it began with, and writes differently.
+    """Within 20 batches the policy has lost nine tenths of the reward that it began with, and writes differently.
 
     Later the problems may have become harder.
     """
-    if not 4 <= len(seen.batches) <= 20:
+    if not 6 <= len(seen.batches) <= 20:
         return None
-    first, last = seen.batches[0], [group for batch in seen.batches[-3:] for group in batch]
+    first, last = seen.batches[0], [group for batch in seen.batches[-5:] for group in batch]
     start, now = _mean_rewards(first), _mean_rewards(last)
     low, high = seen.reward_range()
     if not start or not now or high == low:
         return None
     before, after = fmean(start), fmean(now)
-    if before - low < 0.05 * (high - low) or after - low > (before - low) / 3 or z_score(start, now) > -LIKELY:
+    if before - low < 0.05 * (high - low) or after - low > (before - low) / 10 or z_score(start, now) > -LIKELY:
         return None
     lengths = [[fmean(group.lengths) for group in groups if group.lengths] for groups in (first, last)]
     if abs(z_score(*lengths)) < LIKELY and not _entropy_moved(seen):

@@ -191,7 +191,7 @@ class TestCauseOfZeroVariance:
         level, message = self.message(groups)
         assert level == "problem"
         assert message == (
-            "all 64 groups have zero variance because every completion hit 16 tokens: "
+            "all 96 groups have zero variance because every completion hit 16 tokens: "
             "raise sampling.max_completion_length"
         )
 
@@ -227,7 +227,7 @@ class TestCauseOfZeroVariance:
         groups = [make_group((1.0, 1.0), prompt=str(i)) for i in range(9)] + [make_group((0.0, 1.0), prompt="x")]
         alarm = say("zero_variance", see(groups=groups))
         assert alarm.level == "note"
-        assert "63 of 70 groups have zero variance and teach nothing (90 % all right, 0 % all wrong)" in alarm.message
+        assert "72 of 80 groups have zero variance and teach nothing (90 % all right, 0 % all wrong)" in alarm.message
 
     def test_a_few_groups_are_equal_by_chance(self, make_group: MakeGroup) -> None:
         groups = [make_group((0.0, 0.0), prompt=p) for p in "abcd"]
@@ -236,14 +236,14 @@ class TestCauseOfZeroVariance:
     def test_a_policy_that_has_become_sure_is_told_from_a_reward_that_does_not_read(
         self, make_group: MakeGroup
     ) -> None:
-        sure = [make_group((float(index % 2),) * 2, prompt=f"{index}") for index in range(64)]
+        sure = [make_group((float(index % 2),) * 2, prompt=f"{index}") for index in range(96)]
         began = [make_group((0.0, 1.0), prompt="a")]
         seen = replace(see(groups=sure), batches=(digest(began), digest(sure)))
         alarm = say("zero_variance", seen)
         assert alarm.level == "warning" and "sure of what it answers" in alarm.message
 
     def test_the_best_reward_of_any_scale_is_a_solved_task(self, make_group: MakeGroup) -> None:
-        solved = [make_group((0.0, 0.0), prompt=f"{index}") for index in range(64)]
+        solved = [make_group((0.0, 0.0), prompt=f"{index}") for index in range(96)]
         began = [make_group((-1.0, 0.0), prompt="a")]
         alarm = say("zero_variance", replace(see(groups=solved), batches=(digest(began), digest(solved))))
         assert alarm.level == "note" and "these problems are solved" in alarm.message
