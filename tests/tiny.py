@@ -47,6 +47,33 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _LLAMA_LIKE
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
     | {"experts_implementation": "eager"},
+    # Values are narrower than queries and keys.
+    "deepseek_v3": _LLAMA_LIKE
+    | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    "gpt_oss": _LLAMA_LIKE
+    | {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.5}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": _LLAMA_LIKE
+    | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 4}
+    | {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 2}
+    | {"layer_types": ["chunked_attention", "full_attention"]},
+    "phimoe": _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": _LLAMA_LIKE
+    | {
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "nemotron_h": _LLAMA_LIKE
+    | {"head_dim": 8, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
+    | {"ssm_state_size": 8, "n_groups": 1},
     "lfm2": _LLAMA_LIKE | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "recurrent_gemma": _LLAMA_LIKE
     | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +68,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
         checkpoint = _loaded(manager, None if name is None else _step_of(name), run_dir)
         loaded = _load_trained(config, checkpoint)
         directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
-        model = _merged(loaded.model, config.model) if merge else loaded.model
-        save_model(model, loaded.tokenizer, directory)
+        _save(_merged(loaded, config.model) if merge else loaded, directory)
         _describe(directory, run_dir, step=checkpoint.step, merged=merge)
     return directory if converter is None else convert_to_gguf(directory, out or directory, converter)
 
@@ -94,7 +94,7 @@ def _export_final(run_dir: Path, out: Path | None, *, config: LachesisConfig, me
     adapted = PeftModel.from_pretrained(base.model, str(final))  # pyright: ignore[reportArgumentType]
     step = noted_step(final)
     directory = out or run_dir / "models" / ("final" if step is None else f"step_{step:06d}")
-    save_model(_merged(adapted, config.model), base.tokenizer, directory)
+    _save(_merged(replace(base, model=adapted), config.model), directory)
     _describe(directory, run_dir, step=step, merged=True)
     return directory
 
@@ -108,13 +108,18 @@ def _is_model_already(run_dir: Path) -> CheckpointError:
     )
 
 
-def _merged(model: Any, config: ModelConfig) -> Any:
-    """The base model with the adapter in its weights, added at the adapter's precision, in the base's own dtype."""
-    assert isinstance(model, PeftModel), "the configuration has an adapter"
-    merged: Any = model.merge_and_unload()  # pyright: ignore[reportCallIssue]
+def _merged(loaded: LoadedModel, config: ModelConfig) -> LoadedModel:
+    """Merge the adapter into the base model at the adapter's precision, in the base's own dtype."""
+    assert isinstance(loaded.model, PeftModel), "the configuration has an adapter"
+    merged: Any = loaded.model.merge_and_unload()  # pyright: ignore[reportCallIssue]
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     own = AutoConfig.from_pretrained(config.path, **options).dtype
-    return merged if own is None else merged.to(own)
+    model = merged if own is None else merged.to(own)
+    return replace(loaded, model=model, transformer=model)
+
+
+def _save(loaded: LoadedModel, directory: Path) -> None:
+    save_model(loaded.model, loaded.tokenizer, directory, write=loaded.writer())
 
 
 def _describe(directory: Path, run_dir: Path, *, step: int | None, merged: bool) -> None:

@@ -24,8 +24,8 @@ from lachesis.train.model.loading import (
     context_length,
     load_tokenizer,
     made_trainable,
-    switch_off_dropout,
 )
+from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.policy import Policy
 
 _LAYERS = 2
@@ -112,7 +112,7 @@ def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedM
     dtype = (found.dtype or torch.float32) if named == "auto" else getattr(torch, named)
     with device:
         model = AutoModelForCausalLM.from_config(found, dtype=dtype)
-    switch_off_dropout(model)
+    make_repeatable(model)
     return model.eval()
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lachesis.bridges.extract import as_saved, base_parameters, full_digests, full_weights
-from lachesis.bridges.saved import save_companions, write_checkpoint
+from lachesis.bridges.extract import base_parameters, full_digests, full_weights
 from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
 from lachesis.engines.embedded.experts import stacked_experts
@@ -40,7 +39,7 @@ from lachesis.train.model.forward import (
     valid_rows,
 )
 from lachesis.train.model.head import Read, TokenLogprobs
-from lachesis.train.model.loading import LoadedModel
+from lachesis.train.model.loading import LoadedModel, write_whole
 from lachesis.train.model.router_replay import RouterReplay
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
@@ -208,13 +207,13 @@ class Policy(PolicyState, SendsWeights):
             self.tokenizer,
             Path(directory),
             weights=self.weights() if sharded and adapted else None,
-            write=self._write_files if sharded and not adapted else None,
+            write=None if adapted else self._write_files if sharded else self.loaded.writer(),
         )
 
     def _write_files(self, directory: Path) -> None:
         """Write a sharded model, of which at most one file's worth is whole at a time."""
-        write_checkpoint(directory, as_saved(self.model, full_weights(self.model, whole=self.whole)))
-        save_companions(self.transformer, self.tokenizer, directory)
+        weights = full_weights(self.model, whole=self.whole)
+        write_whole(self.transformer, self.tokenizer, self.loaded.whole, weights, directory)
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """Run forward and backward over all micro-batches; gradients add up, nothing is updated.

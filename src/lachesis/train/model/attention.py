@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,14 @@ ATTENTION_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
+# What layers pass on of a whole pass, and attention has no use for. Any other keyword may change what is computed.
+_OF_THE_PASS = frozenset(
+    {
+        "position_ids", "cache_position", "use_cache", "past_key_values", "is_causal", "target_dtype",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+        "deterministic", "layer_idx", "position_embeddings", "num_items_in_batch",
+    }
+)  # fmt: skip
 # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
 _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -154,6 +163,7 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packed_plan: BucketPlan | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -164,34 +174,75 @@ def _attend(
     packed_flash4: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the attention of all tokens of a pass with the requested kernel; shapes as :func:`packed_attention`."""
+    """Attend over all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`.
+
+    Args:
+        s_aux: [H], the logit of each head's attention sink.
+
+    Raises:
+        ValueError: a packed pass of a layer that asks for something that the kernel does not do.
+    """
+    packed = packed_plan is not None or cu_seq_lens_q is not None
+    if packed and (unknown := _unknown(kwargs)):
+        raise ValueError(f"packed attention does not know {', '.join(unknown)} of {type(module).__name__}")
+    chunk = chunk_size(module)
     if packed_plan is not None:
         return _by_buckets(
-            query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+            query,
+            key,
+            value,
+            packed_plan,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            chunk=chunk,
         )
     if cu_seq_lens_q is not None:
-        if softcap is not None:
-            raise ValueError("the variable-length kernel has no softcap")
+        missing = {"softcap": softcap, "attention sinks": s_aux, "attention chunks": chunk}
+        if lacks := [name for name, value in missing.items() if value is not None]:
+            raise ValueError(f"the variable-length kernel has no {', no '.join(lacks)}")
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # multi-head latent attention: these kernels take one width
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
         assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
         if packed_alone and sliding_window is None and query.shape[-1] <= _CUDNN_HEAD_DIM:
-            return causal_attention(query, key, value, scaling=scaling)
+            return causal_attention(query, key, value, scaling=scaling)[..., :width]
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if packed_key_index is not None:
             k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
         if packed_flash4:
             segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-            return flash4(q, k, v, *segments, scaling, sliding_window)[0].unsqueeze(0)
+            return flash4(q, k, v, *segments, scaling, sliding_window)[0].unsqueeze(0)[..., :width]
         options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
         if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1]:
             options["enable_gqa"] = True
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, **options)
         assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
-        return out.unsqueeze(0)
-    if softcap is not None:
-        return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
+        return out.unsqueeze(0)[..., :width]
+    if softcap is not None or s_aux is not None:
+        return _explicit_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )[0]
+
+
+def _unknown(keywords: Mapping[str, Any]) -> list[str]:
+    """Return the names of a layer's keywords that may change what its attention computes."""
+    return sorted(n for n, v in keywords.items() if n not in _OF_THE_PASS and v is not None and v is not False)
+
+
+def chunk_size(module: torch.nn.Module) -> int | None:
+    """Return the chunk within which an attention layer attends (Llama 4), or None where it sees all before it.
+
+    transformers builds it into the mask of the pass alone, which a packed pass does not have.
+    """
+    config: Any = getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or index is None or index >= len(kinds) or kinds[index] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None) -> Tensor:
@@ -218,22 +269,29 @@ def bucketed_attention(
     scaling: float | None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Compute block-diagonal attention, a bucket of segments at a time; shapes as :func:`packed_attention`."""
-    heads, dim = query.shape[1], query.shape[3]
+    """Attend within segments, a bucket of them at a time; shapes as :func:`packed_attention`.
+
+    Args:
+        sinks: [H], logits of keys that have no value.
+        chunk: each query sees the keys of its own chunk of so many positions only.
+    """
+    heads = query.shape[1]
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     outputs = []
     for bucket in plan.buckets:
         lay = lambda x, index, b=bucket.size: x.index_select(0, index).unflatten(0, (b, -1)).transpose(1, 2)  # noqa: E731
         q_b, k_b, v_b = lay(q, bucket.q_index), lay(k, bucket.k_index), lay(v, bucket.k_index)
-        mask = _window(bucket, q_b.shape[2], k_b.shape[2], sliding_window)
-        if softcap is not None:
-            out = _softcapped_attention(q_b, k_b, v_b, mask, scaling=scaling, softcap=softcap)
+        mask = _narrowed(bucket, q_b.shape[2], k_b.shape[2], window=sliding_window, chunk=chunk)
+        if softcap is not None or sinks is not None:
+            out = _explicit_attention(q_b, k_b, v_b, mask, scaling=scaling, softcap=softcap, sinks=sinks)
         else:
             out = scaled_dot_product_attention(
                 q_b, k_b, v_b, mask, is_causal=mask is None, scale=scaling, enable_gqa=k_b.shape[1] != heads
             ).transpose(1, 2)
-        outputs.append(out.reshape(-1, heads, dim))
+        outputs.append(out.reshape(-1, heads, out.shape[-1]))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return stacked.index_select(0, plan.unpad).unsqueeze(0)
 
@@ -304,37 +362,52 @@ def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) ->
     return SegmentBucket(size=size, q_index=q_index.flatten(), k_index=k_index.flatten(), mask=mask), q_valid.flatten()
 
 
-def _window(bucket: SegmentBucket, len_q: int, len_k: int, sliding_window: int | None) -> Tensor | None:
-    """Return the bucket's mask, narrowed to a sliding window if the layer has one."""
-    if sliding_window is None or len_k <= sliding_window:
+def _narrowed(bucket: SegmentBucket, len_q: int, len_k: int, *, window: int | None, chunk: int | None) -> Tensor | None:
+    """Return the bucket's mask, narrowed to a sliding window or to chunks where the layer has them."""
+    if all(limit is None or len_k <= limit for limit in (window, chunk)):
         return bucket.mask
     device = bucket.q_index.device
-    q, k = torch.arange(len_q, device=device)[:, None], torch.arange(len_k, device=device)
-    if bucket.mask is None:
-        return ((k <= q) & (k > q - sliding_window))[None, None]
     # Each row's own diagonal is its last allowed key.
-    last = bucket.mask.sum(-1, keepdim=True) - 1
-    return bucket.mask & (k > last - sliding_window)
+    if bucket.mask is None:
+        last = torch.arange(len_q, device=device)[:, None][None, None]
+    else:
+        last = bucket.mask.sum(-1, keepdim=True) - 1
+    k = torch.arange(len_k, device=device)
+    mask = k <= last
+    if window is not None:
+        mask = mask & (k > last - window)
+    return mask if chunk is None else mask & (k // chunk == last // chunk)
 
 
-def _softcapped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with scores squashed by softcap·tanh(s/softcap) (Gemma 2).
+    """Compute attention from explicit scores, squashed by softcap·tanh(s/softcap) (Gemma 2).
 
-    Returns [B, Q, H, D]. Returns [B, Q, H, D].
+    Sinks [H] (gpt-oss) take their share of the softmax and have no value. Returns [B, Q, H, D].
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-1, -2) * (scaling or 1.0 / math.sqrt(query.shape[-1]))
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
             diagonal=scores.shape[-1] - scores.shape[-2]
         )
     # Not -inf: a row of padding sees nothing, and its softmax would be NaN.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.float().softmax(-1)[..., : key.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
 def _round_up(length: int, *, multiple: int = 128) -> int:

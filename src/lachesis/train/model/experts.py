@@ -51,10 +51,12 @@ class ExpertRouting:
         self.top_k = int(getattr(config, "num_experts_per_tok", 1))
         self._seen: Routed | None = None
         self._experts = [*stacked_experts(model).values()]
+        self._sizes = torch.tensor([experts_of(module) for module in self._experts], dtype=torch.float64)
+        self._most_experts = int(self._sizes.max())
         # Compiled, it would differ from layer to layer, and after eight of them nothing would be compiled.
         see: Any = torch.compiler.disable(self._see_experts)
         for module in self._experts:
-            module.register_forward_pre_hook(see)
+            module.register_forward_pre_hook(see, with_kwargs=True)
         recorder = _recorder(model)
         if self.coefficient and recorder is None:
             raise ModelError(
@@ -82,11 +84,11 @@ class ExpertRouting:
 
         ``valid`` [tokens] marks tokens that are not padding; all if unset.
         """
-        if not routed.chosen:
+        # Experts that are called without a choice (Llama 4's compute all tokens) have no load to tell of.
+        if len(routed.chosen) != len(self._experts):
             return
-        sizes = [experts_of(module) for module in self._experts]
-        load = torch.stack([expert_load(c, valid=valid, experts=e) for c, e in zip(routed.chosen, sizes, strict=True)])
-        self._load = load if self._load is None else self._load + load
+        loads = [expert_load(c, valid=valid, experts=self._most_experts) for c in routed.chosen]
+        self._load = torch.stack(loads) if self._load is None else self._load + torch.stack(loads)
 
     def auxiliary_loss(self, routed: Routed, *, valid: Tensor | None, share: float) -> Tensor:
         """Return the pass's part of the auxiliary loss, times its coefficient.
@@ -108,20 +110,24 @@ class ExpertRouting:
         self._load, self._loss = None, Mean(0.0, 0.0)
         metrics: dict[str, MetricValue] = {"router_aux_loss": loss} if self.coefficient else {}
         if load is None:  # other ranks may have had tokens
-            load = torch.zeros(len(self._experts), experts_of(self._experts[0]), dtype=torch.int64)
+            load = torch.zeros(len(self._experts), self._most_experts, dtype=torch.int64)
         load = sum_values(load)
         if not load.any():
             return metrics
-        shares = load.double() / load.sum(-1, keepdim=True)
-        entropy = torch.special.entr(shares).sum(-1) / math.log(shares.shape[-1])
+        shares, sizes = load.double() / load.sum(-1, keepdim=True), self._sizes.to(load.device)
+        entropy = torch.special.entr(shares).sum(-1) / sizes.log().clamp_min(math.log(2))
         return metrics | {
-            "expert_load_max": Max(float(shares.max()) * shares.shape[-1]),
+            "expert_load_max": Max(float((shares.amax(-1) * sizes).max())),
             "expert_load_entropy": Mean(float(entropy.mean())),
         }
 
-    def _see_experts(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._seen is not None:  # hidden states, the experts chosen, their weights
-            self._seen.chosen.append(arguments[1].detach())
+    def _see_experts(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if self._seen is None:
+            return
+        for value in (*arguments, *keywords.values()):  # hidden states, the experts chosen, their weights
+            if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
+                self._seen.chosen.append(value.detach())
+                return
 
     def _see_router(self, index: int) -> Any:
         @torch.compiler.disable

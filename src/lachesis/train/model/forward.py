@@ -335,7 +335,7 @@ def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device
     (micro,) = pack(probe.groups, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
     try:
         found = target_logprobs(model, micro.to(device), plan=plan).logprobs
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError) as error:
         # An architecture that does not take these arguments is what the probe is there to find out.
         return f"{type(error).__name__}: {error}"
     expected = micro.sampling_logprobs.to(found.device)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,16 +25,22 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
+from lachesis.bridges.saved import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.activations import keep_activations
+from lachesis.train.model.experts import routers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
+from lachesis.train.model.loaded_names import require_same_names
 from lachesis.train.model.quantization import held_bytes, quantization_config, quantized_layers, settle
+from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.model.residual import keep_residual_in_float32
-from lachesis.train.model.saved_rows import SavedRows, find_rows, untouched
+from lachesis.train.model.saved_rows import SavedRows, find_rows, tensor_files, untouched
+from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,6 +64,7 @@ class LoadedModel:
     ``model`` is the part that is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
     ``float8`` switches its linear layers to float8, if ``model.matmul_dtype`` says so; else it does nothing.
     ``unread`` fills in base weights that were not loaded, once the model is sharded; until then they are undefined.
+    ``whole`` is the checkpoint that the model is a part of, where it has more, such as a tower for images.
     """
 
     model: PreTrainedModel | PeftModel
@@ -64,6 +72,29 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     float8: Float8Switch = field(default_factory=Float8Switch)
     unread: SavedRows | None = None
+    whole: WholeCheckpoint | None = None
+
+    def writer(self) -> Callable[[Path], None] | None:
+        """Return what writes the model into the checkpoint that it is a part of; None where it is all of its own."""
+        whole = self.whole
+        if whole is None or self.model is not self.transformer:
+            return None
+        return partial(write_whole, self.transformer, self.tokenizer, whole, full_weights(self.transformer))
+
+
+def write_whole(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    whole: WholeCheckpoint | None,
+    weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+) -> None:
+    """Write a checkpoint of these weights, within the one that the model is a part of, if there is such."""
+    saved = as_saved(model, weights)
+    write_checkpoint(directory, saved if whole is None else whole.tensors(saved))
+    save_companions(model, tokenizer, directory)
+    if whole is not None:
+        whole.write_companions(directory)
 
 
 def load_model(
@@ -91,7 +122,7 @@ def load_model(
         transformer, unread = made or (_load_transformer(config, on_cpu=sharded), None)
     else:
         transformer = attached_transformer(config, weights)
-        switch_off_dropout(transformer)
+        make_repeatable(transformer)
     embeddings, pad = transformer.get_input_embeddings().weight, tokenizer.pad_token_id
     assert isinstance(embeddings, torch.Tensor) and isinstance(pad, int)
     if pad >= (rows := embeddings.shape[0]):
@@ -100,7 +131,8 @@ def load_model(
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
-    return replace(made_trainable(transformer, tokenizer, config=config, adapter=adapter), unread=unread)
+    whole = whole_checkpoint(transformer, config)
+    return replace(made_trainable(transformer, tokenizer, config=config, adapter=adapter), unread=unread, whole=whole)
 
 
 def made_trainable(
@@ -226,7 +258,7 @@ def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows
         rows = find_rows(model, config.path, revision=_revision(config))
     if rows is None:
         return None
-    switch_off_dropout(model)
+    make_repeatable(model)
     return untouched(model), rows
 
 
@@ -242,14 +274,21 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with _load_errors(config.path):
-        model = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
             **_revision(config),
             **options,
         )
-    switch_off_dropout(model)
+    model: PreTrainedModel = found[0]
+    info: Mapping[str, Any] = found[1]
+    left_out = _is_part(model, config)
+    total = len({*model.state_dict()})
+    require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
+    mend_generation_config(model, config.path)
+    make_repeatable(model)
     if config.quantization == "none":
         return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
@@ -293,27 +332,72 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     # A model need not have this file; then its end tokens are those of its config.
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(config.path, **_revision(config))
+    mend_generation_config(model, config.path)
     return model.eval()
 
 
-def switch_off_dropout(model: PreTrainedModel) -> None:
-    """Switch dropout off, because the ratios of GRPO would otherwise compare two random networks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        # Attention takes its rate as a number, which each architecture keeps under a name like attention_dropout.
-        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
-        for name in rates:
-            setattr(module, name, 0.0)
+def _is_part(model: PreTrainedModel, config: ModelConfig) -> bool:
+    """Return True if the checkpoint has more than this language model, such as a tower for images."""
+    found = _read_config(config)
+    return found.get_text_config() is not found and type(model).__name__ not in (found.architectures or ())
+
+
+def whole_checkpoint(model: PreTrainedModel, config: ModelConfig) -> WholeCheckpoint | None:
+    """Return the checkpoint of ``config.path`` where the model is a part of it, else None.
+
+    Raises:
+        ModelError: not all of the model's tensors are found in it.
+    """
+    if not _is_part(model, config):
+        return None
+    with _load_errors(config.path):
+        files = tensor_files(config.path, _revision(config))
+    return find_whole(saved_shapes(model), path=config.path, files=files, revision=_revision(config))
+
+
+def mend_generation_config(model: PreTrainedModel, path: str) -> None:
+    """Have the model's generation config be one that transformers writes, since it is saved with the model.
+
+    Checkpoints of the hub have files that transformers reads and refuses to write: sampling parameters beside
+    ``do_sample: false``. Nothing that is trained depends on it.
+
+    Raises:
+        ModelError: it cannot be mended.
+    """
+    generation: Any = model.generation_config
+    if generation is None or not (reason := _refusal(generation)):
+        return
+    generation.do_sample = True
+    if after := _refusal(generation):
+        raise ModelError(
+            f"transformers would not save the generation_config.json of {path!r} with the trained model: {after}",
+            remedy="mend or remove that file",
+        )
+    logger.warning(
+        "generation_config.json of %s has sampling parameters beside do_sample: false, which transformers does not "
+        "save (%s): it is saved with do_sample: true",
+        path,
+        reason,
+    )
+
+
+def _refusal(generation: GenerationConfig) -> str:
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        return " ".join(str(error).split())[:300]
+    return ""
 
 
 def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftModel:
     """Wrap the linear layers that ``adapter.targets`` names.
 
-    Raises ModelError if they match nothing. Raises ModelError where they match nothing.
+    Raises ModelError if they match nothing, or cannot be adapted.
     """
     from peft import LoraConfig, get_peft_model
 
+    _refuse_tied_embeddings(transformer, adapter)
+    linear = sorted(_adaptable(transformer, decoder_layers(transformer)))
     lora = LoraConfig(
         r=adapter.r,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]
@@ -326,11 +410,9 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
         # optimizer keeps float32 masters of 16-bit weights anyway.
         model = get_peft_model(transformer, lora, autocast_adapter_dtype=False)
     except ValueError as error:
-        linear = sorted(
-            {n.rpartition(".")[2] for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
-        )
         raise ModelError(
-            f"adapter.targets {adapter.targets!r} match nothing in {type(transformer).__name__}",
+            f"peft cannot adapt adapter.targets {adapter.targets!r} of {type(transformer).__name__}: "
+            f"{first_line(error)}",
             remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
         ) from error
     for parameter in model.parameters():
@@ -406,17 +488,75 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
     Raises:
         ModelError: the model has no such layer.
     """
-    whole = adapter.layers is None
-    if whole and not (adapter.targets == "all-linear" and has_experts(model)):
-        return {"target_modules": adapter.targets}
-    chosen = decoder_layers(model) if whole else _named_layers(model, adapter.layers or (), key="adapter.layers")
+    if adapter.targets != "all-linear":
+        chosen = {} if adapter.layers is None else {"layers_to_transform": adapter.layers}
+        if adapter.layers is not None:
+            _named_layers(model, adapter.layers, key="adapter.layers")
+        return {"target_modules": adapter.targets, **chosen}
+    left_out = _refused_by_peft(model)
+    if adapter.layers is None and not left_out and not has_experts(model):
+        return {"target_modules": "all-linear"}
+    # peft does not take all-linear together with layers, and counts a mixture's router and experts as linear layers,
+    # whose adapters no engine takes: those have to be asked for by name.
+    layers = (
+        decoder_layers(model) if adapter.layers is None else _named_layers(model, adapter.layers, key="adapter.layers")
+    )
+    names = sorted(_adaptable(model, layers))
+    if left_out:
+        logger.warning(
+            "adapter.targets all-linear leaves out %s of %s, whose kernels read these weights without the adapter; it "
+            "adapts %s",
+            ", ".join(sorted(left_out)),
+            type(model).__name__,
+            ", ".join(names),
+        )
+    return {"target_modules": names, "layers_to_transform": adapter.layers}
+
+
+def _adaptable(model: PreTrainedModel, layers: Sequence[nn.Module]) -> set[str]:
+    """Return the last names of the linear layers in ``layers`` that an adapter can be put on: no router among them."""
+    of_routers = {inner for _, router in routers(model) for inner in router.modules()}
+    found = {
+        name.rpartition(".")[2]
+        for layer in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in of_routers and not _returns_more(module)
+    }
+    return found - _refused_by_peft(model)
+
+
+def _returns_more(module: nn.Module) -> bool:
+    """Return True for a linear layer of a model's own file that is a router, such as Llama 4's."""
+    return type(module).__module__.startswith("transformers.models.") and "forward" in vars(type(module))
+
+
+def _refused_by_peft(model: PreTrainedModel) -> frozenset[str]:
+    """Return the layers of Mamba models that fused kernels read by their weights alone, where an adapter is lost."""
+    kind = getattr(model.config, "model_type", None)
+    if kind in ("mamba", "falcon_mamba"):
+        return frozenset({"out_proj", "x_proj", "dt_proj"})
+    return frozenset({"out_proj"}) if kind in ("mamba2", "falcon_h1", "nemotron_h") else frozenset()
+
+
+def _refuse_tied_embeddings(model: PreTrainedModel, adapter: LoraAdapterConfig) -> None:
+    """Refuse an adapter on embeddings whose weight is the head's as well, by a ModelError."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embeddings.weight or adapter.targets == "all-linear":
+        return
+    names = [name for name, module in model.named_modules() if module is embeddings]
     targets = adapter.targets
-    # peft does not take this together with layers, and counts a mixture's router and experts as linear layers, whose
-    # adapters no engine takes: those have to be asked for by name.
-    if targets == "all-linear":
-        modules = [named for layer in chosen for named in layer.named_modules()]
-        targets = sorted({n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear | Conv1D)})
-    return {"target_modules": targets, "layers_to_transform": adapter.layers}
+    for name in names:
+        named = (
+            re.fullmatch(targets, name)
+            if isinstance(targets, str)
+            else any(name == target or name.endswith(f".{target}") for target in targets)
+        )
+        if named:
+            raise ModelError(
+                f"adapter.targets names {name}, whose weight is that of the head too (tie_word_embeddings): the "
+                "adapter would change one of the two, and a merged model has only one",
+                remedy="take it out of adapter.targets, or save the model untied (tie_word_embeddings: false) first",
+            )
 
 
 def has_experts(model: PreTrainedModel) -> bool:

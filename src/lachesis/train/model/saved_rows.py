@@ -127,7 +127,7 @@ def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str])
     if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
         logger.info("%s has other tensors than its files: every rank loads the whole model", type(model).__name__)
         return None
-    files = _files(path, revision)
+    files = tensor_files(path, revision)
     if files is None:
         logger.info("%s has no safetensors files: every rank loads the whole model", path)
         return None
@@ -170,8 +170,8 @@ def _fits(parts: str | tuple[tuple[str, ...], ...], shape: Shape, shapes: Mappin
     return all(row and (sum(part[0] if part else 0 for part in row), *row[0][1:]) == shape[1:] for row in found)
 
 
-def _files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | None:
-    """Return the file of each tensor, downloaded if need be."""
+def tensor_files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | None:
+    """Return the file of each tensor, downloaded if need be; None where these are no safetensors files."""
     options: dict[str, Any] = dict(revision)
     look = {**options, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **look)

@@ -12,7 +12,7 @@ from lachesis.train.model import attention
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-PACKED = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"]
+PACKED = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4_text"]
 PADDED = ["bloom", "mamba"]
 
 
@@ -126,6 +126,32 @@ def test_attention_that_mixes_sequences_is_found_out(monkeypatch):
         return out.transpose(1, 2), None
 
     monkeypatch.setattr(attention, "packed_attention", ignores_segments)
+    assert not plan_forward(tiny_model("llama"), packing="auto").packed
+
+
+@torch.no_grad()
+def test_a_keyword_that_packed_attention_does_not_know_rules_it_out(monkeypatch):
+    model, plain = tiny_model("llama"), attention.packed_attention
+
+    def with_a_bias(*positional, **keywords):
+        return plain(*positional, **keywords, head_bias=torch.zeros(4))
+
+    monkeypatch.setattr(attention, "packed_attention", with_a_bias)
+    with pytest.raises(ModelError, match="cannot train on packed sequences"):
+        plan_forward(model, packing="packed")
+    assert not plan_forward(model, packing="auto").packed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [IndexError("out of range"), AssertionError("no such thing"), ZeroDivisionError()])
+def test_a_way_of_running_that_raises_is_one_that_differs(monkeypatch, error: Exception):
+    def raises(*positional, packed_plan=None, **keywords):
+        if packed_plan is not None:
+            raise error
+        return plain(*positional, **keywords)
+
+    plain = attention.packed_attention
+    monkeypatch.setattr(attention, "packed_attention", raises)
     assert not plan_forward(tiny_model("llama"), packing="auto").packed
 
 

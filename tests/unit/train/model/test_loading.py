@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from lachesis.bridges.extract import full_weights, lora_pairs
@@ -211,10 +212,31 @@ class TestAdapter:
         assert not any("lm_head" in name for name in trained)
 
     def test_targets_that_match_nothing_name_the_layers_that_there_are(self):
-        with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] match nothing in Qwen2") as caught:
+        with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] of Qwen2.*not found") as caught:
             add_lora(tiny_model(), LoraAdapterConfig(targets=["query_key_value"]))
         assert "q_proj" in caught.value.remedy
         assert "all-linear" in caught.value.remedy
+
+    def test_all_linear_leaves_out_what_fused_kernels_read_without_the_adapter(self, caplog):
+        model = add_lora(tiny_model("nemotron_h"), LoraAdapterConfig(r=2))
+        adapted = {
+            name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
+        }
+        assert {"in_proj", "q_proj"} <= adapted
+        assert "out_proj" not in adapted
+        assert "leaves out out_proj" in caplog.text
+
+    @pytest.mark.parametrize("architecture", ["llama4_text", "phimoe"])
+    def test_all_linear_leaves_out_routers(self, architecture: str):
+        model = add_lora(tiny_model(architecture), LoraAdapterConfig(r=2))
+        assert not any("router" in name for name, _ in model.named_parameters() if "lora_" in name)
+        model(input_ids=torch.tensor([[5, 9, 13]]))
+
+    @pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], r".*\.embed_tokens"])
+    def test_embeddings_that_are_the_head_too_are_refused(self, targets: list[str] | str):
+        with pytest.raises(ModelError, match=r"model\.embed_tokens, whose weight is that of the head"):
+            add_lora(tiny_model("qwen2", tie_word_embeddings=True), LoraAdapterConfig(r=2, targets=targets))
+        add_lora(tiny_model("qwen2", tie_word_embeddings=False), LoraAdapterConfig(r=2, targets=targets))
 
     def test_gradients_reach_the_adapter_through_checkpointed_layers(self, save: SaveModel):
         loaded = load_model(config(save(), gradient_checkpointing=True), LoraAdapterConfig(r=2))
@@ -364,3 +386,50 @@ def test_no_model_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="no causal language model is described in") as caught:
         empty_transformer(ModelConfig(path=str(tmp_path)), dtype=torch.float32)
     assert caught.value.remedy
+
+
+class TestWhatTheFilesHave:
+    """A model is made of its files: nothing is drawn, and nothing is left over in silence."""
+
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+    def test_names_behind_a_prefix_end_the_run_and_the_prefix_is_named(self, save: SaveModel, prefix: str):
+        path = save()
+        rename(path, lambda name: prefix + name)
+        with pytest.raises(ModelError, match=r"of \d+ tensors of Qwen2ForCausalLM are not in the files") as caught:
+            load_model(config(path), NoAdapterConfig())
+        assert f"{prefix!r} off" in caught.value.remedy
+
+    def test_a_missing_tensor_is_named(self, save: SaveModel):
+        path = save()
+        rename(path, lambda name: None if name.endswith("1.mlp.up_proj.weight") else name)
+        with pytest.raises(ModelError, match=r"1 of .*first: model\.layers\.1\.mlp\.up_proj\.weight"):
+            load_model(config(path), NoAdapterConfig())
+
+    def test_a_configuration_of_fewer_layers_than_the_files_have_is_refused(self, save: SaveModel):
+        path = save()
+        content = json.loads((path / "config.json").read_text())
+        content |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        (path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=r"unknown to Qwen2ForCausalLM \(first: model\.layers\.1\."):
+            load_model(config(path), NoAdapterConfig())
+
+    def test_a_tied_head_need_not_be_there(self, save: SaveModel):
+        path = save(tie_word_embeddings=True)
+        assert "lm_head.weight" not in load_file(path / "model.safetensors")
+        load_model(config(path), NoAdapterConfig())
+
+
+def rename(path: Path, name_of: Callable[[str], str | None]) -> None:
+    """Give the tensors of a checkpoint other names, or leave those out whose name is None."""
+    file = path / "model.safetensors"
+    renamed = {name_of(name): tensor for name, tensor in load_file(file).items()}
+    save_file({n: t for n, t in renamed.items() if n is not None}, file, metadata={"format": "pt"})
+
+
+def test_a_generation_config_that_would_not_be_written_is_mended(save: SaveModel, tmp_path: Path, caplog):
+    path = save()
+    (path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6, "top_k": 5}')
+    loaded = load_model(config(path), NoAdapterConfig())
+    assert "generation_config.json" in caplog.text
+    loaded.model.save_pretrained(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6

@@ -1,0 +1,60 @@
+"""What a checkpoint has, against what the model takes from it: nothing is drawn anew, and nothing is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lachesis.common.errors import ModelError
+
+# What wrappers of training programs put before the names of parameters.
+_PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "actor.", "policy.", "model.")
+
+
+def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total: int, left_out: bool) -> None:
+    """Compare what was loaded with what the files have.
+
+    Args:
+        info: transformers' loading info. Tied weights and what a class declares as optional are no part of it.
+        model: the name of the model's class.
+        total: how many tensors the model has.
+        left_out: the checkpoint has more than this model, by its architecture: then others are no error.
+
+    Raises:
+        ModelError: tensors are missing, have other shapes, or are unknown to the model.
+    """
+    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    mismatched = sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if missing:
+        there = f"; {len(unknown)} there have names that the model lacks (first: {unknown[0]})" if unknown else ""
+        raise ModelError(
+            f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}), "
+            f"and would be trained from random numbers{there}",
+            remedy=_prefix_words(missing, unknown)
+            or "give a checkpoint that has them, or mend its config.json where that describes another model",
+        )
+    if mismatched:
+        raise ModelError(
+            f"{len(mismatched)} tensors in the files of {path!r} have other shapes than in {model} "
+            f"(first: {mismatched[0]}), and would be trained from random numbers",
+            remedy="mend config.json, which describes another model than the files hold",
+        )
+    if unknown and not left_out:
+        raise ModelError(
+            f"{len(unknown)} tensors in the files of {path!r} are unknown to {model} (first: {unknown[0]}), and would "
+            "be left out of what is trained and saved",
+            remedy="mend config.json where it describes a smaller model, for example num_hidden_layers, or save the "
+            "checkpoint without these tensors",
+        )
+
+
+def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
+    """Name the prefix that hides the missing tensors, if one does."""
+    names = {*unknown}
+    for prefix in _PREFIXES:
+        if missing and all(f"{prefix}{name}" in names for name in missing):
+            return (
+                f"take the prefix {prefix!r} off the names of its tensors (load_file, rename, save_file of "
+                "safetensors.torch): a wrapper of the program that saved them has put it there"
+            )
+    return None

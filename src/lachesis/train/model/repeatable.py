@@ -1,0 +1,68 @@
+"""What makes two passes of one model differ, switched off: dropout, routers' noise, rotary factors chosen by company.
+
+Ratios would compare two networks otherwise, and a sample's logprobs would depend on what is beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def make_repeatable(model: PreTrainedModel) -> None:
+    """Have the model compute the same in every pass: in training and sampling, alone and beside other sequences."""
+    switch_off_dropout(model)
+    switch_off_router_noise(model)
+    fix_longrope(model)
+
+
+def switch_off_router_noise(model: PreTrainedModel) -> None:
+    """Keep routers that add noise while they are trained (PhiMoE, Mixtral's jitter) in evaluation mode."""
+    for module in model.modules():
+        if any("jitter" in name and value is not None for name, value in vars(module).items()):
+            module.register_forward_pre_hook(_in_evaluation)
+
+
+def _in_evaluation(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    module.training = False
+
+
+def fix_longrope(model: PreTrainedModel) -> None:
+    """Choose the factors of longrope (Phi 3.5, Phi 4 mini) once: the long ones, as vLLM does for all sequences.
+
+    transformers chooses by the largest position of a pass, which is that of whatever else is in the pack or batch, and
+    in cached generation changes them in the midst of a sequence.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        for layer_type in kinds if isinstance(kinds, dict) else (None,):
+            if (kinds if layer_type is None else kinds[layer_type]) == "longrope":
+                _use_long_factors(module, layer_type)
+
+
+def _use_long_factors(module: Any, layer_type: str | None) -> None:
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+    own = getattr(module, f"{prefix}inv_freq")
+    longer = parameters["original_max_position_embeddings"] + 1
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, own.device, seq_len=longer, **named)
+    module.register_buffer(f"{prefix}inv_freq", frequencies.to(own.dtype), persistent=False)
+    if layer_type is None:
+        module.rope_type = "longrope_fixed"
+    else:
+        module.rope_type = {**module.rope_type, layer_type: "longrope_fixed"}
+
+
+def switch_off_dropout(model: PreTrainedModel) -> None:
+    """Switch dropout off, because the ratios of GRPO would otherwise compare two random networks."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # Attention takes its rate as a number, which each architecture keeps under a name like attention_dropout.
+        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        for name in rates:
+            setattr(module, name, 0.0)

@@ -1,0 +1,121 @@
+"""The checkpoint around a language model: towers for images and sound that are not trained, kept in what is saved.
+
+transformers loads the text part of many a checkpoint by itself, under names of its own (``model.layers.0`` for
+``model.language_model.layers.0``). What is saved of it has the checkpoint's own names, architecture and remaining
+tensors, so that it loads wherever the original did.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from lachesis.common.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# What a checkpoint puts before, or in the midst of, the names of its language model.
+_INNER = ("language_model.", "text_model.")
+_PROCESSORS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCheckpoint:
+    """Where a language model's tensors are in the checkpoint that it is a part of.
+
+    Attributes:
+        files: the file of each tensor of the checkpoint.
+        names: the checkpoint's name of each tensor of the language model, by the name under which that saves it.
+        config: the content of the checkpoint's config.json.
+        companions: files of its processors.
+    """
+
+    files: Mapping[str, Path]
+    names: Mapping[str, str]
+    config: Mapping[str, object]
+    companions: tuple[Path, ...]
+
+    @property
+    def kept(self) -> list[str]:
+        """The checkpoint's tensors that are no part of the language model."""
+        own = {*self.names.values()}
+        return sorted(name for name in self.files if name not in own)
+
+    def tensors(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's tensors: the trained ones under its names, then the others as they were."""
+        for name, tensor in trained:
+            yield self.names[name], tensor
+        for name in self.kept:
+            with safe_open(self.files[name], framework="pt") as file:
+                yield name, file.get_tensor(name)
+
+    def write_companions(self, directory: Path) -> None:
+        """Write the configuration of the whole model, and its processors' files."""
+        (directory / "config.json").write_text(json.dumps(self.config, indent=2), encoding="utf-8")
+        for path in self.companions:
+            shutil.copyfile(path, directory / path.name)
+
+
+def find_whole(
+    own: Iterable[str], *, path: str, files: Mapping[str, Path] | None, revision: Mapping[str, str]
+) -> WholeCheckpoint:
+    """Find the checkpoint that a language model is a part of.
+
+    Args:
+        own: names of the tensors that the language model saves.
+        files: the file of each tensor of the checkpoint; None where these are no safetensors.
+
+    Raises:
+        ModelError: the checkpoint has no safetensors files, or lacks a tensor of the language model.
+    """
+    if files is None:
+        raise ModelError(
+            f"{path!r} is more than a language model, and has no safetensors files, so that what is not trained could "
+            "not be saved with it",
+            remedy="save it as safetensors, or set model.path to a checkpoint of the language model alone",
+        )
+    inner = {_own_name(name): name for name in files}
+    wanted = [*own]
+    names = {name: inner.get(name) or inner.get(_own_name(name), "") for name in wanted}
+    missing = sorted(name for name in wanted if not names[name])
+    if missing:
+        raise ModelError(
+            f"{len(missing)} tensors of the language model in {path!r} have no counterpart in its files, "
+            f"{missing[0]!r} among them, so that what is not trained could not be saved with it",
+            remedy="set model.path to a checkpoint of the language model alone",
+        )
+    config = cached_file(path, "config.json", **revision)
+    assert config is not None, "it has been read"
+    beside = [Path(config).parent / name for name in _PROCESSORS]
+    content = json.loads(Path(config).read_text(encoding="utf-8"))
+    found = WholeCheckpoint(files, names, content, tuple(file for file in beside if file.is_file()))
+    logger.warning(
+        "%s is more than a language model (%s): %d of its %d tensors, such as %s, are not trained and are kept in what "
+        "is saved",
+        path,
+        ", ".join(content.get("architectures") or ["?"]),
+        len(found.kept),
+        len(files),
+        found.kept[0] if found.kept else "none",
+    )
+    return found
+
+
+def _own_name(name: str) -> str:
+    """Return the language model's name of a tensor of the checkpoint around it."""
+    for inner in _INNER:
+        name = name.removeprefix(inner).replace(f".{inner}", ".", 1)
+    return name

@@ -1,0 +1,41 @@
+"""Two passes of one model are the same: in training and evaluation, and whatever is beside a sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lachesis.train.model.repeatable import make_repeatable
+from tests.tiny import tiny_model
+from tests.unit.train.model.test_forward import check_against_plain, random_groups
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("phimoe", {}), ("phimoe", {"input_jitter_noise": 0.1}), ("gpt2", {"resid_pdrop": 0.5, "attn_pdrop": 0.5})],
+)
+def test_training_mode_computes_what_evaluation_does(architecture: str, options: dict[str, float]):
+    model, ids = tiny_model(architecture, **options), torch.arange(5, 30)[None]
+    make_repeatable(model)
+    expected = model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(model.train()(input_ids=ids).logits, expected)
+
+
+@torch.no_grad()
+def test_without_it_a_router_draws_experts_while_it_is_trained():
+    model, ids = tiny_model("phimoe"), torch.arange(5, 30)[None]
+    expected = model(input_ids=ids).logits
+    assert (model.train()(input_ids=ids).logits - expected).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_rotary_factors_do_not_depend_on_the_longest_sequence_of_a_pass():
+    """Sequences below and above the original context of 8 tokens, alone and in one pack."""
+    model = tiny_model("phi3")
+    make_repeatable(model)
+    short, long = torch.arange(5, 10)[None], torch.arange(5, 25)[None]
+    alone = model(input_ids=short).logits
+    model(input_ids=long)
+    torch.testing.assert_close(model(input_ids=long).logits[:, :5], alone, atol=1e-4, rtol=1e-4)
+    check_against_plain(model, random_groups(groups=4, samples=3, longest=9), max_tokens=1 << 20)
