@@ -30,6 +30,9 @@ from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, Threa
 
 logger = logging.getLogger(__name__)
 
+# How long the imports of a process may take that nobody has asked for.
+_LONG_START_S = 1800.0
+
 OnError: TypeAlias = Literal["fail", "drop_group"]
 RewardList: TypeAlias = Sequence[float | Excluded | None]
 
@@ -346,8 +349,9 @@ def _start_workers(functions: Sequence[NamedReward], num_workers: int | None) ->
     remote = _remote_specs(functions)
     if not remote:
         return None
-    # One alone may use all processors, as a thread of this process would.
-    return RewardWorkers(remote, count=max(1, num_workers or 1), one_thread=num_workers is not None)
+    if num_workers is None:  # it may use all processors and take its time to load a model, as in this process
+        return RewardWorkers(remote, count=1, start_s=_LONG_START_S, one_thread=False)
+    return RewardWorkers(remote, count=max(1, num_workers))
 
 
 def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float | None, ...]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
+from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
 from lachesis.process.threads import Caller, CallOutcome, CallThread, DaemonThread
 from lachesis.process.watchdog import Watchdog
@@ -105,7 +106,8 @@ class RewardWorkers:
             RewardError: a process ended before it was ready.
             DeadlineExceeded: the imports take too long.
         """
-        return self._starting.result()
+        with Deadline("the imports of reward functions", self._start_s).waiting():
+            return self._starting.result()
 
     def wait(self, within_s: float) -> None:
         """Wait until they are ready, or for that long. Raises as :attr:`pool` where they cannot be."""
