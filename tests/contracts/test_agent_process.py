@@ -81,6 +81,39 @@ def test_it_is_no_rank_of_the_run(monkeypatch: pytest.MonkeyPatch):
     assert run(command(program)).output.strip() == "[]"
 
 
+def test_it_has_none_of_the_trainers_variables_but_those_it_is_given(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MINE"):
+        monkeypatch.setenv(name, "of the user")
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    found = json.loads(run(command(program)).output)
+    assert "of the user" not in found.values() and found["PATH"] == os.environ["PATH"]
+    assert not {name for name in found if name.startswith(("XDG", "PYTEST", "LACHESIS"))} - {
+        "LACHESIS_TASK", "LACHESIS_REWARD", "LACHESIS_MODEL"
+    }  # fmt: skip
+    assert found["HOME"] == found["PWD"] and found["HOME"] != os.environ.get("HOME")
+    opened = json.loads(run(command(program, inherited=("MINE", "NOT_THERE"), env={"OWN": "1"})).output)
+    assert (opened["MINE"], opened["OWN"], "HF_TOKEN" in opened, "NOT_THERE" in opened) == (
+        "of the user", "1", False, False
+    )  # fmt: skip
+
+
+def test_it_is_not_told_by_what_its_rewards_are_judged():
+    program = "import json, os, sys; print(sys.argv[1:], json.load(open(os.environ['LACHESIS_TASK'])))"
+    hidden = command(program, "{prompt}", "{level}", hidden=frozenset({"level"}))
+    assert run(hidden).output.strip() == "['do it', '{level}'] {'prompt': 'do it', 'id': '7', 'messages': []}"
+
+
+def test_columns_that_functions_name_are_known():
+    def one(completions: Any, level: int, prompts: Any = None, **columns: Any) -> list[float]:
+        return [0.0]
+
+    def other(completions: Any, tests: Any = None) -> list[float]:
+        return [0.0]
+
+    rewarder = Rewarder([NamedReward("one", one), NamedReward("other", other)])
+    assert rewarder.named_columns == {"level", "tests"}
+
+
 def test_at_its_limit_it_ends_with_all_that_it_started(tmp_path: Path):
     pids = tmp_path / "pids"
     program = f"""

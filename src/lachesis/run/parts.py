@@ -294,7 +294,7 @@ def build_evaluation(
             limit=config.evaluation.max_problems,
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
-            turns=build_player(config, policy=policy, engine=engine),
+            turns=build_player(config, policy=policy, engine=engine, rewarder=rewarder),
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))

@@ -256,7 +256,8 @@ def build_source(
         "generation_s": config.deadlines.generation_s,
     }
     if isinstance(config.source, schema.AgentSourceConfig):
-        return PlayedSource(player=load("sources", "agent")(config, policy=policy, engine=engine), **common)
+        player = load("sources", "agent")(config, policy=policy, engine=engine, judged_by=rewarder.named_columns)
+        return PlayedSource(player=player, **common)
     assert isinstance(config.source, schema.LocalSourceConfig)
     if config.source.tools:
         return PlayedSource(player=build_turns(config, policy=policy, engine=engine), **common)
@@ -286,10 +287,11 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     return replace(params, stop_token_ids=tuple(ends))
 
 
-def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine) -> Turns | None:
+def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None) -> Turns | None:
     """Who plays completions of several turns; nobody where they are of one."""
     if isinstance(config.source, schema.AgentSourceConfig):
-        return load("sources", "agent")(config, policy=policy, engine=engine)
+        judged_by = frozenset[str]() if rewarder is None else rewarder.named_columns
+        return load("sources", "agent")(config, policy=policy, engine=engine, judged_by=judged_by)
     has_tools = isinstance(config.source, schema.LocalSourceConfig) and config.source.tools
     return build_turns(config, policy=policy, engine=engine) if has_tools else None
 

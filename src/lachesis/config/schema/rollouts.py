@@ -172,6 +172,16 @@ class AgentSourceConfig(Section):
         default=None, description="Directory of which each rollout gets a copy to run in; an empty one if unset."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables.")
+    inherit_env: list[str] = Field(
+        default_factory=list,
+        description="Names of the trainer's environment variables that the program gets too. Otherwise it has PATH, "
+        "the language, `env`, and where the model is: none of the trainer's keys.",
+    )
+    columns: list[str] = Field(
+        default_factory=list,
+        description="Columns that the program is told though rewards are judged by them: arguments of reward "
+        "functions, and those that hold answers by their name (answer, solution, tests and the like) are kept from it.",
+    )
     container: str | None = Field(
         default=None,
         description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image, with this "

@@ -22,7 +22,7 @@ from lachesis.common.objects import is_given
 from lachesis.common.types import Group, Prompt
 from lachesis.process.threads import CallThread
 from lachesis.process.watchdog import Watchdog
-from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
+from lachesis.rollouts.rewards.attempts import GIVEN, Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
 from lachesis.rollouts.rewards.models import RewardModel, names_model
@@ -220,6 +220,15 @@ class Rewarder:
         """
         if self._workers is not None:
             self._workers.wait(within_s)
+
+    @property
+    def named_columns(self) -> frozenset[str]:
+        """Columns that functions name as arguments; of one that takes any, those that it cannot be called without."""
+        named = frozenset[str]()
+        for function in self._functions:
+            signature = function.runner.signature
+            named |= frozenset(signature.required) | (signature.accepted or frozenset())
+        return named - frozenset(GIVEN)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Before anything is generated: each function gets the arguments that it cannot do without.

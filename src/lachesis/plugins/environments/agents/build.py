@@ -15,13 +15,20 @@ from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.rewards.check import GOLD_COLUMNS
 from lachesis.rollouts.tools import load_parser
 from lachesis.train.model.loading import context_length
 from lachesis.train.policy import Policy
 
+# Columns that hold answers or tests as a rule, which functions that take any column may judge by.
+ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "test_cases", "verification_info"))
 
-def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> AgentRollouts:
+
+def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judged_by: frozenset[str]) -> AgentRollouts:
     """Agents and their proxy, which begins to listen with the first rollout.
+
+    Args:
+        judged_by: columns by which rewards are judged; agents are not told them unless the configuration names them.
 
     Raises:
         ConfigError: the command or its directory is not there, or the model has no chat template.
@@ -43,7 +50,15 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> A
     workdir = None if source.workdir is None else Path(source.workdir)
     container = None if source.container is None else container_of(source.container)
     return AgentRollouts(
-        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s, container),
+        agent=AgentCommand(
+            tuple(source.command),
+            workdir,
+            source.env,
+            source.timeout_s,
+            container,
+            inherited=source.inherit_env,
+            hidden=(judged_by | ANSWERS) - {"prompt", *source.columns},
+        ),
         proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
         decode=text_decoder(tokenizer),
         max_concurrent=source.max_concurrent,

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from lachesis.process.managed import ManagedProcess
 _LOOK_S = 0.1
 _GRACE_S = 2.0
 _SHOWN_OUTPUT = 20_000
+# Variables of this process that say nothing but how programs are found and how they write.
+USUAL = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
 # Begins a command in another directory.
 _INTO = ("/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
 
@@ -33,9 +35,11 @@ class AgentCommand:
     Args:
         command: program and arguments.
         workdir: is copied for each rollout, which runs in the copy; an empty directory if unset.
-        env: variables beside those of this process and those that say where the model is.
+        env: variables beside the usual ones (:data:`USUAL`) and those that say where the model is.
         timeout_s: limit of one rollout, in seconds.
         container: where it runs; a process of this machine if unset.
+        inherited: names of this process's variables that it gets too.
+        hidden: columns that it is not told, as rewards are judged by them.
     """
 
     command: tuple[str, ...]
@@ -43,6 +47,8 @@ class AgentCommand:
     env: Mapping[str, str]
     timeout_s: float
     container: Container | None = None
+    inherited: Sequence[str] = ()
+    hidden: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.container is None and shutil.which(self.command[0]) is None:
@@ -69,7 +75,7 @@ def run_agent(
 ) -> AgentExit:
     """Run the command to its end, or to its limit, or until ``stop`` says so; its group has ended then.
 
-    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and all columns, and may write a number into
+    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and its columns, and may write a number into
     the file ``LACHESIS_REWARD``. ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` say where the model is,
     ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY`` who asks.
 
@@ -83,14 +89,19 @@ def run_agent(
             work.mkdir()
         else:
             shutil.copytree(agent.workdir, work, symlinks=True)
+        prompt = without(prompt, agent.hidden)
         task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
         ended = threading.Event()
-        env = dict.fromkeys(launchers_variables(os.environ))  # it is no rank
-        env |= {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
+        kept = {name: os.environ[name] for name in agent.inherited if name in os.environ}
+        given = {"LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **kept, **agent.env}
+        told: dict[str, str | None] = {**_endpoint(url, key), **given}
         command, name = filled(agent.command, prompt), scratch.name
         if agent.container is not None:
-            given = [variable for variable, value in env.items() if value is not None]
-            command = agent.container.command(command, name=name, scratch=scratch, variables=given)
+            variables = [variable for variable, value in told.items() if value is not None]
+            command = agent.container.command(command, name=name, scratch=scratch, variables=variables)
+            env = dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is docker's, and stays outside
+        else:
+            env = clean_environment(os.environ, home=work) | told
         process = ManagedProcess(
             [*_INTO, str(work), *command],
             log_path=scratch / "output",
@@ -110,6 +121,20 @@ def run_agent(
         if agent.container is not None and timed_out:
             agent.container.remove(name)
         return AgentExit(process.exit_code, timed_out, _tail(scratch / "output"), _content(reward))
+
+
+def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str, str | None]:
+    """What an agent's environment differs in from this process's: None removes a variable.
+
+    This process has the keys of trackers, hubs and clouds, and where its servers' tokens are; none of it is an agent's.
+    """
+    usual = {name: value for name, value in environment.items() if name in USUAL or name.startswith("LC_")}
+    return dict.fromkeys(environment) | usual | {"HOME": str(home)}
+
+
+def without(prompt: Prompt, hidden: frozenset[str]) -> Prompt:
+    """The prompt without some of its columns."""
+    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in hidden})
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
