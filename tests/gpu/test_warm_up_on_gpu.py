@@ -12,8 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.parts import build_policy, pack_batch
+from lachesis.run.parts import build_policy
 from lachesis.run.warm_up import warm_up
+from lachesis.train.pack import pack_batch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 

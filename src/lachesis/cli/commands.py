@@ -1,4 +1,4 @@
-"""Which commands there are, in the order of a reader's first day, and in which module: help imports none of them."""
+"""Commands by panel of `lachesis --help`, each with the module that defines it; the help imports none of them."""
 
 from __future__ import annotations
 
@@ -18,48 +18,69 @@ class Command:
     summary: str
 
 
-COMMANDS: Mapping[str, Command] = {
-    "init": Command("cli.training", "Write a first run, which runs at once: configuration, reward, model, problems."),
-    "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
-    "plan": Command("cli.training", "Say what a run will do and the memory it takes; --fit says what fits."),
-    "translate": Command("plugins.dialects.commands.keys", "Print another trainer's file in our keys."),
-    "run": Command("plugins.atropos.commands.grpo", "Start API, engine, environment and trainer, and stop them."),
-    "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
-    "status": Command("cli.inspection", "Say how a run stands and what it waits for."),
-    "fleet": Command("cli.fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."),
-    "cluster": Command(
-        "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."
-    ),
-    "report": Command("cli.inspection", "Write report.html of a run anew."),
-    "watch": Command("cli.inspection", "Show runs while they go on, and those that have ended, on a live page."),
-    "compare": Command("cli.inspection", "Write a page that shows runs side by side."),
-    "rollouts": Command("cli.rollouts", "Search a run's rollouts, read one by turns, compare two steps of a prompt."),
-    "trace": Command("cli.inspection", "Write a run's steps as a timeline."),
-    "export": Command("cli.training", "Write a checkpoint as a model or an adapter."),
-    "push": Command("cli.training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
-    "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),
-    "vllm-serve": Command("cli.serving", "Serve the model of a configuration."),
-    "run-api": Command("plugins.atropos.commands.api", "Serve the rollout API of Atropos' environments."),
-    "tinker-server": Command("plugins.tinker.commands", "Serve a model that clients of Tinker train and sample."),
-    "env": Command("plugins.atropos.commands.environments", "Serve, process or evaluate an environment."),
-    "data": Command("cli.inspection", "Look for what is wrong with a dataset: data check."),
-    "rewards": Command("cli.inspection", "Try reward functions on right and wrong answers: rewards check."),
-    "explain": Command("plugins.dialects.commands.keys", "Say what a key or flag means, ours or another trainer's."),
-    "doctor": Command("cli.inspection", "Check the installation, and prove that training learns."),
-    "scripts": Command("plugins.dialects.commands.scripts", "Write the scripts of other trainers' documents."),
-    "version": Command("cli.inspection", "Print the version."),
+PANELS: Mapping[str, Mapping[str, Command]] = {
+    "Start": {
+        "init": Command(
+            "cli.training", "Write a first run, which runs at once: configuration, reward, model, problems."
+        ),
+        "doctor": Command("cli.inspection", "Check the installation, and prove that training learns."),
+        "plan": Command("cli.training", "Say what a run will do and the memory it takes; --fit says what fits."),
+        "explain": Command(
+            "plugins.dialects.commands.keys", "Say what a key or flag means, ours or another trainer's."
+        ),
+    },
+    "Train": {
+        "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
+        "run": Command("plugins.atropos.commands.grpo", "Start API, engine, environment and trainer, and stop them."),
+        "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
+        "cluster": Command(
+            "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."
+        ),
+        "fleet": Command(
+            "cli.fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."
+        ),
+    },
+    "Look": {
+        "status": Command("cli.inspection", "Say how a run stands and what it waits for."),
+        "watch": Command("cli.inspection", "Show runs while they go on, and those that have ended, on a live page."),
+        "report": Command("cli.inspection", "Write report.html of a run anew."),
+        "compare": Command("cli.inspection", "Write a page that shows runs side by side."),
+        "rollouts": Command(
+            "cli.rollouts", "Search a run's rollouts, read one by turns, compare two steps of a prompt."
+        ),
+        "trace": Command("cli.inspection", "Write a run's steps as a timeline."),
+    },
+    "Serve": {
+        "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),
+        "vllm-serve": Command("cli.serving", "Serve the model of a configuration."),
+        "run-api": Command("plugins.atropos.commands.api", "Serve the rollout API of Atropos' environments."),
+        "tinker-server": Command("plugins.tinker.commands", "Serve a model that clients of Tinker train and sample."),
+        "env": Command("plugins.atropos.commands.environments", "Serve, process or evaluate an environment."),
+    },
+    "More": {
+        "export": Command("cli.training", "Write a checkpoint as a model or an adapter."),
+        "push": Command("cli.training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
+        "data": Command("cli.inspection", "Look for what is wrong with a dataset: data check."),
+        "rewards": Command("cli.inspection", "Try reward functions on right and wrong answers: rewards check."),
+        "translate": Command("plugins.dialects.commands.keys", "Print another trainer's file in our keys."),
+        "scripts": Command("plugins.dialects.commands.scripts", "Write the scripts of other trainers' documents."),
+        "version": Command("cli.inspection", "Print the version."),
+    },
 }
+COMMANDS: Mapping[str, Command] = {name: command for panel in PANELS.values() for name, command in panel.items()}
 
 
 class Commands(TyperGroup):
-    """Those of the table, in its order."""
+    """The group of all commands, in the order of the table."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, panel in PANELS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), command.summary) for name, command in panel.items()])
 
 
 def load(words: Sequence[str] | None = None) -> None:

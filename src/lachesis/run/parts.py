@@ -30,14 +30,13 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.run.teacher import Teach
-from lachesis.train.batch import Batch, pack
+from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import load_custom_loss
 from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
-from lachesis.train.losses.teacher import shares
 from lachesis.train.model.loading import (
     LoadedModel,
     WeightSource,
@@ -48,9 +47,9 @@ from lachesis.train.model.loading import (
 )
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharding import build_sharded_optimizer
+from lachesis.train.pack import pack_batch, pack_rollouts
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from lachesis.train.route_tensors import require_routed
 from lachesis.train.sft import StartedFeed, demonstrations
 
 
@@ -298,32 +297,3 @@ def build_evaluation(
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
-
-
-def pack_rollouts(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
-    """As :func:`pack_batch`, of what was sampled.
-
-    Raises:
-        TrainingError: routing is to be replayed, and a sample lacks it.
-    """
-    if config.algorithm.router_replay:
-        require_routed(groups)
-    return pack_batch(groups, config=config, policy=policy)
-
-
-def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
-    """Pack as the batch section says; sequences are left out only where that changes nothing."""
-    algorithm = config.algorithm
-    mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
-    return pack(
-        groups,
-        ranks=policy.strategy.mesh.parts,
-        max_tokens=config.batch.max_tokens_per_microbatch,
-        max_rows=config.batch.micro_batch_size,
-        skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
-        mask_truncated=algorithm.mask_truncated,
-        share_prefixes=policy.plan.packed,
-        old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
-        replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
-        **mixture,
-    )

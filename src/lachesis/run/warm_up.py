@@ -17,7 +17,7 @@ from lachesis.bridges.build import takes_engine_weights
 from lachesis.common.device import resolve_device
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.parts import compiles, pack_batch, policy_of
+from lachesis.run.parts import compiles, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.loading import (
     WeightSource,
@@ -26,6 +26,7 @@ from lachesis.train.model.loading import (
     made_trainable,
 )
 from lachesis.train.model.repeatable import make_repeatable
+from lachesis.train.pack import pack_batch
 from lachesis.train.policy import Policy
 
 _LAYERS = 2

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lachesis.config.steps import with_steps
-from lachesis.run.parts import build_reroll, pack_batch, repeated
+from lachesis.run.parts import build_reroll, repeated
 from lachesis.train.distributed.strategy import SingleDevice
+from lachesis.train.pack import pack_batch
 from tests.unit.pipeline.sources import ScriptedSource, group
 from tests.unit.train.test_iterations import CountedFeed
 

@@ -16,11 +16,12 @@ from lachesis.plugins.atropos.source.convert import Conversion
 from lachesis.plugins.atropos.source.source import EngineWatch, build_atropos_source, keep_given_advantages
 from lachesis.process.threads import Watch
 from lachesis.rollouts.generation import text_decoder
-from lachesis.run.parts import advantage_assigner, build_replay, pack_batch, repeated
+from lachesis.run.parts import advantage_assigner, build_replay, repeated
 from lachesis.run.teacher import Teach
 from lachesis.train.batch import Batch
 from lachesis.train.iterations import undivided
 from lachesis.train.model.loading import context_length, eos_token_ids
+from lachesis.train.pack import pack_batch
 from lachesis.train.policy import Policy
 
 
