@@ -106,7 +106,7 @@ def _metric_row(metric: Metric) -> str:
 def _range(metric: Metric) -> str:
     if metric.healthy is None:
         return ""
-    return _bounds(*metric.healthy) + ("" if metric.judged else " as documented; others may be as well")
+    return _bounds(*metric.healthy) + ("" if metric.judged else " (documented for GRPO; not judged)")
 
 
 def _bounds(low: float | None, high: float | None) -> str:

@@ -116,8 +116,8 @@ def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     own = tokenizer.init_kwargs.get("chat_template")
     if own is None:
         return None
-    fast: Any = tokenizer  # the base class declares no added tokens
-    return frozenset(fast.get_added_vocab()) | frozenset(TURN_MARKS.findall(str(own)))
+    tokens = (token for token in tokenizer.get_vocab() if TURN_MARKS.fullmatch(token))
+    return frozenset(tokens) | frozenset(TURN_MARKS.findall(str(own)))
 
 
 def is_wanted(config: WandbConfig) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.health.types import HealthLimits
-from lachesis.run.sinks import health_limits
+from lachesis.run.sinks import health_limits, template_marks
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -69,3 +72,15 @@ def test_samples_as_old_as_the_configuration_wants_them_are_nothing_to_warn_of(a
         "pipeline": pipeline,
     }
     assert health_limits(LachesisConfig.model_validate(sections)).staleness == limit
+
+
+@pytest.mark.parametrize(("template", "known"), [("[INST] {{ x }} [/INST]", {"[INST]", "[/INST]"}), (None, None)])
+def test_the_marks_of_turns_are_those_of_the_template_that_the_model_came_with(
+    template: str | None, known: set[str] | None
+):
+    """A template that the configuration puts in its place makes no mark one of the model's."""
+    backend = Tokenizer(WordLevel({"<|end|>": 0, "a": 1}, unk_token="a"))
+    options = {} if template is None else {"chat_template": template}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", **options)
+    tokenizer.chat_template = "<|im_start|>{{ x }}"
+    assert template_marks(tokenizer) == (None if known is None else known | {"<|end|>"})

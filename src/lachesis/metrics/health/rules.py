@@ -304,9 +304,11 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
             f"because every completion got reward {format_number(levels[0])}: these problems are solved; "
             "choose harder ones or stop"
         )
-    if all(len(set(group.texts)) == 1 for group in groups):
+    identical = fmean(_commonest(group.texts) for group in groups)
+    if identical >= 0.8:
+        who = "the completions" if identical == 1.0 else f"{format_share(identical)} of the completions"
         return "problem", (
-            "because the completions of each prompt are identical: raise sampling.temperature, and check "
+            f"because {who} of each prompt are identical: raise sampling.temperature, and check "
             "that sampling.top_p, sampling.top_k and sampling.min_p do not cut all but one token"
         )
     always = all(group.flat for batch in seen.batches for group in batch if len(group.rewards) > 1)

@@ -16,7 +16,7 @@ class HealthLimits:
     in nats (the mean absolute difference between trainer and engine; 16-bit weights on two different kernels differ by
     about 0.01).
     ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
-    ``template_marks`` are what marks turns for the model: its added tokens, and the marks in its own chat template;
+    ``template_marks`` are what marks turns for the model: such tokens, and the marks in its own chat template;
     ``None`` where it has no template.
     """
 

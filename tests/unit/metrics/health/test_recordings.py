@@ -15,6 +15,7 @@ TRUE_WARNINGS = {"truncated_often"}
 # A rule that tells causes apart says which it is.
 WORDS = {
     "truncated": "of the completions hit 3 tokens: raise sampling.max_completion_length",
+    "temperature_too_low": "are identical: raise sampling.temperature",
     "reward_zero": "because every completion got reward 0",
     "reward_of_the_prompt": "they depend on the prompt, not on the answer",
 }
