@@ -292,6 +292,32 @@ def test_logprobs_are_those_of_sampling(model: Path):
             assert own.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
 
 
+def test_messages_are_sampled_through_the_chat_template(model: Path):
+    asked = [{"role": "user", "content": "ab"}]
+    with lachesis.parts(
+        model={"path": model, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}c"}
+    ) as parts:
+        parts.bridge.sync(0)
+        chat, text = parts.sample([asked, "abc"], n=2, max_tokens=3, seed=4, temperature=0.0)
+        assert (chat.prompt.text, chat.prompt.messages) == ("abc", (asked[0],))
+        assert text.prompt.messages is None
+        assert [sample.text for sample in chat.samples] == [sample.text for sample in text.samples]
+    with (
+        lachesis.parts(model=model) as parts,
+        pytest.raises(lachesis.DataError, match=r"prompts\[0\].* no chat template"),
+    ):
+        parts.sample([asked], max_tokens=3)
+
+
+@pytest.mark.parametrize("adapter", [{"kind": "none"}, {"kind": "lora", "r": 4}])
+def test_a_finished_run_is_evaluated_again(keys: dict[str, Any], adapter: dict[str, Any]):
+    held_out = {"path": ROWS, "eval_path": ROWS[:4]}
+    run = lachesis.train(**keys | {"data": held_out, "adapter": adapter, "checkpoint": {"save_final": True}})
+    run.wait()
+    again, last = run.evaluate(), run.log.evaluations[-1]
+    assert (again.problems, again.mean_reward) == (4, pytest.approx(last.mean_reward))
+
+
 def test_the_notebook_runs_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """As Jupyter runs it: one namespace, on an event loop that is there already."""
     monkeypatch.chdir(tmp_path)

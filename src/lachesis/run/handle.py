@@ -19,7 +19,7 @@ from rich.console import Console
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, LachesisError
 from lachesis.common.objects import Given
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import Group
+from lachesis.common.types import EvalResult, Group
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -236,6 +236,21 @@ class Run:
                 remedy=f"wait() for it, or make a model of its last checkpoint: lachesis export {self.directory}",
             )
         return path
+
+    def evaluate(self) -> EvalResult:
+        """Evaluate the trained model on the held-out problems: the final one, or else that of the last checkpoint.
+
+        Raises:
+            ConfigError: there are no held-out problems, or the run goes on.
+            LachesisError: another of its subclasses, where nothing was trained or a part cannot be built.
+        """
+        if self._ended is not None and not self._ended.done():
+            raise ConfigError("the run goes on, and this process does one at a time", remedy="wait() for it, or stop()")
+        from lachesis.run.evaluation import evaluate_model  # imports torch
+
+        final = run_paths(self.directory)["final"]
+        merge = self.config.adapter.kind != "none"
+        return evaluate_model(self.config, final if final.is_dir() and not merge else self.export(merge=merge))
 
     def export(
         self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"

@@ -13,12 +13,14 @@ from typing import Any
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import ConfigError
 from lachesis.common.objects import Given
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Message
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
+from lachesis.rollouts.datasets.formats import Problem
+from lachesis.rollouts.datasets.rendering import render, tokenize
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
@@ -48,26 +50,37 @@ class Pieces:
     _given: tuple[Given, ...] = field(repr=False)
 
     def sample(
-        self, prompts: Sequence[str], *, n: int = 1, max_tokens: int, seed: int = 0, **further: Any
+        self, prompts: Sequence[str | Sequence[Message]], *, n: int = 1, max_tokens: int, seed: int = 0, **further: Any
     ) -> list[Group]:
-        """:meth:`Engine.sample` of prompts that are texts: the groups and their samples have their texts, too.
+        """Sample completions of prompts that are texts or lists of messages; groups and samples have their texts, too.
 
-        Prompts become tokens as the tokenizer's ``encode`` makes them, which applies no chat template.
+        Messages go through the chat template, which asks for an answer, or for the continuation of the last message if
+        that is the assistant's. A text is continued as it is.
 
         Args:
             **further: of :meth:`Engine.sample`.
 
         Raises:
+            DataError: a prompt is empty, or messages are malformed, or the tokenizer has no chat template for them.
             EngineError, DeadlineExceeded: as :meth:`Engine.sample`.
         """
         tokenizer = self.policy.tokenizer
-        token_ids = [tokenizer.encode(prompt) for prompt in prompts]
+        places = [f"prompts[{index}]" for index in range(len(prompts))]
+        rendered = [
+            render(
+                Problem(place, 0, "prompts", prompt if isinstance(prompt, str) else list(prompt), {}),
+                tokenizer=tokenizer,
+                template_kwargs=self.config.data.chat_template_kwargs,
+            )
+            for place, prompt in zip(places, prompts, strict=True)
+        ]
+        token_ids = tokenize(places, rendered, tokenizer)
         groups = self.engine.sample(token_ids, n=n, max_tokens=max_tokens, seed=seed, **further)
         decode = text_decoder(tokenizer)
         return [
             replace(
                 group,
-                prompt=replace(group.prompt, text=prompt),
+                prompt=replace(group.prompt, text=prompt.text, messages=prompt.messages),
                 samples=tuple(
                     replace(sample, text=text)
                     for sample, text in zip(
@@ -75,7 +88,7 @@ class Pieces:
                     )
                 ),
             )
-            for prompt, group in zip(prompts, groups, strict=True)
+            for prompt, group in zip(rendered, groups, strict=True)
         ]
 
     def close(self) -> None:
