@@ -67,9 +67,9 @@ its keys, and every key is translated by the tables below. Errors name the line 
 key is an error with the nearest known one, and `--set KEY=null` trains without it. `--set` takes a key of the file's
 own dialect (`--set trl.beta=0.01`, `--set datasets[0].path=x`) or one of ours (`--set algorithm.beta=0.01`), and
 `lachesis explain KEY` knows the names of all trainers. What a run was translated to is in `config.yaml` of its
-directory. Null is as good as not written, a key that is written twice has its last value, and what is not written has
-the default that it has there, but for [those below](#defaults-that-differ): a note of the run names them, with what to
-write for theirs. Axolotl's warm-up over 3 % of the steps and its checkpoint each epoch are among what is taken over
+directory. `null` counts as unset, the last of duplicate keys wins, and unset keys keep the source trainer's defaults,
+except for [those below](#defaults-that-differ): a note of the run names them, and the value that restores
+theirs. Axolotl's warm-up over 3 % of the steps and its checkpoint each epoch are among what is taken over
 (`checkpoint.every_epochs`), and so are TRL's 240 s wait for a server and vLLM's share of 0.3 with `colocate`.
 
 **Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained

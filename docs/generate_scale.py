@@ -90,9 +90,8 @@ sbatch job.sh
   three times (`--restarts`), and goes on from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`)
   before the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm
   cannot bring an engine up on another node.
-- **Logs** of the engines are in `runs/NAME-slurm/JOB/`, those of the run itself in `runs/NAME/logs/`: two places,
-  because a run begins in an empty directory, and engines and preflight write before it does, some of them without
-  it ever beginning. `lachesis status runs/NAME` says how the run stands.
+- **Logs** of the engines are in `runs/NAME-slurm/JOB/`, those of the run itself in `runs/NAME/logs/`. They
+  are separate, because engines and preflight start before the run directory exists. `lachesis status runs/NAME` says how the run stands.
 - The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
 
 `lachesis cluster kubernetes` prints manifests of the same: an indexed Job with a pod for each node of ranks, a

@@ -155,7 +155,7 @@ def nothing_clips(seen: Observation) -> Alarm | None:
 
 @rule
 def policy_lost(seen: Observation) -> Alarm | None:
-    """Within 20 batches the policy has lost nine tenths of the reward that it began with, and writes differently.
+    """The policy has lost nine tenths of its initial reward within 20 batches, and writes differently.
 
     Later the problems may have become harder.
     """
@@ -182,12 +182,12 @@ def policy_lost(seen: Observation) -> Alarm | None:
 
 
 def _mean_rewards(groups: Sequence[GroupDigest]) -> list[float]:
-    """The mean reward of each group."""
+    """Return the mean reward of each group."""
     return [fmean(group.rewards) for group in groups if group.rewards]
 
 
 def _entropy_moved(seen: Observation) -> bool:
-    """Whether entropy is less than half, or more than twice, that of the first step that is remembered."""
+    """Return True if entropy is less than half, or more than twice, that of the first remembered step."""
     entropies = seen.recent("entropy", len(seen.history) + 1)
     return len(entropies) > 1 and not 0.5 <= entropies[-1] / max(entropies[0], 1e-9) <= 2.0
 
@@ -330,13 +330,13 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
 
 
 def _is_best(reward: float, reward_range: tuple[float, float]) -> bool:
-    """Whether it is the best that there has been; where all were equal, whether it is at least 1."""
+    """Return True if it is the best reward so far, or at least 1 if all were equal."""
     low, high = reward_range
     return reward == high if low < high else reward >= 1.0
 
 
 def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> str:
-    """How many groups teach nothing, and whether they are too easy or too hard."""
+    """Return how many groups teach nothing, and whether they are too easy or too hard."""
     low, high = reward_range
     right = sum(group.rewards[0] == high for group in flat)
     wrong = sum(group.rewards[0] == low for group in flat)
@@ -380,7 +380,7 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
 
 
 def _commonest(values: Iterable[int]) -> float:
-    """The share of the commonest value."""
+    """Return the share of the most common value."""
     counted = Counter(values)
     return counted.most_common(1)[0][1] / counted.total() if counted else 0.0
 
@@ -410,7 +410,7 @@ def entropy_off(seen: Observation) -> Alarm | None:
 
 
 def _nats(batch: Sequence[GroupDigest]) -> float:
-    """How unlikely the tokens of a batch were, in the mean; 0 where that is not known."""
+    """Return how unlikely the tokens of a batch were on average; 0 if unknown."""
     known = [group.nats for group in batch if group.nats is not None]
     return fmean(known) if known else 0.0
 
