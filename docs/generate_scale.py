@@ -91,7 +91,8 @@ sbatch job.sh
   before the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm
   cannot bring an engine up on another node.
 - **Logs** of the engines are in `runs/NAME-slurm/JOB/`, those of the run itself in `runs/NAME/logs/`. They
-  are separate, because engines and preflight start before the run directory exists. `lachesis status runs/NAME` says how the run stands.
+  are separate, because engines and preflight start before the run directory exists. `lachesis status runs/NAME`
+  says how the run stands.
 - The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
 
 `lachesis cluster kubernetes` prints manifests of the same: an indexed Job with a pod for each node of ranks, a

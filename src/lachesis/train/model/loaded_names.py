@@ -1,4 +1,4 @@
-"""What a checkpoint has, against what the model takes from it: nothing is drawn anew, and nothing is left over."""
+"""Comparison of a checkpoint's tensors with those that the model loads: none may be missing or left over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "_fsdp_wrapped_module
 
 
 def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total: int, left_out: bool) -> None:
-    """Compare what was loaded with what the files have.
+    """Compare the loaded tensors with those of the files.
 
     Args:
         info: transformers' loading info. Tied weights and what a class declares as optional are no part of it.

@@ -1,6 +1,6 @@
-"""What makes two passes of one model differ, switched off: dropout, routers' noise, rotary factors chosen by company.
+"""Repeatable passes of a model, without dropout, router noise and batch-dependent rotary factors.
 
-Ratios would compare two networks otherwise, and a sample's logprobs would depend on what is beside it.
+Ratios would compare two networks otherwise, and a sample's logprobs would depend on its neighbours in the batch.
 """
 
 from __future__ import annotations

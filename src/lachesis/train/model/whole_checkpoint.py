@@ -1,4 +1,4 @@
-"""The checkpoint around a language model: towers for images and sound that are not trained, kept in what is saved.
+"""Checkpoint around a language model, whose towers for images and sound are not trained but kept when saving.
 
 transformers loads the text part of many a checkpoint by itself, under names of its own (``model.layers.0`` for
 ``model.language_model.layers.0``). What is saved of it has the checkpoint's own names, architecture and remaining
@@ -34,7 +34,7 @@ _PROCESSORS = (
 
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
-    """Where a language model's tensors are in the checkpoint that it is a part of.
+    """Location of a language model's tensors in the checkpoint that contains it.
 
     Attributes:
         files: the file of each tensor of the checkpoint.
@@ -50,7 +50,7 @@ class WholeCheckpoint:
 
     @property
     def kept(self) -> list[str]:
-        """The checkpoint's tensors that are no part of the language model."""
+        """Return the checkpoint's tensors that are not part of the language model."""
         own = {*self.names.values()}
         return sorted(name for name in self.files if name not in own)
 
