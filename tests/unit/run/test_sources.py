@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lachesis.plugins.sandbox.choice import VARIABLE
-from lachesis.run.sources import build_reward_functions, build_stream, load_data, template_findings
+from lachesis.run.sources import build_reward_functions, build_stream, load_data, reward_workers, template_findings
 from lachesis.train.model.loading import load_tokenizer
 
 ENVIRONMENTS = {
@@ -105,3 +105,23 @@ def test_without_a_chat_template_a_text_is_continued(config: Any):
     problems, _ = load_data(built)
     assert problems[0].text == "train0=" and problems[0].messages is None
     assert template_findings(built, problems, load_tokenizer(built.model)) == []
+
+
+@pytest.mark.parametrize(
+    ("functions", "source", "wanted"),
+    [
+        (["mine.py:f", "theirs.g"], {}, None),
+        ([{"function": "mine.py:f", "kwargs": {"a": 1}}], {"tools": ["tools.py:add"]}, None),
+        (["mine.py:f"], {"tools": ["./mine.py:add"]}, 0),
+        (["mine.f"], {"tools": ["mine.py:add"]}, 0),
+    ],
+)
+def test_functions_that_may_share_memory_with_others_stay_in_this_process(
+    config: Any, functions: list[Any], source: dict[str, Any], wanted: int | None
+):
+    made = config({"path": "train.jsonl"})
+    rewards = made.rewards.model_copy(update={"functions": functions})
+    sources = made.source.model_copy(update=source)
+    assert reward_workers(made.model_copy(update={"rewards": rewards, "source": sources})) == wanted
+    said = rewards.model_copy(update={"num_workers": 3})
+    assert reward_workers(made.model_copy(update={"rewards": said, "source": sources})) == 3
