@@ -52,13 +52,16 @@ def write_reward(directory: Path, body: str) -> str:
     """A reward function in a file of its own; returns how a configuration names it.
 
     ``body`` sees ``completions``, ``call`` (counted from 1 in each process), ``shares``, the usual rewards, and
-    ``send``, which gives the process a signal (by its main thread: another would not wake it).
+    ``send``, which gives the run's process a signal (by its main thread: another would not wake it).
     """
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     (directory / "custom.py").write_text(
         "import os, signal, threading, time\n"
         "def send(number):\n"
-        "    signal.pthread_kill(threading.main_thread().ident, number)\n"
+        "    if threading.current_thread() is threading.main_thread():  # of a process that the run has started\n"
+        "        os.kill(os.getppid(), number)\n"
+        "    else:\n"
+        "        signal.pthread_kill(threading.main_thread().ident, number)\n"
         "calls = []\n"
         "def share_of_a(completions, **columns):\n"
         "    calls.append(1)\n"
