@@ -150,7 +150,8 @@ def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
     """The rows of a dataset as they are, and a digest of their content. Raises DataError, ConfigError."""
     if is_given(dataset.path):
         rows, digest = read_object(given(dataset.path), name=dataset.path.rpartition(".")[2])
-        return aligned(select(rows, dataset.split, Path(dataset.path))), digest
+        split = dataset.split if "[" in dataset.split else "train"  # an object is one split, whatever its name is
+        return aligned(select(rows, split, Path(dataset.path))), digest
     if dataset.path.startswith(PREFIX):
         rows, digest = read_made(dataset.path)
         return aligned(select(rows, dataset.split, Path(dataset.path))), digest
