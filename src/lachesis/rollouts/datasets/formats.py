@@ -70,6 +70,33 @@ def _fitting(columns: Collection[str]) -> list[str]:
     return fitting
 
 
+# Columns of vision-language data sets, and kinds of parts in their messages.
+_MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"})
+
+
+def _refuse_images(row: Row) -> None:
+    """Raise DataError for images, which no model is trained on here: its answers would be about what it cannot see."""
+    for name in _MEDIA_COLUMNS:
+        value = row.columns.get(name)
+        if value is not None and value != [] and not isinstance(value, str | int | float | bool):
+            raise DataError(
+                f"{row.place}: the column {name!r} has {describe_type(value)}, and models are trained on text alone",
+                remedy="remove or rename that column (data.transform) if the text makes sense without it",
+            )
+    for name, value in row.columns.items():
+        messages: list[Any] = value if isinstance(value, list) else []
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)} & _MEDIA_PARTS
+        if kinds:
+            raise DataError(
+                f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, and models are trained on text "
+                "alone",
+                remedy="leave these rows out, or replace those parts by text (data.transform)",
+            )
+
+
 def to_problems(
     row: Row,
     *,
@@ -91,6 +118,7 @@ def to_problems(
     Raises:
         DataError: the question, or the answer that a follow-up needs, is missing or no text.
     """
+    _refuse_images(row)
     if data_format == "prompt":
         prompt = row.columns.get(prompt_column)
         if conversations and isinstance(prompt, str) and prompt.strip():

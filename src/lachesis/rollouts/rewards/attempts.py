@@ -34,7 +34,7 @@ TextCompletions: TypeAlias = Literal["messages", "text"]
 # Among the per-sample columns: the messages of a completion of several turns, which are then the completion.
 TURNS = "_turns"
 # What a function is given beside the columns of the dataset.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
+GIVEN = ("prompts", "prompt_texts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
 # Scoring group by group, to find the one that hangs, gives up after this many hangs in a row.
 _MOST_HANGS = 3
 
@@ -253,6 +253,8 @@ def _call(
     if signature.takes("prompts"):
         prompts = [group.prompt for group in groups]
         arguments["prompts"] = per_sample([list(p.messages) if p.messages else p.text for p in prompts])
+    if signature.takes("prompt_texts"):
+        arguments["prompt_texts"] = per_sample([group.prompt.text for group in groups])
     if signature.takes("trainer_state"):
         arguments["trainer_state"] = state
     for name in CallLog.NAMES:

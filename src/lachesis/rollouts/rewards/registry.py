@@ -42,9 +42,17 @@ def reasoning_accuracy_reward(
     return rewards
 
 
-def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 for reasoning between one ``<think>``, at the beginning, and ``</think>``."""
-    return [float(_thinks_first(completion_text(one))) for one in completions]
+def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
+    """Return 1 for reasoning between one ``<think>``, at the beginning, and ``</think>``.
+
+    Where the prompt as the model sees it ends with ``<think>``, as templates of R1 distills and Qwen3.5 have it, the
+    completion goes on from there.
+    """
+    opened = [text.rstrip().endswith("<think>") for text in prompt_texts or [""] * len(completions)]
+    texts = [completion_text(one) for one in completions]
+    return [
+        float(_thinks_first(f"<think>{text}" if open_ else text)) for text, open_ in zip(texts, opened, strict=True)
+    ]
 
 
 def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:

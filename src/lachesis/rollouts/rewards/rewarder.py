@@ -43,6 +43,7 @@ class RewardFunction(Protocol):
     It is called with keywords, and only with those that it takes. With N completions in all:
 
     - ``prompts``: N prompts, each a text, or a list of messages where the dataset has conversations
+    - ``prompt_texts``: N prompts as the model sees them, rendered by the chat template
     - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``. Where the prompt is a
       text and ``text_completions`` is ``text``, as in TRL and Axolotl, N texts
     - ``completion_ids``: N lists of token ids

@@ -229,6 +229,7 @@ def plan_forward(
             plan = replace(candidate, context=context, tensor=tensor)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
+                _tell(model, plan, differences)
                 return plan
         model.set_attn_implementation(before)
     if context is not None:
@@ -247,6 +248,8 @@ def plan_forward(
         plan = replace(candidate, tensor=tensor)
         differences[plan.words] = difference = _difference(model, plan, probe, device)
         if not difference:
+            why = {} if takes_attention or packing == "padded" else {"packed": "its attention cannot be replaced"}
+            _tell(model, plan, why | differences)
             return plan
     if tensor is not None:
         raise ModelError(
@@ -258,6 +261,14 @@ def plan_forward(
         f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({_tried(differences)})",
         remedy="check that the model is a causal language model of transformers",
     )
+
+
+def _tell(model: PreTrainedModel, plan: ForwardPlan, differences: Mapping[str, str]) -> None:
+    """Log in one line how a model is run, and why not faster."""
+    shared = "packed, a group's prompt computed once" if plan.packed else "padded, prompts not shared"
+    not_taken = {words: difference for words, difference in differences.items() if difference}
+    why = f"; not taken: {_tried(not_taken)}" if not_taken else ""
+    logger.info("%s trains %s, %s%s", type(model).__name__, shared, plan.words, why)
 
 
 def _tried(differences: Mapping[str, str]) -> str:

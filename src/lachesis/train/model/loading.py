@@ -28,15 +28,22 @@ from transformers.pytorch_utils import Conv1D
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.saved import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import ModelError, first_line
+from lachesis.common.errors import DependencyError, ModelError, first_line
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
-from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, TeacherConfig
+from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.experts import routers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.loaded_names import require_same_names
-from lachesis.train.model.quantization import held_bytes, quantization_config, quantized_layers, settle
+from lachesis.train.model.quantization import (
+    Quantization,
+    held_bytes,
+    quantization_config,
+    quantized_layers,
+    require_bitsandbytes,
+    settle,
+)
 from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.model.saved_rows import SavedRows, find_rows, tensor_files, untouched
@@ -116,6 +123,11 @@ def load_model(
             float8, and torchao is not.
     """
     tokenizer = load_tokenizer(config)
+    if (saved := saved_quantization(config)) and isinstance(adapter, NoAdapterConfig):
+        raise ModelError(
+            f"the weights of {config.path!r} are saved in {saved}, and cannot be trained (adapter.kind is none)",
+            remedy="set adapter.kind: lora, or model.path to the checkpoint in 16 bits",
+        )
     unread = None
     if weights is None:
         made = _unread_transformer(config) if sharded else None
@@ -244,7 +256,7 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
 
 def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows] | None:
     """Return the model without its weights and their location, or None if it has to be loaded whole."""
-    if config.quantization != "none" or config.matmul_dtype != "auto":
+    if config.quantization != "none" or config.matmul_dtype != "auto" or saved_quantization(config) is not None:
         return None
     with _load_errors(config.path):
         dtype: Any = _dtype(config)
@@ -267,10 +279,36 @@ def _dtype(config: ModelConfig) -> str:
     return "float32" if config.dtype == "auto" and on_cpu else config.dtype
 
 
+def saved_quantization(config: ModelConfig) -> Quantization | None:
+    """Return how the weights of a checkpoint are quantized already, as those of ``*-bnb-4bit``; None if they are not.
+
+    Raises:
+        ModelError: in other bits than ``model.quantization`` says.
+        DependencyError: bitsandbytes is not installed.
+    """
+    with _load_errors(config.path):
+        saved: Any = getattr(_read_config(config), "quantization_config", None)
+    if saved is None:
+        return None
+    of: Mapping[str, Any] = saved if isinstance(saved, dict) else saved.to_dict()
+    if not of.get("load_in_4bit") and not of.get("load_in_8bit"):
+        return None  # transformers makes 16 bits of it, or has packages of its own for it
+    kind: Quantization = "nf4" if of.get("load_in_4bit") else "int8"
+    if config.quantization not in ("none", kind):
+        raise ModelError(
+            f"the weights of {config.path!r} are saved in {kind}, and model.quantization is {config.quantization}",
+            remedy=f"set model.quantization: {kind}, or model.path to the checkpoint in 16 bits",
+        )
+    require_bitsandbytes(f"{config.path!r}, which is saved in {kind},")
+    return kind
+
+
 def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     device, dtype = resolve_device(config.device), _dtype(config)
     options: dict[str, Any] = {}
-    if config.quantization != "none":
+    if saved_quantization(config) is not None:
+        options = {"device_map": {"": device}}
+    elif config.quantization != "none":
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with _load_errors(config.path):
@@ -289,11 +327,12 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
     mend_generation_config(model, config.path)
     make_repeatable(model)
-    if config.quantization == "none":
+    held = saved_quantization(config) or config.quantization
+    if held == "none":
         return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
     layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
-    logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)
+    logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, held, size)
     return model
 
 
@@ -463,6 +502,11 @@ def _load_errors(path: str) -> Iterator[None]:
     try:
         with cache_alone_where_the_hub_is_away(path):
             yield
+    except ImportError as error:
+        raise DependencyError(
+            f"{_place(path)} needs a package that is not installed: {first_line(error)}",
+            remedy="install it, or set model.path to a checkpoint in 16 bits",
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"no causal language model could be loaded from {_place(path)}: {first_line(error)}",

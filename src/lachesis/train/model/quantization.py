@@ -27,14 +27,19 @@ def quantization_config(kind: Quantization) -> BitsAndBytesConfig:
     Raises:
         DependencyError: bitsandbytes is not installed.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise DependencyError(
-            f"model.quantization {kind} needs bitsandbytes, which is not installed",
-            remedy="pip install bitsandbytes, or set model.quantization: none",
-        )
+    require_bitsandbytes(f"model.quantization {kind}")
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def require_bitsandbytes(what: str) -> None:
+    """Raise DependencyError if bitsandbytes is not installed; ``what`` needs it."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise DependencyError(
+            f"{what} needs bitsandbytes, which is not installed",
+            remedy="pip install bitsandbytes, or use weights in 16 bits (model.quantization: none)",
+        )
 
 
 def settle(model: PreTrainedModel) -> None:

@@ -124,3 +124,20 @@ def test_a_text_in_the_prompts_column_may_be_a_users_message():
     (text,) = to_problems(row, **options)
     (message,) = to_problems(row, conversations=True, **options)
     assert (text.prompt, message.prompt) == ("2 + 2?", [{"role": "user", "content": "2 + 2?"}])
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"prompt": "What is it?", "images": [{"bytes": b"PNG", "path": None}]}, "'images'"),
+        ({"prompt": "What is it?", "image": {"bytes": b"PNG"}}, "'image'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]}, "'prompt'"),
+    ],
+)
+def test_images_are_refused_by_the_name_of_their_column(columns: dict[str, Any], named: str):
+    with pytest.raises(DataError, match=f"file, line 7.*{named}.*text alone"):
+        made(columns, "prompt")
+
+
+def test_empty_image_columns_and_names_of_files_are_columns_like_others():
+    assert made({"prompt": "1 + 1", "images": [], "video": None, "image": "a.png"}, "prompt")[0].prompt == "1 + 1"

@@ -71,3 +71,9 @@ def test_code_needs_its_language():
     reward = FACTORIES["code_format"](language="cpp")
     good = "<think>\na\n</think>\n<answer>\n```cpp\nint a;\n```\n</answer>"
     assert reward(messages(good, good.replace("cpp", "python"))) == [1.0, 0.0]
+
+
+def test_reasoning_that_the_prompt_has_opened_goes_on_in_the_completion():
+    texts = messages("a\n</think>\n4", "<think>a</think>4", "a", "a\n</think>\n4")
+    prompts = ["[assistant]<think>\n", "[assistant]<think>", "[assistant]<think>", "[assistant]"]
+    assert registry.think_format_reward(texts, prompt_texts=prompts) == [1.0, 0.0, 0.0, 0.0]

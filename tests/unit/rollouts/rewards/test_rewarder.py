@@ -113,6 +113,7 @@ class TestWhatFunctionsGet:
         assert kwargs == {
             "completions": [[{"role": "assistant", "content": text}] for text in "abcd"],
             "prompts": ["prompt 0", "prompt 0", "prompt 1", "prompt 1"],
+            "prompt_texts": ["prompt 0", "prompt 0", "prompt 1", "prompt 1"],
             "completion_ids": [[5, 6]] * 4,
             "answer": ["3", "3", "9", "9"],
             "level": [1, 1, 2, 2],

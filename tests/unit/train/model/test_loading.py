@@ -433,3 +433,23 @@ def test_a_generation_config_that_would_not_be_written_is_mended(save: SaveModel
     assert "generation_config.json" in caplog.text
     loaded.model.save_pretrained(tmp_path / "out")
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+
+
+class TestQuantizedCheckpoint:
+    """A checkpoint whose config.json says that its weights have 4 bits already."""
+
+    @pytest.fixture
+    def path(self, save: SaveModel) -> Path:
+        path = save()
+        content = json.loads((path / "config.json").read_text())
+        saved = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        (path / "config.json").write_text(json.dumps(content | {"quantization_config": saved}))
+        return path
+
+    def test_full_training_is_refused(self, path: Path):
+        with pytest.raises(ModelError, match="saved in nf4, and cannot be trained"):
+            load_model(config(path), NoAdapterConfig())
+
+    def test_other_bits_than_it_has_are_refused(self, path: Path):
+        with pytest.raises(ModelError, match=r"saved in nf4, and model\.quantization is int8"):
+            load_model(config(path, quantization="int8"), LoraAdapterConfig(r=2))
