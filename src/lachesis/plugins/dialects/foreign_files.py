@@ -22,6 +22,9 @@ from lachesis.plugins.dialects.verl import VERL
 
 # ``a.b=c`` as hydra takes it, or ``--flag=value``; a shell's own ``NAME=value`` is neither.
 _ASSIGNMENT = re.compile(r"(--[\w.-]+|\+*[A-Za-z_]\w*(\.\w+)+)=")
+_RUN_NAME = "trainer.experiment_name"
+# Files of verl's whose defaults of training are those of ppo_trainer.yaml.
+_VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer")
 
 
 def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
@@ -78,8 +81,9 @@ def _of_other_system(document: Document, names: Mapping[str, Any], system: str) 
 
 
 def _has_no_influence(name: str, dialect: Dialect) -> bool:
+    """Return True for what places processes or logs, and for options of what is refused where it is turned on."""
     entry = dialect.entries.get(name)
-    return entry is None or entry.note == "no influence on what is trained"
+    return entry is None or (entry.treatment == "together" and not entry.path)
 
 
 def _check_expanded(document: Document, names: Mapping[str, Any], dialect: Dialect) -> None:
@@ -129,11 +133,30 @@ def _script(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", remedy="give a readable file") from error
     found = _arguments(_trainer_words(commands(text, environment=os.environ)))
+    _check_hydra(found)
+    # A name of the run that only the shell knows, by a date most often, says nothing about training.
+    if unknown_in(str(found.get(_RUN_NAME, ""))) is not None:
+        del found[_RUN_NAME]
     config = found.pop("config", None)
     data = found if any("." in name for name in found) else dict(found)
     if isinstance(config, str):
         data = _config_beside(path, config).data | data
     return Document(name=str(path), data=_nested(data))
+
+
+def _check_hydra(found: dict[str, Any]) -> None:
+    """Take hydra's own options out of verl's arguments.
+
+    Raises:
+        ConfigError: they name a file other than verl's own, whose defaults are not known here.
+    """
+    name = str(found.pop("config-name", "ppo_trainer")).removesuffix(".yaml")
+    found.pop("config-path", None)
+    if name not in _VERL_FILES:
+        raise ConfigError(
+            f"the script takes its defaults from {name}.yaml",
+            remedy="translate that file, or write its keys into the script",
+        )
 
 
 def _trainer_words(found: Sequence[Command]) -> Sequence[str]:

@@ -27,6 +27,8 @@ _PLACEMENT = (
     "actor_rollout_ref.ref", "actor_rollout_ref.profiler", f"{_MODEL}fused_kernel_options", f"{_MODEL}tiled_mlp",
     f"{_ROLLOUT}engine_kwargs", f"{_ROLLOUT}profiler", f"{_ROLLOUT}trace", f"{_ROLLOUT}checkpoint_engine",
     f"{_ROLLOUT}prometheus", f"{_ROLLOUT}disaggregation", f"{_ROLLOUT}val_kwargs", f"{_ROLLOUT}agent", "critic",
+    "reward_model.model", "reward_model.rollout", "reward_model.sandbox_fusion", "reward.reward_model",
+    "reward.sandbox_fusion", "sandbox_fusion", "algorithm.kl_ctrl", "algorithm.pf_ppo",
     "ray_init", "ray_kwargs", "global_profiler", "transfer_queue", "hydra", "trainer", "resource_pool",
 )  # fmt: skip
 _NO_INFLUENCE = {
@@ -60,8 +62,7 @@ _NO_INFLUENCE = {
     ),
     "algorithm.": (
         "gamma", "lam", "kl_penalty", "filter_groups.metric", "filter_groups.max_inflight_gen_batches",
-        "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_rs_threshold", "kl_ctrl.type",
-        "kl_ctrl.kl_coef", "kl_ctrl.horizon", "kl_ctrl.target_kl", "pf_ppo.reweight_method", "pf_ppo.weight_pow",
+        "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_rs_threshold", 
         "rollout_is_threshold",
     ),
     "actor_rollout_ref.": ("hybrid_engine", "nccl_timeout"),
@@ -102,8 +103,7 @@ def _model_and_data() -> Iterator[Entry]:
     yield Entry("data.shuffle", "data.shuffle")
     yield Entry("data.max_prompt_length", "data.max_prompt_length", default=512)
     yield Entry("data.filter_overlong_prompts", "data.overlong_prompts", convert=_dropped)
-    yield from refused("Lachesis never cuts prompts: write error, and filter_overlong_prompts=True to drop them",
-                       "data.truncation", fine=("error",))  # fmt: skip
+    yield together("data.truncation", "data.overlong_prompts")
     yield from refused("write data.more, or split: train[:N] in data", "data.train_max_samples", fine=(-1,))
     yield Entry("data.apply_chat_template_kwargs", "data.chat_template_kwargs", convert=lambda value: value or UNSET)
     yield from refused(
@@ -195,9 +195,11 @@ def _run() -> Iterator[Entry]:
     yield from cannot(_REWARDS, "custom_reward_function.path", "reward.custom_reward_function.path")
     for section in ("custom_reward_function.", "reward.custom_reward_function."):
         yield Entry(f"{section}name", treatment="together", note=_BESIDE)
+    yield Entry("trainer.project_name", treatment="together", note="no influence on what is trained")
     for section in ("reward_model.", "reward."):
         yield from refused("write a reward function that asks the model, or rewards.models", f"{section}enable")
-        for name in ("reward_manager", "num_workers", "launch_reward_fn_async", "use_reward_loop", "strategy"):
+        for name in ("reward_manager", "num_workers", "launch_reward_fn_async", "use_reward_loop", "strategy",
+                     "micro_batch_size_per_gpu", "enable_resource_pool", "n_gpus_per_node", "nnodes"):  # fmt: skip
             yield Entry(f"{section}{name}", treatment="together", note=_BESIDE)
         for start in ("overlong_buffer.", "reward_kwargs.overlong_buffer_cfg."):
             yield from refused("write soft_overlong_punishment in rewards.functions, and take this out",
@@ -231,6 +233,7 @@ VERL = Dialect("verl", list(_entries()), open_sections=_PLACEMENT)
 def finish(translation: Translation) -> None:
     """Translate what takes several of verl's keys together."""
     _put_files(translation)
+    _check_truncation(translation)
     _put_loss(translation)
     _put_kl(translation)
     _put_adapter(translation)
@@ -264,6 +267,15 @@ def _listed(translation: Translation, name: str) -> list[str]:
         translation.problem(name, f"expected a path or a list of paths, got {describe(value)}")
         return []
     return [str(one) for one in found]
+
+
+def _check_truncation(translation: Translation) -> None:
+    """Refuse a file that has verl cut prompts. Where prompts that are too long are left out there are none to cut."""
+    name = "data.truncation"
+    if translation.text(name, "error") != "error" and translation.value("data.filter_overlong_prompts") is not True:
+        translation.problem(
+            name, "Lachesis never cuts prompts: write error, or filter_overlong_prompts=True to leave long ones out"
+        )
 
 
 def _put_loss(translation: Translation) -> None:
