@@ -1,7 +1,7 @@
-"""Which servers a run is to have: entries of ``engine.urls``, each time read anew, and what was asked of it since.
+"""Addresses of a run's servers: entries of ``engine.urls``, read anew each time, and later requests for changes.
 
-An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each address that the name has now, as
-those of a headless service; or ``file:PATH``, a file with an address on each line.
+An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each present address of the name, such as a
+headless service; or ``file:PATH``, a file with an address on each line.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ Resolve = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class FleetChanges:
-    """What was asked of a run that goes on: servers beside those of its configuration, and servers to leave."""
+    """Requested changes to a running fleet: servers beside those of its configuration, and servers to leave."""
 
     added: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
 
     def with_added(self, url: str) -> FleetChanges:
-        """The same with this server in the fleet."""
+        """Return the changes with this server added."""
         return FleetChanges((*_without(self.added, url), url), _without(self.drained, url))
 
     def with_drained(self, url: str) -> FleetChanges:
-        """The same with this server out of it."""
+        """Return the changes with this server drained."""
         return FleetChanges(_without(self.added, url), (*_without(self.drained, url), url))
 
 
 def resolve_host(name: str) -> Sequence[str]:
-    """All addresses that a name has, in order. Raises EngineUnreachable where it has none."""
+    """Return all addresses of a name, in order.
+
+    Raises EngineUnreachable if it has none. Raises EngineUnreachable where it has none.
+    """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -50,7 +53,7 @@ def resolve_host(name: str) -> Sequence[str]:
 def addresses(
     entries: Sequence[str], changes: FleetChanges | None = None, *, resolve: Resolve = resolve_host
 ) -> list[str]:
-    """The servers as ``http://HOST:PORT``, each once, without those that were drained.
+    """Return the servers as ``http://HOST:PORT``, each once, without those that were drained.
 
     Raises:
         ConfigError: an entry is no address, is there twice, or its file cannot be read.

@@ -1,4 +1,4 @@
-"""The contract of an engine: it turns prompts into completions under weights whose version it knows."""
+"""Contract of an engine: it turns prompts into completions under weights whose version it knows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ Finished = Callable[[int, list[Completion]], None]
 
 
 class Engine(ABC):
-    """Generates completions. One engine may be a process of its own, many servers, or part of the trainer."""
+    """Engine that generates completions.
+
+    It may be a separate process, many servers, or part of the trainer. One engine may be a process of its own, many
+    servers, or part of the trainer.
+    """
 
     @abstractmethod
     def generate(
@@ -58,7 +62,7 @@ class Engine(ABC):
         timeout_s: float | None = None,
         **params: Any,
     ) -> list[Group]:
-        """``n`` completions of each prompt, as groups with neither texts nor rewards.
+        """Return ``n`` completions of each prompt, as groups with neither texts nor rewards.
 
         Args:
             prompts: token ids.
@@ -87,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
-        """Logprobs of a fixed sequence under the current weights, at temperature 1."""
+        """Return logprobs of a fixed sequence under the current weights, at temperature 1."""
 
     @abstractmethod
     def set_version(self, version: int) -> None:
@@ -95,27 +99,31 @@ class Engine(ABC):
 
     @abstractmethod
     def health(self) -> EngineHealth:
-        """A snapshot; never blocks on generation."""
+        """Return the engine's present health; never blocks on generation."""
 
     @abstractmethod
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """Stop generating before weights change. Idempotent."""
+        """Stop generating before weights change. Idempotent. Idempotent."""
 
     @abstractmethod
     def resume(self) -> None:
         """Generate again. Idempotent."""
 
     def metrics(self) -> dict[str, MetricValue]:
-        """What it has measured since it was last asked; most engines measure nothing."""
+        """Return the measurements since the last call; most engines measure nothing."""
         return {}
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Inside it the engine computes nothing on modules that are the trainer's too; most engines have their own."""
+        """Return a context in which the engine computes nothing on modules that it shares with the trainer, if any."""
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Idempotent; later calls of other methods raise EngineError."""
+        """Release everything.
+
+        Idempotent; later calls of other methods raise EngineError. Idempotent; later calls of other methods raise
+        EngineError.
+        """
 
 
 def _sample(request: GenerationRequest, completion: Completion) -> Sample:
@@ -132,7 +140,7 @@ def _sample(request: GenerationRequest, completion: Completion) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """What an engine in the trainer's process is built around.
+    """Model around which an engine in the trainer's process is built.
 
     ``eos_token_ids`` end every completion, ``max_context`` tokens are the most of prompt and completion together.
     """
@@ -144,7 +152,7 @@ class TrainedModel:
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
+    """Return max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
     if len(a) != len(b):
         return float("inf")
     differences = [abs(x - y) for x, y in zip(a, b, strict=True)]

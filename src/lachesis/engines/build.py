@@ -1,4 +1,4 @@
-"""Which engines there are: one in this process, or the servers of ``engine.kind`` and what they are started with."""
+"""Construction of engines: one in this process, or the servers of ``engine.kind`` with their options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engine:
-    """The embedded engine around the model that is trained."""
+    """Build the embedded engine around the trained model."""
     from lachesis.engines.embedded.engine import EmbeddedEngine  # heavy, and not for those that want addresses
 
     tokenizer, pad = trained.tokenizer, trained.tokenizer.pad_token_id
@@ -58,12 +58,12 @@ def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engi
 
 
 class CustomEngine(Protocol):
-    """What the class or function may take: what it is to be built around."""
+    """Signature of a custom engine: the model that it is built around."""
 
     def __call__(self, trained: TrainedModel) -> Engine:
-        """The engine; ``trained`` has the model, whose weights change in place, its tokenizer, end tokens and context.
+        """Return the engine, which may copy the weights in ``set_version`` if it has its own.
 
-        One with weights of its own copies them in ``set_version``.
+        ``trained`` has the model, whose weights change in place, its tokenizer, end tokens and context.
         """
         ...
 
@@ -73,7 +73,7 @@ ENGINE = contract("engine", CustomEngine, error=EngineError, makes=Engine, metho
 
 
 def custom_engine(engine: CustomEngineConfig, trained: TrainedModel) -> Engine:
-    """The user's own engine. Raises ConfigError where there is none."""
+    """Build the user's own engine. Raises ConfigError if there is none. Raises ConfigError where there is none."""
     return load_part(engine.function, ENGINE).make(trained)
 
 
@@ -85,7 +85,7 @@ IN_PROCESS: Mapping[type[BaseEngineConfig], Callable[[Any, TrainedModel], Engine
 
 
 def server_urls(config: LachesisConfig) -> list[str]:
-    """The addresses of the engine's servers; those of further copies of the model follow on the first one's port.
+    """Return the addresses of the engine's servers; further copies of the model use the ports after the first one's.
 
     Raises:
         ConfigError, EngineUnreachable: as :func:`~lachesis.engines.addresses.addresses`.
@@ -101,7 +101,7 @@ def server_urls(config: LachesisConfig) -> list[str]:
 def server_processes(
     config: LachesisConfig, *, directory: Path, log_path: Path, forkserver: ForkServer | None = None
 ) -> list[ManagedProcess]:
-    """The servers that the run is to start, not started yet; none where they run already.
+    """Return the servers that the run is to start, not started yet; none if they run already.
 
     Args:
         directory: the run's, out of which they load weights.
@@ -133,7 +133,7 @@ def server_processes(
 
 
 def shares_gpus(config: LachesisConfig) -> bool:
-    """Whether several servers that the run starts are on one GPU."""
+    """Return True if several servers that the run starts are on one GPU."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or not torch.cuda.is_available():
         return False
@@ -141,14 +141,14 @@ def shares_gpus(config: LachesisConfig) -> bool:
 
 
 def _cache_is_said(config: LachesisConfig) -> bool:
-    """Whether vLLM is told how large its cache is, and so looks for no memory."""
+    """Return True if vLLM is given the size of its cache, and so does not measure free memory."""
     return isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
 
 
 def server_command(
     config: LachesisConfig, number: int, checkpoint: Path | None = None, *, directory: Path
 ) -> Sequence[str]:
-    """``lachesis serve`` for the server of that number, serving the model or a checkpoint of it."""
+    """Return the ``lachesis serve`` command of a server by number, for the model or a checkpoint of it."""
     engine = config.engine
     assert isinstance(engine, VllmEngineConfig | EmbeddedServerConfig)
     options = server_options(config, engine, directory=directory, number=number, checkpoint=checkpoint)
@@ -163,7 +163,9 @@ def server_options(
     number: int = 0,
     checkpoint: Path | None = None,
 ) -> ServeOptions:
-    """The options of a server of the model that is trained. Keys of ``engine`` that are named as options become them.
+    """Return the options of a server of the trained model.
+
+    Keys of ``engine`` named like options become them. Keys of ``engine`` that are named as options become them.
 
     Args:
         engine: the configuration's, or what stands for it where that says only where the server listens.
@@ -216,7 +218,7 @@ def server_options(
 
 
 def trainer_dtype(config: LachesisConfig) -> str:
-    """The dtype that the trainer's weights get; vLLM's own ``auto`` would make 16 bits of a checkpoint in float32."""
+    """Return the dtype of the trainer's weights; vLLM's own ``auto`` would turn a float32 checkpoint into 16 bits."""
     if config.model.dtype != "auto":
         return config.model.dtype
     if resolve_device(config.model.device).type == "cpu":
@@ -225,7 +227,7 @@ def trainer_dtype(config: LachesisConfig) -> str:
 
 
 def _stated_dtype(model: ModelConfig) -> str | None:
-    """What the file of a model says of itself as a whole; transformers, which reads it too, takes seconds to import."""
+    """Return the dtype that a model's file states; transformers would read it too, but takes seconds to import."""
     path = config_here(model.path, revision=model.revision)
     try:
         found = None if path is None else read_json(path.read_bytes())
@@ -250,7 +252,7 @@ def _configured_dtype(model: ModelConfig) -> str:
 
 
 def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) -> float | None:
-    """The share of a GPU's memory that vLLM gets, without any GPU of the machine's.
+    """Return vLLM's share of a GPU's memory, computed without access to any GPU.
 
     One that the run does not start has its own default, and so has one on a GPU beside a trainer on the CPU.
     """
@@ -264,7 +266,7 @@ def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) ->
 
 
 def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
-    """Which of ``engine.devices`` the server of that number sees: its own ``tensor_parallel_size`` of them."""
+    """Return the environment of a server by number, with its ``tensor_parallel_size`` of ``engine.devices``."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
         return {}

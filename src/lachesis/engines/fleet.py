@@ -28,7 +28,7 @@ _FORGETTING = 0.05
 
 
 class State(StrEnum):
-    """Where an engine stands; see the module."""
+    """State of an engine; see the module."""
 
     STARTING = "starting"
     STALE = "stale"
@@ -40,7 +40,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine as ``lachesis status`` shows it. ``version`` is the last that was proved; ``for_s`` in this state."""
+    """Engine as ``lachesis status`` shows it.
+
+    ``version`` is the last that was proved; ``for_s`` in this state. ``version`` is the last that was proved; ``for_s``
+    in this state.
+    """
 
     url: str
     state: State
@@ -54,7 +58,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request that an engine has been given: ``expected_tokens`` of it are on the engine's account until it ends."""
+    """Request given to an engine: ``expected_tokens`` of it are on the engine's account until it ends."""
 
     url: str
     session: str
@@ -106,41 +110,41 @@ class Fleet:
 
     @property
     def required(self) -> int | None:
-        """The version that an engine has to have been proved at; ``None`` where none is asked for."""
+        """Return the version that an engine has to have been proved at; ``None`` if none is required."""
         return self._required
 
     def state(self, url: str) -> State:
-        """Of the engine at ``url``; RETIRED where there is none."""
+        """Return the state of the engine at ``url``; RETIRED if there is none."""
         with self._lock:
             member = self._members.get(url)
             return State.RETIRED if member is None else member.state
 
     def session(self, url: str) -> str:
-        """In which the engine was met; empty before."""
+        """Return the session in which the engine was met; empty before."""
         with self._lock:
             member = self._members.get(url)
             return "" if member is None else member.session
 
     def reason(self, url: str) -> str:
-        """Why the engine is where it stands; may be empty."""
+        """Return why the engine is in its state; may be empty."""
         with self._lock:
             member = self._members.get(url)
             return "" if member is None else member.reason
 
     def having(self, *states: State) -> tuple[str, ...]:
-        """The engines in one of these states, in order."""
+        """Return the engines in one of these states, in order."""
         with self._lock:
             return tuple(member.url for member in self._members.values() if member.state in states)
 
     @property
     def admitted(self) -> tuple[str, ...]:
-        """Those that get requests."""
+        """Return the engines that get requests."""
         with self._lock:
             return tuple(member.url for member in self._members.values() if self._is_admitted(member))
 
     @property
     def rows(self) -> tuple[EngineRow, ...]:
-        """All engines, as they are to be shown."""
+        """Return all engines, as they are to be shown."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -154,7 +158,10 @@ class Fleet:
     # Members.
 
     def add(self, url: str) -> None:
-        """A new engine, or one that was retired, that starts. Raises ConfigError where it is a member already."""
+        """Add a starting engine, new or retired before.
+
+        Raises ConfigError if it is a member already. Raises ConfigError where it is a member already.
+        """
         with self._lock:
             if self.state(url) is not State.RETIRED:
                 raise ConfigError(f"the engine {url} is in the fleet already", remedy="name each engine once")
@@ -164,29 +171,32 @@ class Fleet:
                 member.in_flight, member.expected_tokens = before.in_flight, before.expected_tokens
 
     def retire(self, url: str, reason: str = "") -> None:
-        """It gets no more requests; it may end once :meth:`is_idle`."""
+        """Give the engine no more requests; it may end once :meth:`is_idle`."""
         self._move(url, State.RETIRED, reason, out_of=frozenset(State) - {State.RETIRED})
 
     def forget(self, url: str) -> None:
-        """One that was retired and has no request is no member any more."""
+        """Remove a retired engine without requests from the members."""
         with self._lock:
             if self.state(url) is State.RETIRED and self.is_idle(url):
                 self._members.pop(url, None)
 
     def is_idle(self, url: str) -> bool:
-        """Whether it has no request."""
+        """Return True if the engine has no request."""
         with self._lock:
             member = self._members.get(url)
             return member is None or member.in_flight == 0
 
     def replaced(self, url: str) -> None:
-        """A dead engine is being started again."""
+        """Record that a dead engine is being started again."""
         self._move(url, State.STARTING, "", out_of={State.DEAD})
 
     # What is known of their weights.
 
     def met(self, url: str, session: str) -> None:
-        """It answered, as this session. One that was suspect is again what it was, if it is still the same."""
+        """Record that the engine answered, in this session.
+
+        A suspect returns to its state before, if it is still in the same session.
+        """
         with self._lock:
             member = self._members.get(url)
             if member is None or member.state is State.RETIRED:
@@ -200,7 +210,10 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def require(self, version: int) -> None:
-        """From now on an engine has to be proved at this version. Those that are at an older one are stale."""
+        """Require engines to be proved at this version from now on.
+
+        Those at an older one become stale. Those that are at an older one are stale.
+        """
         with self._lock:
             self._required = version
             for member in self._members.values():
@@ -208,7 +221,7 @@ class Fleet:
                     self._set(member, self._by_proof(member), member.reason)
 
     def proved(self, url: str, session: str, version: int) -> None:
-        """In this session it was shown to compute with the weights of this version."""
+        """Record that the engine was shown, in this session, to compute with the weights of this version."""
         with self._lock:
             member = self._members.get(url)
             if member is None or session != member.session:
@@ -218,7 +231,7 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def unproved(self, url: str, reason: str) -> None:
-        """It answers, and was shown not to compute with the trainer's weights."""
+        """Record that the engine answers, but was shown not to compute with the trainer's weights."""
         with self._lock:
             member = self._members.get(url)
             if member is not None and member.state in (State.STALE, State.SERVING, State.SUSPECT):
@@ -228,21 +241,27 @@ class Fleet:
     # What is known of their lives.
 
     def suspect(self, url: str, reason: str) -> None:
-        """It lost a request or does not move: it gets no other until it is met, moves, or is proved."""
+        """Suspect an engine that lost a request or does not progress.
+
+        It gets no other until it is met, progresses, or is proved.
+        """
         self._move(url, State.SUSPECT, reason, out_of={State.STALE, State.SERVING})
 
     def lost(self, ticket: Ticket, reason: str) -> None:
-        """A request was lost with its engine, unless another has taken that one's place since."""
+        """Record that a request was lost with its engine, unless another has taken that one's place since."""
         with self._lock:
             if self.session(ticket.url) == ticket.session:
                 self.suspect(ticket.url, reason)
 
     def died(self, url: str, reason: str) -> None:
-        """It is gone, or as good as gone."""
+        """Record that the engine is gone, or as good as gone."""
         self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
 
     def progressed(self, url: str, tokens: int) -> None:
-        """So many tokens it has generated in all. One that was suspected of hanging does not."""
+        """Record how many tokens the engine has generated in all, which clears a suspicion of hanging.
+
+        One that was suspected of hanging does not.
+        """
         with self._lock:
             member = self._members.get(url)
             if member is None or tokens <= member.tokens:
@@ -252,7 +271,7 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def excused(self, url: str) -> None:
-        """It may stand still: it is paused or asleep, or does not say how much it has generated."""
+        """Excuse an engine from progress: it is paused or asleep, or does not report its progress."""
         with self._lock:
             member = self._members.get(url)
             if member is not None:
@@ -260,19 +279,19 @@ class Fleet:
 
     @property
     def at_work(self) -> tuple[str, ...]:
-        """Those that have requests."""
+        """Return the URLs of engines with requests in flight."""
         with self._lock:
             return tuple(member.url for member in self._members.values() if member.in_flight)
 
     @property
     def hang_s(self) -> float | None:
-        """See the class; ``None`` for an engine that is alone, which is waited for: no other takes its requests."""
+        """Return the limit; ``None`` for a lone engine, which is waited for because no other takes its requests."""
         with self._lock:
             several = sum(member.state is not State.RETIRED for member in self._members.values()) > 1
             return self._hang_s if several else None
 
     def check_progress(self) -> tuple[str, ...]:
-        """Find those that hang; the engines that have died of it now."""
+        """Find engines that hang, and return those that have died of it now."""
         dead: list[str] = []
         with self._lock:
             if (hang_s := self.hang_s) is None:
@@ -293,7 +312,7 @@ class Fleet:
     # Requests.
 
     def pick(self, *, completions: int, max_tokens: int, group: Hashable) -> Ticket | None:
-        """Give a request to an engine: that of its group unless it has more to do than another, else the least busy.
+        """Assign a request to its group's engine, or to the least busy one if that has less to do.
 
         ``None`` where every engine that is admitted has as many as it may have, or none is admitted.
         """
@@ -315,7 +334,10 @@ class Fleet:
             return Ticket(chosen.url, chosen.session, expected)
 
     def ended(self, ticket: Ticket, *, lengths: Sequence[int] = ()) -> None:
-        """The request is over, with completions of these lengths; of none where it was lost or given up."""
+        """Record the end of a request, with completions of these lengths.
+
+        There are none if it was lost or given up.
+        """
         with self._lock:
             for length in lengths:
                 mean = length if self._mean_length is None else self._mean_length
@@ -339,7 +361,7 @@ class Fleet:
             self._groups.popitem(last=False)
 
     def _moves(self, member: _Member) -> bool:
-        """Whether it cannot be said to hang."""
+        """Return True if the engine cannot be said to hang."""
         hang_s = self.hang_s
         return hang_s is None or not member.in_flight or self._clock() - member.moved < hang_s
 
@@ -349,7 +371,7 @@ class Fleet:
         return member.state is State.SERVING
 
     def _by_proof(self, member: _Member) -> State:
-        """Where an engine that answers stands."""
+        """Return the state of an engine that answers."""
         required = -1 if self._required is None else self._required
         return State.SERVING if member.proved is not None and member.proved >= required else State.STALE
 

@@ -1,1 +1,4 @@
-"""Generation with a module in this process: requests and a model in, completions out. Knows no server."""
+"""Generation with a module in this process: requests and a model in, completions out.
+
+Knows no server. Knows no server.
+"""

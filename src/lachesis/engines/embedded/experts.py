@@ -1,4 +1,7 @@
-"""Where a mixture of experts of transformers has its experts. An engine looks there, and so does training."""
+"""Location of the experts in a transformers mixture, shared by engines and training.
+
+An engine looks there, and so does training.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def stacked_experts(model: nn.Module) -> dict[int, nn.Module]:
-    """The modules that hold the experts of a layer in parameters [experts, ., .], by the number of the layer.
+    """Return the modules that hold a layer's experts in parameters [experts, ., .], by layer number.
 
     Their second argument is, for each token, which of them it goes through: [tokens, k].
     """
@@ -22,7 +25,7 @@ def stacked_experts(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def layer_number(name: str) -> int:
-    """3 of ``model.layers.3.mlp.experts``: the first number among a module's names."""
+    """Return 3 for ``model.layers.3.mlp.experts``: the first number among a module's names."""
     found = _LAYER.search(f".{name}.")
     if found is None:
         raise ValueError(f"{name} is in no layer")
@@ -30,6 +33,6 @@ def layer_number(name: str) -> int:
 
 
 def decoder_layer_count(model: nn.Module) -> int:
-    """How many decoder layers a model of transformers has, those without experts among them."""
+    """Return the number of a transformers model's decoder layers, including those without experts."""
     config = getattr(model, "config")  # noqa: B009 - of transformers' models, whose type is not known here
     return int(config.get_text_config().num_hidden_layers)

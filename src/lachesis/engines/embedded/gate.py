@@ -1,4 +1,4 @@
-"""Who may use the embedded engine's model, and when: generation makes room for others between two tokens."""
+"""Gate to the embedded engine's model: generation makes room for others between two tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lachesis.engines.base import PauseMode
 
 
 class EnginePaused(EngineError):
-    """A call was refused because the engine is paused; it can be made again after ``resume``."""
+    """Refusal of a call because the engine is paused; it can be made again after ``resume``."""
 
 
 class TokenGate:
@@ -39,12 +39,12 @@ class TokenGate:
 
     @property
     def paused(self) -> bool:
-        """Whether new calls are refused."""
+        """Return True if new calls are refused."""
         return self.mode is not None or self.asleep
 
     @property
     def aborting(self) -> bool:
-        """Whether a running call is to end at its next token."""
+        """Return True if a running call is to end at its next token."""
         return self.mode == "abort"
 
     def check_open(self) -> None:
@@ -54,7 +54,7 @@ class TokenGate:
 
     @contextmanager
     def generating(self, deadline: Deadline) -> Iterator[None]:
-        """The right to generate, once no other call does.
+        """Hold the right to generate, once no other call does.
 
         Raises:
             EnginePaused: paused.
@@ -88,7 +88,7 @@ class TokenGate:
     def between_tokens(
         self, deadline: Deadline, *, mode: ExitStack, enter: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Called by the generating thread where the model is at rest: give way, and return when it may go on.
+        """Give way to others between two tokens, and return when generation may go on; called by the generating thread.
 
         Args:
             deadline: of the call; time spent waiting here counts.
@@ -120,7 +120,7 @@ class TokenGate:
 
     @contextmanager
     def guest(self) -> Iterator[None]:
-        """The model to oneself between two tokens of whatever is being generated; also while paused."""
+        """Hold the model alone between two tokens of whatever is being generated; also while paused."""
         with self.changed:
             self._guests += 1
         try:
@@ -156,7 +156,7 @@ class TokenGate:
         self._wait_for_rest(lambda: self.asleep)
 
     def wake(self) -> None:
-        """The reverse of :meth:`sleep`; what was paused stays paused."""
+        """Undo :meth:`sleep`; paused calls stay paused."""
         with self.changed:
             self.asleep = False
             self.changed.notify_all()
@@ -170,7 +170,7 @@ class TokenGate:
             pass
 
     def _wait_for_rest(self, wanted: Callable[[], bool]) -> None:
-        """Return when no call computes any more, or that is not ``wanted`` any more."""
+        """Return when no call computes any more, or ``wanted`` no longer holds."""
         with self.changed:
             # A signal handler in the generating thread cannot wait for it.
             if self._caller != threading.get_ident():
@@ -179,7 +179,10 @@ class TokenGate:
                 )
 
     def _held(self) -> bool:
-        """Whether running calls wait at their next token. Those that are to end need no model for it."""
+        """Return True if running calls wait at their next token.
+
+        Those that are to end need no model for it. Those that are to end need no model for it.
+        """
         return self.mode == "keep" or (self.asleep and not self.aborting)
 
     def _must_wait(self) -> bool:

@@ -1,4 +1,4 @@
-"""A transformers model and its tokenizer from a directory, as an inference server needs them."""
+"""Loading of a transformers model and its tokenizer from a directory, for an inference server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
-    """The model in evaluation mode, every weight of it read from safetensors; no code comes with it.
+    """Load the model in evaluation mode, every weight of it from safetensors; its own code is not run.
 
     Args:
         path: directory, or hub id.
@@ -51,20 +51,20 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str |
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path``. Raises ModelError where there is none."""
+    """Load the tokenizer in ``path``. Raises ModelError if there is none. Raises ModelError where there is none."""
     with load_errors(path):
         return AutoTokenizer.from_pretrained(str(path))
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the generation config's and the tokenizer's."""
+    """Return the tokens that end a completion: the generation config's and the tokenizer's."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
     return tuple(sorted({i for i in ids if isinstance(i, int)}))
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Tokens that the model has positions for; architectures without a limit get a very large number."""
+    """Return the number of positions of the model, a very large number for architectures without a limit."""
     config = model.config.get_text_config(decoder=True)
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((limit for limit in limits if limit), 1 << 30)
@@ -85,7 +85,7 @@ def _place(device: str) -> torch.device:
 
 @contextmanager
 def load_errors(path: str | Path) -> Iterator[None]:
-    """Within it a model is read from ``path``; what goes wrong is raised as ModelError."""
+    """Turn errors of reading a model from ``path`` into ModelError."""
     try:
         with cache_alone_where_the_hub_is_away(path):
             yield

@@ -1,4 +1,4 @@
-"""The bookkeeping of a batch of sequences: which there are, what each has so far, where they part."""
+"""Bookkeeping of a batch of sequences: their tokens so far, and where they part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Share:
 def plan_batches(
     requests: Sequence[GenerationRequest], *, max_rows: int, equal_lengths: bool = False
 ) -> list[list[Share]]:
-    """Batches of at most ``max_rows`` sequences: longest prompts first, equal ones in the order given.
+    """Return batches of at most ``max_rows`` sequences: longest prompts first, equal ones in the order given.
 
     A request is split only where its ``n`` alone exceeds ``max_rows``. Shares of one request come in the order
     of their completions. With ``equal_lengths`` all prompts of a batch have one length.
@@ -115,27 +115,33 @@ class BatchRows:
         return ~(stopped | full)
 
     def reasons(self, live: np.ndarray) -> list[FinishReason | None]:
-        """Why each row of ``live`` [L] has ended; ``None`` where it goes on."""
+        """Return why each row of ``live`` [L] has ended; ``None`` if it goes on."""
         return [_REASONS[reason] if reason else None for reason in self._reason[live].tolist()]
 
     def routed_of(self, live: np.ndarray) -> list[RoutedExperts | None]:
-        """The experts of each row of ``live`` [L] that has ended; ``None`` where it goes on, or nobody asked."""
+        """Return the experts of each row of ``live`` [L] that has ended.
+
+        ``None`` if it goes on, or its experts were not requested.
+        """
         ended, lengths = self._reason[live] > 0, self._length[live].tolist()
         rows = zip(live.tolist(), lengths, ended.tolist(), strict=True)
         return [self.routed(row, length) if over else None for row, length, over in rows]
 
     def complete(self, ended: np.ndarray, live: np.ndarray) -> Iterator[tuple[Share, list[Completion]]]:
-        """The shares that became complete when rows ``ended`` [E], for none of their rows is in ``live`` [L]."""
+        """Yield the shares that became complete when rows ``ended`` [E]: none of their rows is in ``live`` [L]."""
         numbers = np.setdiff1d(self.share[ended], self.share[live])
         shares = [self._shares[number] for number in numbers.tolist()]
         return zip(shares, self._completions(shares, np.flatnonzero(np.isin(self.share, numbers))), strict=True)
 
     def completions(self) -> Iterator[list[Completion]]:
-        """The completions of each share, in order. Rows that still grow have the finish reason ``abort``."""
+        """Yield the completions of each share, in order.
+
+        Rows that still grow have the finish reason ``abort``. Rows that still grow have the finish reason ``abort``.
+        """
         return self._completions(self._shares, self.all)
 
     def _completions(self, shares: Sequence[Share], picked: np.ndarray) -> Iterator[list[Completion]]:
-        """Those of ``shares``, whose rows are ``picked``."""
+        """Yield the completions of ``shares``, whose rows are ``picked``."""
         columns = (self._tokens, self._logprobs, self._length, self._reason, self._last_version)
         rows = zip(picked.tolist(), *(column[picked].tolist() for column in columns), strict=True)
         for share in shares:
@@ -151,7 +157,7 @@ class BatchRows:
             ]
 
     def _ends_with_stop(self, row: int) -> bool:
-        """Whether the newest token completed a stop string."""
+        """Return True if the newest token completed a stop string."""
         assert self._decode is not None
         params = self._shares[self.share[row]].request.params
         stop = params.stop
@@ -172,7 +178,7 @@ class BatchRows:
 def branch(
     node: np.ndarray, tokens: np.ndarray, *, width: int, vocab_size: int, filler: int
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Where sequences part, and where the decoder gets rid of ended ones.
+    """Return where sequences part, and where the decoder drops ended ones.
 
     Sequences on one row of the decoder that took the same token stay together; those that took another
     one need a row of their own.
@@ -199,6 +205,6 @@ def branch(
 
 
 def _rectangle(sets: Sequence[Sequence[int]]) -> np.ndarray:
-    """Token sets as one array, filled up with -1, which is no token."""
+    """Return token sets as one array, padded with -1, which is not a token."""
     width = max(1, max(map(len, sets)))
     return np.array([[*tokens, *[-1] * (width - len(tokens))] for tokens in sets])

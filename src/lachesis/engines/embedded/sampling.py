@@ -1,4 +1,4 @@
-"""From logits to a sampled token and its exact logprob: pure functions over rows.
+"""Sampling of tokens with exact logprobs from logits: pure functions over rows.
 
 Shapes: N distributions over a vocabulary of V tokens. Order and meaning of the processors are vLLM's:
 tokens that may not come, penalties for repetition, frequency and presence, temperature, min-p, top-k, top-p.
@@ -46,7 +46,7 @@ class RowSampling:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, vocab_size: int, device: torch.device | str) -> RowSampling:
-        """Row i samples by ``params[i]``."""
+        """Return the parameters by which row i samples with ``params[i]``."""
 
         def column(values: list[float] | list[int], *, unused: float) -> Tensor | None:
             dtype = torch.float32 if isinstance(unused, float) else torch.int64
@@ -69,7 +69,7 @@ class RowSampling:
         )
 
     def take(self, rows: Tensor) -> RowSampling:
-        """The parameters of other rows: ``rows`` [M] are indices into these N."""
+        """Return the parameters of other rows: ``rows`` [M] are indices into these N."""
 
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         picked = {name: values.index_select(0, rows) for name, values in columns.items() if torch.is_tensor(values)}
@@ -84,7 +84,7 @@ def process_logits(
     counts: Tensor | None = None,
     banned: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs [N, V] (float32) of the distributions to sample from; -inf for tokens that were cut.
+    """Return logprobs [N, V] (float32) of the distributions to sample from; -inf for tokens that were cut.
 
     Args:
         logits: [N, V] of any float dtype.
@@ -116,7 +116,7 @@ def process_logits(
 
 
 def penalize_repetition(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
-    """Seen tokens' positive logits [N, V] divided by ``penalty`` [N, 1], negative ones multiplied (CTRL)."""
+    """Divide seen tokens' positive logits [N, V] by ``penalty`` [N, 1], and multiply negative ones (CTRL)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -141,7 +141,7 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def sample(logprobs: Tensor, uniforms: Tensor | None, *, greedy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A token of each row by inversion of its cumulative distribution, and that token's logprob.
+    """Sample a token of each row by inversion of its cumulative distribution, with that token's logprob.
 
     Args:
         logprobs: [N, V], normalized; -inf for tokens that must not be taken.
@@ -167,7 +167,7 @@ def sample(logprobs: Tensor, uniforms: Tensor | None, *, greedy: Tensor | None =
 
 
 def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
-    """Random numbers [len(keys), steps] in [0, 1), float32; row i depends on ``keys[i]`` alone.
+    """Return random numbers [len(keys), steps] in [0, 1), float32; row i depends on ``keys[i]`` alone.
 
     A key is (seed of the request, index of the completion): both become the key of a Philox generator
     (Salmon et al. 2011), a counter-based one whose streams are independent whatever the keys.
@@ -185,7 +185,7 @@ def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
 
 
 class RegexGuide:
-    """The tokens after which a text can still become a match of ``pattern``, in whole.
+    """Guide to the tokens after which a text can still become a match of ``pattern``, in whole.
 
     A token that is part of a character only is never allowed, nor is one without text. An end token is, once the
     text is a match.
@@ -221,7 +221,7 @@ class RegexGuide:
         self.allowed = lru_cache(maxsize=_KEPT)(self._allowed)
 
     def _allowed(self, text: str) -> np.ndarray:
-        """Which tokens may follow ``text``, bool [V].
+        """Return which tokens may follow ``text``, bool [V].
 
         Raises:
             EngineError: none may, and ``text`` is no match: the vocabulary cannot spell what the pattern asks for.
@@ -246,7 +246,7 @@ class RegexGuide:
 def token_pieces(
     decode: Callable[[Sequence[int]], str], *, vocab_size: int, special_token_ids: Collection[int] = ()
 ) -> list[str]:
-    """The text that each token adds to what stands before it, [V]; empty for special ones.
+    """Return the text that each token adds to the text before it, [V]; empty for special ones.
 
     A token alone may lose the space that it begins with, so each is decoded behind another one.
     """
@@ -259,7 +259,7 @@ def token_pieces(
 
 
 class Histories:
-    """What sampling has to know of the tokens that a row has already: penalties, least lengths, regular expressions.
+    """Token histories of rows, which penalties, least lengths and regular expressions depend on.
 
     N rows of a decoder, one for each share at first. Empty where no row's sampling depends on its tokens.
 
@@ -320,14 +320,14 @@ class Histories:
         return torch.from_numpy(banned).to(self._logits.device)
 
     def fork(self, parents: np.ndarray, picked: Tensor) -> None:
-        """The rows are now copies of the old rows ``parents`` [M]; ``picked`` is the same on the device."""
+        """Replace the rows by copies of the old rows ``parents`` [M]; ``picked`` is the same on the device."""
         self._share = self._share[parents]
         self._texts = [self._texts[parent] for parent in parents.tolist()]
         self.seen = None if self.seen is None else self.seen.index_select(0, picked)
         self.counts = None if self.counts is None else self.counts.index_select(0, picked)
 
     def append(self, tokens: np.ndarray, fed: Tensor) -> None:
-        """Each row got a token more, ``tokens`` [N]; ``fed`` is the same on the device."""
+        """Append a token to each row, ``tokens`` [N]; ``fed`` is the same on the device."""
         if self._pieces:
             self._texts = [
                 text + self._pieces[int(token)] for text, token in zip(self._texts, tokens.tolist(), strict=True)
@@ -339,7 +339,7 @@ class Histories:
 
 
 def _seen_tokens(shares: Sequence[Share], logits: Tensor) -> Tensor:
-    """bool [N, V] on the device of ``logits`` [N, V]: which tokens each prompt has."""
+    """Return which tokens each prompt has: bool [N, V] on the device of ``logits`` [N, V]."""
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     for row, share in zip(seen, shares, strict=True):
         row[list(share.request.prompt_ids)] = True
