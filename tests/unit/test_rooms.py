@@ -186,7 +186,7 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("run.train", 47_000), ("config.load", 4_200), ("rollouts.rewards.registry", 2_500)]
+    ("module", "most"), [("run.train", 49_000), ("config.load", 4_200), ("rollouts.rewards.registry", 2_500)]
 )
 def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
     loaded = closure(module)
@@ -216,7 +216,8 @@ def test_imports_point_down(path):
 def test_only_commands_print_or_exit(path):
     # What is forked from a process that has imported much must not end as that one does.
     commands = path.parent.name in ("cli", "commands") or path.name == "commands.py"
-    if not commands and path.relative_to(PACKAGE) != Path("process/fork_main.py"):
+    # Neither is a command: the one ends a forked process, the other a run that a signal has told to end.
+    if not commands and str(path.relative_to(PACKAGE)) not in ("process/fork_main.py", "run/bounded_end.py"):
         assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 
