@@ -15,7 +15,6 @@ TO_DO = (
     "common",
     "config",
     "engines",
-    "plan",
     "plugins",
     "process",
     "rollouts",

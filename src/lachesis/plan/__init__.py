@@ -1,1 +1,1 @@
-"""What a run will take: memory, cards, time; and what fits."""
+"""Planning of a run: its memory, cards and time, and the changes that make it fit."""

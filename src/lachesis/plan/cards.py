@@ -1,4 +1,4 @@
-"""Whether a plan fits on a card: what each process takes of it besides its tensors, and the engine's share."""
+"""Fit of a plan on a card: each process's memory besides its tensors, and the engine's share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SEQUENCES = 16
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """Bytes of a card of the trainer's, and whether they are there.
+    """Bytes used of one of the trainer's cards, and whether they fit.
 
     ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would
     do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there
@@ -65,7 +65,7 @@ class CardUse:
 
 
 def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUse:
-    """What trainer and engine take of a card of ``card_gb`` times 10^9 bytes; ``planned`` is for ``cuda``."""
+    """Return the use of a card of ``card_gb`` times 10^9 bytes by trainer and engine; ``planned`` is for ``cuda``."""
     card, least = round(card_gb * GB), engine_least(config, planned)
     if config.engine.place == "trainer":  # one process: the cache is there while it generates
         return CardUse(card, process_bytes(planned, "trainer", "engine"), 0, 0, True)
@@ -97,7 +97,10 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
 
 
 def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> LachesisConfig:
-    """With ``model.activations`` as it is trained on such a card: of ``auto`` the first that fits, or the least."""
+    """Return the configuration with ``model.activations`` resolved for such a card.
+
+    ``auto`` becomes the first kind that fits, or the one that needs the least.
+    """
     if config.model.kept_activations != "auto":
         return config
     for which in ("keep", *SPARING):
@@ -112,13 +115,13 @@ def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int =
 
 
 def process_bytes(planned: Plan, *places: Place) -> int:
-    """What the process with these places' tensors holds of a card at the worst moment of a step."""
+    """Return the bytes of a card that the process with these tensors holds at the worst moment of a step."""
     gathered = sum(part.bytes for part in planned.memory if part.name == GATHERED)
     return planned.peak(*places) + FRAGMENTS_BYTES + gathered + CONTEXT_BYTES
 
 
 def engine_least(config: LachesisConfig, planned: Plan) -> int:
-    """The least that a server has to have: weights, a cache for a few sequences, workspace, graphs, context."""
+    """Return the least bytes a server needs: weights, a cache for a few sequences, workspace, graphs, context."""
     held = max(sum(part.bytes for part in planned.memory if part.place == "engine" and part.name == "weights"), 0)
     cache = sum(part.bytes for part in planned.memory if part.name == "KV cache")
     sequences = max(1, planned.lengths.in_flight // planned.lengths.longest)
@@ -127,26 +130,26 @@ def engine_least(config: LachesisConfig, planned: Plan) -> int:
 
 
 def beside_trainer(config: LachesisConfig) -> bool:
-    """Whether a server is on the card of the trainer."""
+    """Return True if a server is on the card of the trainer."""
     if config.engine.kind == "vllm":
         return config.engine.devices is None or shares_weights(config)
     return config.engine.kind == "embedded_server" or shares_weights(config)
 
 
 def servers_on_card(config: LachesisConfig, *, devices: int) -> int:
-    """How many servers of the engine are on the trainer's card, which is one of ``devices``."""
+    """Return how many servers of the engine are on the trainer's card, which is one of ``devices``."""
     return config.engine.servers_on_card(devices=devices) if config.engine.kind == "vllm" else 1
 
 
 def share_left(left: int, *, card: int, servers: int) -> float:
-    """Of a card, for each of the servers that have ``left`` bytes of it between them, in whole hundredths."""
+    """Return the share of a card for each server, if they have ``left`` bytes together, in whole hundredths."""
     return math.floor((left - servers * ENGINE_GRAPHS_BYTES) / card / servers * 100) / 100
 
 
 def chosen_share(
     config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int, aside: int = 0
 ) -> float | None:
-    """The share of a card that each vLLM server of this run takes; None where the run starts none.
+    """Return the share of a card that each vLLM server of this run takes; None if the run starts none.
 
     If none is set servers on a card of their own have 0.9 of it together. Beside the trainer all have 0.45 together
     where both fit with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine;
@@ -172,7 +175,7 @@ def chosen_share(
 
 
 def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
-    """For each size of card whether it fits, and what it takes; ``planned`` is for ``cuda``."""
+    """Yield for each size of card whether the plan fits, and what it takes; ``planned`` is for ``cuda``."""
     yield f"on one card, each of {planned.devices}" if planned.devices > 1 else "on one card"
     for size in CARDS:
         decided = decide_activations(config, card_gb=size, devices=planned.devices)

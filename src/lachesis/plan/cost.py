@@ -1,4 +1,4 @@
-"""What a run over several GPUs and nodes takes: memory of a rank, and seconds to load, to transfer and to save.
+"""Cost of a run over several GPUs and nodes: memory of a rank, and seconds to load, to transfer and to save.
 
 Arithmetic over the constants below, each with where it is from; nothing here has been run at these sizes. It is that of
 the product as it is: ranks gather weights for those of them that send to the engines, each a share at the same time;
@@ -45,7 +45,7 @@ _CACHE_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """GPUs that train and GPUs that generate, the latter as engines of ``tensor_parallel`` each."""
+    """Division of GPUs into those that train and those that generate, as engines of ``tensor_parallel`` each."""
 
     nodes: int
     per_node: int
@@ -93,7 +93,7 @@ class Scale:
 def scale(
     config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape, train: int | None = None
 ) -> Scale:
-    """What each of ``gpus`` over ``nodes`` takes.
+    """Return the cost of a layout of ``gpus`` over ``nodes``.
 
     Args:
         train: GPUs that train; if unset half of them, or as many more as it takes to fit.
@@ -123,14 +123,14 @@ def scale(
 
 
 def _shares(gpus: int) -> Iterator[int]:
-    """Half of them, then three quarters."""
+    """Yield half of the GPUs, then three quarters."""
     yield max(1, gpus // 2)
     if gpus >= 8:
         yield gpus * 3 // 4
 
 
 def _split(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
-    """The fewest GPUs that hold an engine's weights with room for a cache; as many as there are, if none do."""
+    """Return the fewest GPUs that hold an engine's weights with room for a cache, or all if none do."""
     if config.engine.kind == "vllm" and config.engine.tensor_parallel_size > 1:
         return config.engine.tensor_parallel_size
     weights = found.shape.parameters * weight_bytes(config, found.shape, device="cuda")
@@ -170,14 +170,18 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
 
 
 def _save_s(config: LachesisConfig, size: int, layout: GpuSplit, *, in_parts: bool) -> float:
-    """In parts all nodes that train write at once; otherwise rank 0 alone, what it has gathered if it is sharded."""
+    """Return the seconds to save a checkpoint.
+
+    In parts, all nodes that train write at once; otherwise rank 0 writes alone, after gathering if the model is
+    sharded.
+    """
     if in_parts:
         return size / WRITE_BYTES_S / -(-layout.train // layout.per_node)
     return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
 
 
 def _gather_s(size: float, layout: GpuSplit) -> float:
-    """Until every rank has had all of it once; a single one has it."""
+    """Return the seconds until every rank has had all weights once; a single rank has them."""
     if layout.train == 1:
         return 0.0
     rate = GATHER_WITHIN_NODE if layout.train <= layout.per_node else GATHER_BETWEEN_NODES
@@ -185,7 +189,10 @@ def _gather_s(size: float, layout: GpuSplit) -> float:
 
 
 def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
-    """To all engines at once, which receive the same; each sender gathers a share while it sends the one before."""
+    """Return the seconds of a transfer to all engines at once, which receive the same.
+
+    Each sender gathers a share while it sends the one before.
+    """
     senders = count_senders(config, layout.train)
     if senders == 1:
         return _gather_s(size, layout) + _send_s(size, layout)
@@ -195,20 +202,20 @@ def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
 
 
 def count_senders(config: LachesisConfig, ranks: int) -> int:
-    """How many of the ranks send to the engines: of all weights their shares, of an adapter one all of it."""
+    """Return how many ranks send to the engines: shares of all weights, or one of them a whole adapter."""
     bridge = config.bridge
     return min(ranks, bridge.senders) if isinstance(bridge, BroadcastBridgeConfig) else 1
 
 
 def _send_s(size: float, layout: GpuSplit) -> float:
-    """From one rank to all engines."""
+    """Return the seconds to send from one rank to all engines."""
     return size / (SEND_WITHIN_NODE if layout.nodes == 1 else SEND_BETWEEN_NODES)
 
 
 def scale_lines(
     config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape | None, train: int | None
 ) -> Iterator[str]:
-    """The answer as text, for a screen; arguments as those of :func:`scale`.
+    """Yield the cost as lines of text; arguments as those of :func:`scale`.
 
     Raises:
         ConfigError: as :func:`scale`, or the model's shape is not known.

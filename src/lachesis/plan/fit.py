@@ -1,4 +1,4 @@
-"""What of a configuration has to change for trainer and engine to fit on one card, the cheapest changes first."""
+"""Changes of a configuration that make trainer and engine fit on one card, the cheapest first."""
 
 from __future__ import annotations
 
@@ -33,18 +33,22 @@ _SMALL_PASS, _IN_TURN = 2048, 16
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A step that takes less memory. ``sections`` say what; one with ``kind`` takes the place of what was there."""
+    """Step that takes less memory.
+
+    ``sections`` are its changes; one with ``kind`` replaces the former section. ``sections`` say what; one with
+    ``kind`` takes the place of what was there.
+    """
 
     sections: Mapping[str, Mapping[str, Any]]
     costs: str
 
     @property
     def keys(self) -> set[tuple[str, str]]:
-        """Sections and keys that it sets."""
+        """Return the sections and keys that the step sets."""
         return {(section, key) for section, values in self.sections.items() for key in values}
 
     def words(self) -> list[str]:
-        """As ``--set`` takes them."""
+        """Return the step as ``--set`` takes it."""
         return [
             f"{section}={{{', '.join(f'{key}: {_yaml(value)}' for key, value in keys.items())}}}"
             if "kind" in keys and section != "optimizer"
@@ -56,18 +60,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits: the configuration, what it takes of the card, and the changes with what each saves in bytes."""
+    """Fitting configuration, its use of the card, and the changes with the bytes that each saves."""
 
     config: LachesisConfig
     use: CardUse
     changes: Sequence[tuple[Change, int]]
 
     def words(self) -> list[str]:
-        """All changes as ``--set`` takes them; what a later one sets anew is left out."""
+        """Return all changes as ``--set`` takes them, without those that a later one overrides."""
         return [word for _, _, words in self.in_words() for word in words]
 
     def in_words(self) -> list[tuple[Change, int, list[str]]]:
-        """Each change with what it saves and its words, but those that a later one sets anew."""
+        """Return each change with its savings and words, without those that a later one overrides."""
         last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}
         return [
             (change, saved, [word for word in change.words() if last[word.partition("=")[0]] == word])
@@ -76,7 +80,7 @@ class Fit:
 
 
 def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: FoundShape | None = None) -> Fit | None:
-    """As few as possible of :func:`_steps`, in their order, that make it fit; None where all together do not.
+    """Return the fewest of :func:`_steps`, in their order, that make it fit; None if all together do not.
 
     Args:
         card_gb: memory of a card, in units of 10^9 bytes.
@@ -106,7 +110,7 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """What configurations take of the card that is asked about."""
+    """Use of the card by configurations."""
 
     card_gb: float
     devices: int
@@ -117,13 +121,13 @@ class _Uses:
         return card_use(config, planned, card_gb=self.card_gb)
 
     def least(self, config: LachesisConfig) -> int:
-        """Trainer and the smallest engine that does."""
+        """Return the use by the trainer and the smallest sufficient engine."""
         use = self.of(config)
         aside = use.aside if must_keep_aside(config) else 0
         return use.trainer + (use.engine_least + aside if beside_trainer(config) else 0)
 
     def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
-        """What fits: as it is, or with another share for the engine beside the trainer."""
+        """Return a fitting configuration: unchanged, or with another share for the engine beside the trainer."""
         use = self.of(config)
         if use.fits:
             return config, None
@@ -141,7 +145,7 @@ class _Uses:
 def steps_with_savings(
     config: LachesisConfig, *, found: FoundShape, devices: int = 1
 ) -> Iterator[tuple[Change, int, int]]:
-    """All changes, one after the other: each with the bytes that it saves, and what is needed then."""
+    """Yield all changes in turn, with the bytes that each saves, and the need after it."""
     use, current = _Uses(_ROOMY_GB, devices, found), config
     for step in _steps(config):
         changed = _changed(current, step, devices=devices)
@@ -164,7 +168,7 @@ def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) ->
 
 
 def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
-    """Without those, the dearest first, that it fits without."""
+    """Return the changes without those, the dearest first, that are not needed to fit."""
     kept = list(changes)
     for change in reversed(changes):
         fewer = [one for one in kept if one is not change]
@@ -175,7 +179,7 @@ def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) 
 
 
 def _mildest(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
-    """In the place of each the first step that sets the same keys and with which it fits too."""
+    """Return the changes, each replaced by the first step that sets the same keys and also fits."""
     kept = list(changes)
     for place, change in enumerate(changes):
         for step in takewhile(lambda step, change=change: step != change, _steps(config)):
@@ -188,12 +192,12 @@ def _mildest(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> l
 
 
 def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
-    """A step that sets what an earlier one set takes its place."""
+    """Return the changes without those that ``step`` overrides."""
     return [one for one in taken if not one.keys <= step.keys]
 
 
 def _steps(config: LachesisConfig) -> Iterator[Change]:
-    """From what changes nothing but seconds to what changes what is trained."""
+    """Yield the steps, from those that only cost seconds to those that change the training."""
     longest = config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
     smaller = max(_SMALL_PASS, longest)
     if smaller < config.batch.max_tokens_per_microbatch:
@@ -237,7 +241,7 @@ def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
 
 
 def _changed(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
-    """With the change; None where it does not go together with the rest, or with several devices."""
+    """Return the changed configuration, or None if it conflicts with the rest, or with several devices."""
     data = config.model_dump(mode="json")
     for section, keys in change.sections.items():
         replaced = "kind" in keys and section != "optimizer"
@@ -260,7 +264,7 @@ def _all_changed(config: LachesisConfig, changes: Sequence[Change], *, devices: 
 
 
 def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
-    """The answer as text, for a screen."""
+    """Return the result as lines of text."""
     if found is None:
         return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
     engine = found.use.engine + found.use.aside

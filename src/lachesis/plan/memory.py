@@ -48,7 +48,7 @@ _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One use of memory, and the phases in which it is held."""
+    """Use of memory, and the phases in which it is held."""
 
     name: str
     place: Place
@@ -58,7 +58,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens: of a longest sequence, in one forward pass, and in flight while generating.
+    """Numbers of tokens: of a longest sequence, in one forward pass, and in flight while generating.
 
     ``keys`` are those that queries see over the tokens of a pass: more than one for each where completions share a
     prompt, whose keys are there for each of them.
@@ -71,7 +71,7 @@ class Lengths:
 
 
 def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
-    """All of them, those of some layers, or the adapter's."""
+    """Return the number of trained parameters: all, those of some layers, or the adapter's."""
     if config.adapter.kind == "none":
         chosen = config.model.train_layers
         return shape.parameters if chosen is None else len(set(chosen)) * shape.layer_parameters
@@ -89,7 +89,7 @@ def memory_parts(
     teacher: ModelShape | None = None,
     guesser: ModelShape | None = None,
 ) -> list[MemoryPart]:
-    """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
+    """Return the memory of trainer and engine, by phase, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
 
     Args:
         teacher: the shape of the model that ``algorithm.teacher`` names.
@@ -111,7 +111,7 @@ def memory_parts(
 def _held_parts(
     config: LachesisConfig, shape: ModelShape, *, width: int, device: str, mesh: Mesh
 ) -> Iterator[MemoryPart]:
-    """What the trainer has from start to end."""
+    """Yield the memory that the trainer holds from start to end."""
     trained = trainable_parameters(config, shape)
     if not shares_weights(config):
         yield MemoryPart("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
@@ -127,7 +127,7 @@ def _held_parts(
 def _pass_parts(
     config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, mesh: Mesh
 ) -> Iterator[MemoryPart]:
-    """What forward and backward need for a micro-batch, as far as devices do not share it."""
+    """Yield the memory of forward and backward for a micro-batch, as far as devices do not share it."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
     tokens = -(-lengths.microbatch // mesh.context)
     stream = _stream_bytes(config, width=width)
@@ -150,7 +150,7 @@ def _pass_parts(
 def layer_activations(
     config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, mesh: Mesh = _ALONE
 ) -> float:
-    """Bytes of a token that the backward pass of one decoder layer keeps.
+    """Return the bytes per token that the backward pass of one decoder layer keeps.
 
     Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the
     stream before its two norms, what these give, and gate, up and their product; norms and rotations are made again.
@@ -188,7 +188,7 @@ def layer_activations(
 def _kept_activations(
     config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int, tensor: int
 ) -> float:
-    """Bytes of a token that all decoder layers keep, and those that the one computed again has in the backward pass.
+    """Return the bytes per token that all decoder layers keep, with those of a layer computed again.
 
     Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
     are there: the one in use, and the one that travels.
@@ -204,7 +204,7 @@ def _kept_activations(
 
 
 def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str, mesh: Mesh) -> int:
-    """Of the host's memory, pinned, that a rank's inputs of all decoder layers wait in while it computes."""
+    """Return the bytes of pinned host memory for a rank's offloaded inputs of all decoder layers."""
     if config.model.kept_activations != "offload" or device != "cuda":
         return 0
     width = weight_bytes(config, shape, device=device)
@@ -213,18 +213,18 @@ def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengt
 
 
 def _stream_bytes(config: LachesisConfig, *, width: int) -> int:
-    """Of a number that goes from layer to layer."""
+    """Return the bytes of a number that goes from layer to layer."""
     return max(width, 4) if config.model.residual_dtype == "float32" else width
 
 
 def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """Bytes of a token around the layers: the last norm, which is not compiled, and what the head reads."""
+    """Return the bytes per token around the layers: the last norm, which is not compiled, and the head's input."""
     trained = config.adapter.kind == "none" and config.model.train_layers is None
     return shape.hidden * (max(width, 4) + width * (2 + trained))
 
 
 def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:
-    """Most of the head's two passes: a chunk of logits, gradients of the hidden states, and of its weight.
+    """Return the peak of the head's two passes: a chunk of logits, and gradients of hidden states and weight.
 
     The latter is made in float32, and rounded at the end: where layers keep their activations, of derivatives that are
     kept up to a limit; else each chunk is added to it.
@@ -242,14 +242,14 @@ def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width
 
 
 def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, mesh: Mesh) -> int:
-    """Most of a layer's backward pass: gradients of its widest part, and those of its weights before they are added."""
+    """Return the peak of a layer's backward pass: gradients of its widest part, and of its weights."""
     flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // mesh.tensor) * width * tokens
     trained = layer_part(shape, mesh=mesh) if config.adapter.kind == "none" else 0
     return flowing + trained * width
 
 
 def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
-    """What the optimizer and the transfer need for a moment."""
+    """Yield the momentary memory of the optimizer and the transfer."""
     trained = trainable_parameters(config, shape)
     whole = config.adapter.kind == "none" and config.model.train_layers is None
     largest = shape.vocab * shape.hidden if whole else 0
@@ -273,7 +273,7 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
 
 
 def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
-    """What each worker of an engine on a GPU keeps of an update beside its share, from the first one on.
+    """Return the bytes of an update that each engine worker on a GPU keeps beside its share.
 
     With ``bridge.staging: auto`` it looks for room when the first update comes, and where there is none updates go by
     the host's memory. Of an adapter alone it is next to nothing, and of servers that run already it is not known.
@@ -285,12 +285,12 @@ def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
 
 
 def must_keep_aside(config: LachesisConfig) -> bool:
-    """Whether updates are kept on the engine's GPU whether or not it has the room."""
+    """Return True if updates are kept on the engine's GPU even if it lacks the room."""
     return config.bridge.kind == "broadcast" and config.bridge.staging == "device"
 
 
 def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devices: int) -> Iterator[MemoryPart]:
-    """Where a worker of the engine has mapped what the rank on its GPU packs, that stays; ``update`` counts it too."""
+    """Yield the memory that stays mapped for an engine's worker on a rank's GPU; ``update`` counts it too."""
     bridge = config.bridge
     in_place = isinstance(bridge, ChannelBridgeConfig) and bridge.transport in ("auto", "ipc")
     if in_place and is_colocated(config, ranks=devices):
@@ -304,7 +304,7 @@ def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device
 def _sharded(
     parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, mesh: Mesh, width: int
 ) -> list[MemoryPart]:
-    """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
+    """Return the trainer's parts for each of several devices, and on the first those of an engine in its process."""
     distributed = config.distributed
     if mesh.ranks == 1 or mesh.whole:
         return parts
@@ -324,7 +324,7 @@ def _sharded(
 
 
 def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> float:
-    """How much of what a part has an element for each parameter of is of matrices that a tensor group shares.
+    """Return the fraction of a part's elements that tensor parallelism shards.
 
     Of an adapter these are the second matrix of what is cut by its outputs, and the first of what is cut by its inputs.
     """
@@ -341,7 +341,7 @@ def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> flo
 
 
 def _matrices(shape: ModelShape) -> int:
-    """Elements of what groups of devices share of a layer: its matrices, those of experts included."""
+    """Return the elements of a layer that groups of devices share: its matrices, including experts."""
     return sum(
         inputs * outputs * (shape.experts if name in FEED_FORWARD else 1)
         for name, (inputs, outputs) in shape.linears.items()
@@ -349,14 +349,14 @@ def _matrices(shape: ModelShape) -> int:
 
 
 def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
-    """Parameters of a layer that each of the devices computes with."""
+    """Return the parameters of a layer that each of the devices computes with."""
     experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts * (shape.experts > 1)
     matrices = _matrices(shape) - experts
     return shape.layer_parameters - matrices - experts + matrices // mesh.tensor + experts // mesh.expert
 
 
 def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, mesh: Mesh) -> int:
-    """Whole weights, and whole gradients on their way to the ranks that keep them.
+    """Return the bytes of whole weights, and of whole gradients on their way to the ranks that keep them.
 
     A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
     is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
@@ -367,7 +367,7 @@ def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, me
 
 
 def shares_weights(config: LachesisConfig) -> bool:
-    """Whether the weights that are trained, or the base under the adapter, are the engine's own, in its process."""
+    """Return True if the trained weights, or the base under the adapter, belong to an engine in another process."""
     bridge = config.bridge
     if bridge.kind == "lora_only" or bridge.kind == "lora_nccl":
         return bridge.share_base
@@ -375,7 +375,7 @@ def shares_weights(config: LachesisConfig) -> bool:
 
 
 def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """The model's weights in the trainer, ``width`` bytes each but for the linear layers that are quantized.
+    """Return the bytes of the model's weights in the trainer, ``width`` each except for quantized linear layers.
 
     Those take a byte a weight and a float32 scale for each row (int8), or half a byte, a byte for the scale of each
     64 weights and a float32 for each 256 of those (NF4 with double quantization, QLoRA, arXiv 2305.14314).
@@ -396,7 +396,7 @@ def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int)
 
 
 def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
-    """Bytes of one weight in the trainer; ``auto`` is the checkpoint's dtype on GPU and float32 on CPU."""
+    """Return the bytes of one weight in the trainer; ``auto`` is the checkpoint's dtype on GPU, float32 on CPU."""
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = shape.dtype if device == "cuda" else "float32"
@@ -404,20 +404,20 @@ def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> i
 
 
 def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
-    """One resumable checkpoint: what is trained, and the optimizer's states."""
+    """Return the bytes of one resumable checkpoint: trained weights, and the optimizer's states."""
     width = weight_bytes(config, shape, device=device)
     trained = trainable_parameters(config, shape)
     return trained * width + _optimizer_bytes(config, shape, trained, width, None)
 
 
 def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
-    """What final/ holds, and each export of a bridge that goes over the disk: the model, or the adapter."""
+    """Return the bytes of final/, and of each export of a bridge over the disk: the model, or the adapter."""
     saved = shape.parameters if config.adapter.kind == "none" else trainable_parameters(config, shape)
     return saved * weight_bytes(config, shape, device=device)
 
 
 def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, width: int, device: str | None) -> int:
-    """Moments, and float32 masters of 16-bit weights, on ``device`` (None: wherever they are)."""
+    """Return the bytes of moments, and float32 masters of 16-bit weights, on ``device`` (None: anywhere)."""
     optimizer, update = config.optimizer, config.optimizer.weight_update
     masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
     moment = width if update == "plain" else 4
@@ -437,7 +437,7 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
 
 
 def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """A copy for the KL term; the base model under an adapter is there already."""
+    """Return the bytes of a copy for the KL term; 0 for an adapter, whose base model is there already."""
     algorithm = config.algorithm
     if algorithm.beta == 0 or algorithm.kl_reference == "sampler":
         return 0
@@ -449,7 +449,7 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
 def _teacher_parts(
     config: LachesisConfig, shape: ModelShape, teacher: ModelShape | None, *, lengths: Lengths, device: str
 ) -> Iterator[MemoryPart]:
-    """A frozen model beside the policy, and what it says of each token: twice for a moment, while it is put together.
+    """Yield the memory of a frozen model beside the policy, and of its outputs per token, doubled for a moment.
 
     Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
     """
@@ -472,7 +472,7 @@ def _teacher_parts(
 def _engine_parts(
     config: LachesisConfig, shape: ModelShape, guesser: ModelShape | None, *, lengths: Lengths, width: int
 ) -> list[MemoryPart]:
-    """Of one GPU of the engine: its weights, unless they are the trainer's, and its cache for all that is in flight.
+    """Return the memory of one GPU of the engine: its weights, unless shared, and its cache for requests in flight.
 
     A model that guesses tokens has a cache of its own for them.
     """
@@ -493,7 +493,10 @@ def _engine_parts(
 
 
 def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """In 8 bits a byte of each linear layer's weights and a float32 scale for each output; else as in the trainer."""
+    """Return the bytes of the engine's weights.
+
+    In 8 bits these are a byte per weight of linear layers and a float32 scale per output; else as in the trainer.
+    """
     if config.engine.kind != "vllm" or config.engine.quantization == "none":
         return shape.parameters * width
     linear = scales = 0
@@ -505,5 +508,5 @@ def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) ->
 
 
 def sleeps(config: LachesisConfig) -> bool:
-    """Whether the engine gives its memory back while the trainer computes."""
+    """Return True if the engine gives its memory back while the trainer computes."""
     return config.engine.kind == "vllm" and config.engine.enable_sleep_mode

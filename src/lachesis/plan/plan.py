@@ -1,4 +1,4 @@
-"""What a configuration will do, as arithmetic: batches, steps, memory and disk. Loads nothing."""
+"""Plan of a run, as arithmetic: batches, steps, memory and disk. Loads nothing. Loads nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PHASES: dict[tuple[Phase, ...], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """One optimizer step, and the run.
+    """Sizes of one optimizer step, and of the run.
 
     ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
     there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet. Before them
@@ -70,7 +70,10 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole arithmetic. ``shape`` and what follows from it are None and empty without a config.json.
+    """Result of the whole arithmetic.
+
+    Without a config.json ``shape`` and what follows from it are None or empty. ``shape`` and what follows from it are
+    None and empty without a config.json.
 
     Memory is that of one of ``devices``, of the first where there is an engine in the trainer's process.
     """
@@ -90,29 +93,29 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """That train together."""
+        """Return the number of devices that train together."""
         return self.mesh.ranks
 
     def peak(self, *places: Place) -> int:
-        """Bytes of tensors at the worst moment of the trainer, the engine, or both together."""
+        """Return the bytes of tensors at the worst moment of the trainer, the engine, or both together."""
         return max(sum(self.at(phase, *places)) for phase in ALWAYS)
 
     @property
     def on_disk(self) -> int | None:
-        """Bytes of all that lies in the run directory at a time; None without a config.json."""
+        """Return the bytes of the run directory at its largest; None without a config.json."""
         if self.checkpoint is None or self.export is None:
             return None
         return self.checkpoint * self.checkpoints_kept + self.export * (1 + self.exports_kept)
 
     def at(self, phase: Phase, *places: Place) -> list[int]:
-        """Bytes of each part that is held in a phase."""
+        """Return the bytes of each part that is held in a phase."""
         return [part.bytes for part in self.memory if part.place in places and phase in part.phases]
 
 
 def plan(
     config: LachesisConfig, *, device: str | None = None, devices: int = 1, found: FoundShape | None = None
 ) -> Plan:
-    """The arithmetic of a configuration.
+    """Compute the plan of a configuration.
 
     Args:
         config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
@@ -195,7 +198,7 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
 
 
 def _keys_per_token(config: LachesisConfig, *, prompt: int, completion: int, tokens: int) -> float:
-    """Keys over tokens of a full micro-batch: each completion of a group in it sees the one prompt's keys."""
+    """Return keys per token of a full micro-batch: each completion of a group sees the one prompt's keys."""
     together = min(config.sampling.num_generations, (tokens - prompt) // max(1, completion))
     if together < 2 or config.model.packing == "padded":
         return 1.0
@@ -203,7 +206,7 @@ def _keys_per_token(config: LachesisConfig, *, prompt: int, completion: int, tok
 
 
 def _completions(config: LachesisConfig) -> int:
-    """Of one optimizer step."""
+    """Return the completions of one optimizer step."""
     if config.source.kind == "atropos" and config.source.batch_size is not None:
         return config.source.batch_size
     return config.batch.prompts_per_step * config.sampling.num_generations
@@ -240,7 +243,7 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
 
 
 def _count_problems(config: LachesisConfig) -> int | None:
-    """Lines of a single local JSONL file, less those held out; None for everything else."""
+    """Count the lines of a single local JSONL file, less those held out; None for everything else."""
     data = config.data
     if data.path is None or data.more or not data.path.endswith(".jsonl") or not Path(data.path).is_file():
         return None
@@ -253,7 +256,7 @@ def _count_problems(config: LachesisConfig) -> int | None:
 
 
 def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None) -> Iterator[str]:
-    """What does not divide, with the nearest numbers that do; and what is not known."""
+    """Yield notes on sizes that do not divide, with the nearest that do, and on unknown sizes."""
     shape = None if found is None else found.shape
     uses = steps_per_batch(config)
     if batches.steps is not None and batches.steps % uses:
@@ -294,7 +297,7 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
 
 
 def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
-    """Where the engine is to be on a card that a rank has."""
+    """Yield notes on an engine that is to share a card with a rank."""
     if device != "cuda":
         return
     shared = shared_card(config, ranks=devices, environment=os.environ)
@@ -310,7 +313,7 @@ def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterato
 
 
 def _beside_words(config: LachesisConfig, *, devices: int) -> str:
-    """What an engine on the GPUs of all ranks does to them, or why it cannot be there."""
+    """Describe the effect of an engine on the GPUs of all ranks, or why it cannot be there."""
     try:
         require_colocatable(config, ranks=devices, here=devices)
     except ConfigError as error:
@@ -327,7 +330,7 @@ def _beside_words(config: LachesisConfig, *, devices: int) -> str:
 def _host_notes(
     config: LachesisConfig, shape: ModelShape | None, *, lengths: Lengths, device: str, mesh: Mesh
 ) -> Iterator[str]:
-    """What the host has to have memory for, beside the card."""
+    """Yield notes on the host memory that is needed beside the card."""
     waiting = 0 if shape is None else offloaded_bytes(config, shape, lengths=lengths, device=device, mesh=mesh)
     if waiting:
         ranks = f" for each of the {mesh.ranks} devices, those of one host together" if mesh.ranks > 1 else ""
@@ -335,14 +338,14 @@ def _host_notes(
 
 
 def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:
-    """Where the teacher's memory is not known."""
+    """Yield a note if the teacher's memory is unknown."""
     options = config.algorithm.teacher
     if options is not None and options.kind == "model" and teacher is None:
         yield f"the teacher {options.model} has no config.json here: its weights are not counted"
 
 
 def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | None) -> Iterator[str]:
-    """Where the memory of weights that guess tokens is not known."""
+    """Yield a note if the memory of speculative weights is unknown."""
     if speculative is None or not speculative.has_weights or guesser is not None:
         return
     if speculative.model is None:
@@ -352,7 +355,7 @@ def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | 
 
 
 def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
-    """How long prompts may be."""
+    """Yield notes on the possible lengths of prompts."""
     completion = config.sampling.max_completion_length
     if shape is not None and shape.context is not None and completion >= shape.context:
         yield (
@@ -365,7 +368,7 @@ def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape
 
 
 def plan_lines(planned: Plan) -> list[str]:
-    """The plan as text, for a screen."""
+    """Return the plan as lines of text."""
     batches = planned.batches
     steps = "steps unknown" if batches.steps is None else f"{batches.steps:,} optimizer steps"
     size, prompts = planned.lengths, "prompt" if batches.prompts == 1 else "prompts"
@@ -417,7 +420,7 @@ def _disk_lines(planned: Plan) -> Iterator[str]:
 
 
 def size_text(count: int) -> str:
-    """Bytes in the unit that suits them."""
+    """Format bytes in a suitable unit."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
         if value < 1024 or unit == "GiB":

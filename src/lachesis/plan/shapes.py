@@ -1,4 +1,4 @@
-"""What of a model says how much memory it takes: its shape, from its config.json. Nothing is loaded."""
+"""Shape of a model, which determines its memory, from its config.json. Nothing is loaded. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder: widths in elements, ``dtype`` that of the checkpoint.
+    """Shape of a decoder: widths in elements, ``dtype`` that of the checkpoint.
 
     ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
     without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3.
@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of one decoder layer (of one expert): inputs and outputs of each."""
+        """Return inputs and outputs of the linear layers of one decoder layer (of one expert)."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -61,12 +61,12 @@ class ModelShape:
 
     @property
     def quantizable(self) -> list[tuple[int, int]]:
-        """Of those, inputs and outputs of the ones that can be quantized: not a mixture's experts, which are fused."""
+        """Return inputs and outputs of the quantizable ones: not a mixture's experts, which are fused."""
         return self.targeted("all-linear")
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer with a gated feed-forward part."""
+        """Return the parameters of one decoder layer with a gated feed-forward part."""
         matrices = {name: rows * columns for name, (rows, columns) in self.linears.items()}
         feed_forward = sum(matrices[name] for name in FEED_FORWARD)
         attention = sum(matrices[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -77,30 +77,33 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model: embeddings, layers, norms, head."""
+        """Return the parameters of the whole model: embeddings, layers, norms, head."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden
 
     @property
     def outside_parameters(self) -> int:
-        """Of embeddings, head and last norm."""
+        """Return the parameters of embeddings, head and last norm."""
         return self.parameters - self.layers * self.layer_parameters
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the elements of keys and values of one token in all layers."""
         return 2 * self.kv_heads * self.head_dim * self.layers
 
     def lora_parameters(self, *, rank: int, targets: str | list[str]) -> int:
-        """Of LoRA's two matrices on each target, in all layers; a mixture's experts are fused and no linear layers."""
+        """Return the parameters of LoRA's two matrices on each target, in all layers.
+
+        A mixture's experts are fused and not linear layers.
+        """
         return self.layers * sum(rank * sum(sides) for sides in self.targeted(targets))
 
     def targeted(self, targets: str | list[str]) -> list[tuple[int, int]]:
-        """Inputs and outputs of the linear layers of a decoder layer that an adapter's targets name."""
+        """Return inputs and outputs of the linear layers of a decoder layer that an adapter's targets name."""
         return [self.linears[name] for name in self.targeted_names(targets)]
 
     def targeted_names(self, targets: str | list[str]) -> list[str]:
-        """The linear layers of a decoder layer that an adapter's targets name."""
+        """Return the linear layers of a decoder layer that an adapter's targets name."""
         fused = FEED_FORWARD if self.experts > 1 else ()
         named = self.linears if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
         plain = [name.rpartition(".")[2] for name in named]
@@ -108,21 +111,21 @@ class ModelShape:
 
 
 def read_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelShape | None:
-    """As :func:`find_shape`, without where it was found."""
+    """Return :func:`find_shape` without the place where it was found."""
     found = find_shape(model, revision=revision, ask_hub=ask_hub)
     return None if found is None else found.shape
 
 
 @dataclass(frozen=True, slots=True)
 class FoundShape:
-    """A shape, and where it was found: a directory, the hub's cache, the hub, or the table of known models."""
+    """Shape and the place where it was found: a directory, the hub's cache, the hub, or the table of known models."""
 
     shape: ModelShape
     source: Literal["directory", "cache", "hub", "table"]
 
 
 def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> FoundShape | None:
-    """The shape of a model directory or of a model of the hub; None where nothing says it.
+    """Return the shape of a model directory or of a model of the hub; None if it is unknown.
 
     Looked for in this order: the directory, the hub's cache, the hub itself (a file of about 1 kB), and the table of
     :mod:`lachesis.config.architectures`, which knows some models by their exact names.
@@ -147,7 +150,7 @@ def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False
 
 
 def unknown_shape(config: LachesisConfig) -> tuple[str, str]:
-    """Why nothing says the shape of the model of a run, and what to do."""
+    """Return why the shape of a run's model is unknown, and what to do."""
     path = config.model.path
     if config.run.setup is not None:
         return (
@@ -206,7 +209,7 @@ def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
 
 
 def _cached_config(model: str) -> Path | None:
-    """``config.json`` in the newest snapshot of the hub's cache."""
+    """Return ``config.json`` in the newest snapshot of the hub's cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     found = sorted(
@@ -217,15 +220,16 @@ def _cached_config(model: str) -> Path | None:
 
 
 def _may_be_of_hub(model: str) -> bool:
-    """Whether it is no path: `NAME` or `OWNER/NAME`. What loads the hub's library for nothing takes a third of a plan.
+    """Return True if the name is `NAME` or `OWNER/NAME`, not a path.
 
-    A model that run.setup makes is a path by the time its configuration is read.
+    Loading the hub's library for nothing takes a third of a plan. A model that run.setup makes is a path by the time
+    its configuration is read.
     """
     return not model.startswith((".", "/", "~")) and model.count("/") <= 1
 
 
 def _config_of_hub(model: str, revision: str | None) -> str | None:
-    """Its text; None where the hub does not answer, or has no such model for us."""
+    """Return the text of a config on the hub; None if the hub does not answer, or refuses us the model."""
     import httpx
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HFValidationError
