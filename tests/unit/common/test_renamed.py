@@ -39,7 +39,7 @@ def test_a_public_name_is_the_same_module(public, place):
 
 def test_a_module_that_a_public_package_has_not_is_missed_by_its_public_name():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'lachesis\.environments\.nothing'"):
-        import_module("lachesis.plugins.atropos.environments.nothing")
+        import_module("lachesis.environments.nothing")
 
 
 def test_names_are_taken_from_it():

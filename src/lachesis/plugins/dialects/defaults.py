@@ -55,6 +55,11 @@ DIFFERENT: Mapping[str, Mapping[str, Difference]] = {
             ("trl.vllm_gpu_memory_utilization",),
             applies=_has_own_server,
         ),
+        "trl.reward_num_workers": Difference(
+            "1, which is the training process itself",
+            "rewards run in one subprocess where they can be imported there",
+            "1",
+        ),
     },
     "TRL": {
         "dtype": Difference(
