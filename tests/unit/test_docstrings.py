@@ -16,7 +16,6 @@ TO_DO = (
     "config",
     "engines",
     "plugins",
-    "process",
     "rollouts",
     "run",
 )

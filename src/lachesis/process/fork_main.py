@@ -1,4 +1,4 @@
-"""``python -m lachesis.process.fork_main DESCRIPTOR MODULE [ARGUMENT...]``: the process of a fork server.
+"""Main of a fork server: ``python -m lachesis.process.fork_main DESCRIPTOR MODULE [ARGUMENT...]``.
 
 See :class:`lachesis.process.forkserver.ForkServer`. It has one thread, as a process that forks must.
 """
@@ -32,7 +32,7 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A command that is to be forked, with its end of the link and the descriptor of its log."""
+    """Command that is to be forked, with its end of the link and the descriptor of its log."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -44,11 +44,11 @@ class Request:
 
 
 class Forked(BaseException):
-    """Raised in a process that has been forked, so that it leaves all that its parent was amid of."""
+    """Exception raised in a forked process, so that it leaves whatever its parent was doing."""
 
 
 def main() -> None:
-    """Import, then fork until nobody can ask any more; in each process that was forked, be the command."""
+    """Import, then fork until nobody can ask any more; in each forked process, run the command."""
     number, module, *arguments = sys.argv[1:]
     os.environ |= brief_waits(os.environ)
     os.environ.setdefault(*_ONE_THREAD)
@@ -71,7 +71,9 @@ def main() -> None:
 
 
 def fork_supervisors(asked: socket.socket, *, asker: int) -> None:
-    """One for each request, until who asks has closed, or has ended. Raises Forked in the process of a command.
+    """Fork a supervisor for each request, until the asker has closed, or has ended.
+
+    Raises Forked in the command. Raises Forked in the process of a command.
 
     Args:
         asked: requests come over it.
@@ -97,7 +99,7 @@ def fork_supervisors(asked: socket.socket, *, asker: int) -> None:
 
 
 def receive(asked: socket.socket) -> Request | None:
-    """The next request; ``None`` once who asks has closed, or died amid one."""
+    """Return the next request; ``None`` once the asker has closed, or died while sending one."""
     size, descriptors, _, _ = socket.recv_fds(asked, SIZE_BYTES, 2)
     if len(descriptors) < 2:
         return None
@@ -111,7 +113,10 @@ def receive(asked: socket.socket) -> Request | None:
 
 
 def become_supervisor(request: Request) -> None:
-    """Be the supervisor of one command to its end. Raises Forked in the command's process, which it forks."""
+    """Supervise one command to its end.
+
+    Raises Forked in the command's process, which it forks. Raises Forked in the command's process, which it forks.
+    """
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(request.log, descriptor)
@@ -130,7 +135,7 @@ def become_supervisor(request: Request) -> None:
 
 
 class ForkedChild:
-    """What a supervisor asks of ``subprocess.Popen``, of a child that it forks itself, the head of a session.
+    """Forked child with the methods of ``subprocess.Popen`` that a supervisor uses, the head of a session.
 
     In the child it raises Forked, whose argument is ``argument``.
     """
@@ -163,7 +168,7 @@ class ForkedChild:
 
 
 def run(request: Request, *, is_usable: bool) -> None:
-    """Be what ``python -m MODULE ARGUMENT...`` is, with its imports behind it; or execute it where they are no use."""
+    """Run ``python -m MODULE ARGUMENT...`` with its imports done, or execute it anew if they are unusable."""
     python, _, module, *arguments = request.command
     if util.find_spec("setproctitle"):  # vLLM brings it; so that `ps` tells which is which
         # It finds its place in front of the environment that the process began with.
@@ -179,7 +184,7 @@ def run(request: Request, *, is_usable: bool) -> None:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Of a pidfd, whether its process has ended; of a socket, whether the other side has closed."""
+    """Return True if a pidfd's process has ended, or a socket's other side has closed."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))

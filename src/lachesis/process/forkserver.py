@@ -1,4 +1,4 @@
-"""Servers that need the same imports, which may take ten seconds: one process has them, and they are forked from it.
+"""Fork server for commands that share slow imports, which may take ten seconds: one process imports and forks them.
 
 The other side is :mod:`lachesis.process.fork_main`. Python's own forkserver is one to a process, so that its imports
 are settled by who uses it first, and each process that comes of it imports the program that asked once more.
@@ -26,7 +26,7 @@ SIZE_BYTES = 8
 
 
 class ForkServer:
-    """A process that imports at once what commands of ``python -m MODULE`` need, and forks those that it is asked for.
+    """Server process that imports what ``python -m MODULE`` commands need, and forks those that are requested.
 
     It ends with this process at the latest. Linux only.
 
@@ -61,7 +61,7 @@ class ForkServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be asked."""
+        """Return True if the server may be asked."""
         return self._link.fileno() >= 0
 
     def fork(
@@ -84,17 +84,17 @@ class ForkServer:
             self._link.sendall(request)
 
     def close(self) -> None:
-        """Ask for nothing more: it ends once it has forked what it was asked for. Idempotent."""
+        """Request nothing more: the server ends once it has forked what was requested. Idempotent. Idempotent."""
         self._link.close()
 
     def kill(self) -> None:
-        """End it, its imports done or not; what has been forked goes on."""
+        """Kill the server, its imports done or not; forked processes go on."""
         self.close()
         self._process.kill()
 
 
 class ForkedSupervisor:
-    """The supervisor that a fork server has forked: no child of this process, so known by a descriptor of it."""
+    """Supervisor forked by a fork server: not a child of this process, so known by its pidfd."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -104,7 +104,7 @@ class ForkedSupervisor:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Return once it has ended, to be called once at the end."""
+        """Wait until it has ended; to be called once at the end."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.poll()
@@ -112,7 +112,7 @@ class ForkedSupervisor:
 
 
 def receive_supervisor(link: socket.socket) -> ForkedSupervisor | None:
-    """Wait until it has been forked; ``None`` where none is going to be."""
+    """Wait until it has been forked; return ``None`` if none will be."""
     try:
         _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""The garbage collector looks through all there is, again and again: what stays as long as a run is kept out of that.
+"""Garbage collection without the long-lived objects of a run, which would otherwise be scanned again and again.
 
 Torch, transformers and what they bring are half a million objects that no collection can free: looking through them
 takes a quarter of a second, several times while they are imported and at times during a step.
@@ -15,7 +15,7 @@ _frozen = False
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Within it nothing is collected, and what is there at its end is frozen: imports leave hardly any garbage."""
+    """Collect nothing within the block, and freeze what is there at its end: imports leave hardly any garbage."""
     with uncollected():
         yield
         _freeze()
@@ -23,7 +23,7 @@ def frozen_imports() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it nothing is collected: for making many objects that stay."""
+    """Collect nothing within the block, for making many objects that stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -40,7 +40,7 @@ def freeze() -> None:
 
 
 def thaw() -> None:
-    """Give back to the collector what was frozen here."""
+    """Return to the collector what was frozen here."""
     global _frozen
     if _frozen:
         gc.unfreeze()
@@ -48,7 +48,10 @@ def thaw() -> None:
 
 
 def _freeze() -> None:
-    """Not in a program that has frozen objects of its own: Python thaws all at once, theirs with ours."""
+    """Freeze all objects, unless the program has frozen its own.
+
+    Python thaws all at once, theirs with ours.
+    """
     global _frozen
     if _frozen or not gc.get_freeze_count():
         gc.freeze()

@@ -1,4 +1,4 @@
-"""A child process that this process starts, watches, and stops; and no other."""
+"""Managed child process, which this process starts, watches and stops."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _REAP_S, _REAP_LOOK_S = 20.0, 0.02
 
 
 def last_lines(path: Path, *, start: int = 0) -> list[str]:
-    """The last lines from byte ``start`` on, after those before them that name an error, which are causes often.
+    """Return the last lines from byte ``start`` on, after earlier ones that name an error, which is often the cause.
 
     Raises:
         EngineError: the log cannot be read.
@@ -73,12 +73,12 @@ def last_lines(path: Path, *, start: int = 0) -> list[str]:
 
 
 def names_an_error(line: str) -> bool:
-    """Whether a line of a log has an error of Python's with its message."""
+    """Return True if a line of a log has one of Python's errors with its message."""
     return _CAUSE.search(line) is not None
 
 
 def remedy_of(lines: Sequence[str], *, killed: bool) -> str:
-    """What to do about a server that ended with these lines; empty if nothing is known about it."""
+    """Return what to do about a server that ended with these lines; empty if nothing is known about it."""
     text = "\n".join(lines).lower()
     for sign, advice in _REMEDIES.items():
         if sign.lower() in text:
@@ -90,7 +90,7 @@ OnDeath = Callable[[EngineError], None]
 
 
 class ManagedProcess:
-    """Runs a command in a process group of its own; see :mod:`lachesis.process.supervisor` for how.
+    """Command in a separate process group; see :mod:`lachesis.process.supervisor` for how.
 
     However this process ends, kill -9 included, the command's group is ended too. Thread-safe, except that one
     thread at a time may start and stop.
@@ -135,13 +135,13 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the command, which leads its process group; ``None`` while it does not run, or is still to be forked."""
+        """Return the pid of the command, which leads its process group; ``None`` while there is none."""
         life = self._life
         return None if life is None or life.ended.is_set() else life.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Of the last run, negative for a signal; ``None`` while it runs, and where it is not known."""
+        """Return the exit code of the last run, negative for a signal; ``None`` while it runs or if unknown."""
         life = self._life
         return life.code if life is not None and life.ended.is_set() else None
 
@@ -183,7 +183,7 @@ class ManagedProcess:
         _running.add(self)
 
     def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return once it is able to serve. Raises as :meth:`start`."""
+        """Wait until it is able to serve. Raises as :meth:`start`. Raises as :meth:`start`."""
         if self._health_url is None:
             return
         assert self._life is not None
@@ -211,7 +211,7 @@ class ManagedProcess:
             raise self.death()
 
     def death(self) -> EngineError:
-        """How it ended, with the last lines of the log."""
+        """Return an error that says how it ended, with the last lines of the log."""
         life = self._life
         if life is None or life.stopping:
             return EngineError(f"{self.name} was not started, or was stopped", remedy="start it")
@@ -232,11 +232,11 @@ class ManagedProcess:
         _running.discard(self)
 
     def last_lines(self) -> list[str]:
-        """The end of what it has written since its last start."""
+        """Return the end of its output since its last start."""
         return self._last_lines(self._life)[1]
 
     def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
-        """With the log that they are of: where it was to be forked and was not, that of the imports."""
+        """Return the last lines with their log: that of the imports if it was never forked."""
         if life is not None and life.forkserver is not None and life.pid is None:
             return life.forkserver.log_path, last_lines(life.forkserver.log_path, start=life.forkserver.log_start)
         return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)
@@ -261,14 +261,17 @@ class ManagedProcess:
 
 
 def launch_together(processes: Iterable[ManagedProcess]) -> None:
-    """Start them without waiting, but for those that come after another. Raises EngineError as one does."""
+    """Start the processes without waiting, except those that follow another.
+
+    Raises EngineError as one does. Raises EngineError as one does.
+    """
     for process in processes:
         if process.after is None:
             process.launch()
 
 
 def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) -> None:
-    """Return once all that were launched together are able to serve, in an order in which each follows its ``after``.
+    """Wait until all that were launched together are able to serve, each after its ``after``.
 
     Raises:
         EngineError, DeadlineExceeded: as :meth:`ManagedProcess.start`.
@@ -280,7 +283,7 @@ def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) ->
 
 
 class _Supervisor(Protocol):
-    """What is asked of it: as of Popen's."""
+    """Methods of Popen that a supervisor needs."""
 
     def kill(self) -> None: ...
 
@@ -288,7 +291,10 @@ class _Supervisor(Protocol):
 
 
 class _Life:
-    """One run of the command, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown.
+    """Run of the command, to its end.
+
+    ``code`` is Popen's: negative for a signal, ``None`` if unknown. ``code`` is Popen's: negative for a signal,
+    ``None`` if unknown.
 
     ``pid`` is the command's, and ``None`` until it has been forked where a fork server is to do that.
     """
@@ -331,7 +337,10 @@ class _Life:
         self._server, self.pid = _process(pid), pid
 
     def _first_word(self, supervisor: _Supervisor, *, command: Sequence[str]) -> int:
-        """The pid, which the supervisor says. Raises EngineError where it could not run the command, or is silent."""
+        """Return the pid that the supervisor reports.
+
+        Raises EngineError if it could not run the command, or is silent.
+        """
         self._link.settimeout(_SUPERVISOR_S)
         try:
             word, _, value = self._lines.readline().strip().partition(" ")
@@ -349,7 +358,7 @@ class _Life:
         )
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Describe how it ended."""
         after = f"{self._lifetime_s:.1f} s after its start"
         if self.code is None:
             return f"lost its supervisor {after} and was killed"
@@ -392,7 +401,10 @@ class _Life:
             self._died(self)
 
     def _kill(self) -> None:
-        """Without the supervisor's help: its group, if that is still the one we started, and wait until it is gone."""
+        """Kill the command's group without the supervisor's help, and wait until it is gone.
+
+        The group is killed only if it is still the one that we started.
+        """
         if self._supervisor is not None:
             self._supervisor.kill()
         if self.pid is None:  # nothing has been forked
@@ -411,7 +423,7 @@ class _Life:
 def _start_supervisor(
     command: Sequence[str], *, link: socket.socket, log: IO[bytes], env: Mapping[str, str], grace_s: float
 ) -> _Supervisor:
-    """The process that starts the command, with its end of the link."""
+    """Start the process that starts the command, with its end of the link."""
     arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
     # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
     return subprocess.Popen(
@@ -451,7 +463,7 @@ def check_port_free(url: str) -> None:
 
 
 def who_listens(port: int) -> str:
-    """The pid and command of the process that listens on a port, as far as this user may know."""
+    """Describe the process that listens on a port by pid and command, as far as this user may know."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.pid and tuple(connection.laddr)[1:2] == (port,):
@@ -466,7 +478,7 @@ process_exists = psutil.pid_exists
 
 
 def answers(client: httpx.Client, url: str) -> bool:
-    """Whether a server is able to serve, as its page of health says."""
+    """Return True if a server is able to serve, according to its health route."""
     try:
         return client.get(url, timeout=_HEALTH_S).is_success
     except httpx.TransportError:
@@ -478,7 +490,7 @@ def _shown(lines: Sequence[str]) -> str:
 
 
 def _process(pid: int) -> psutil.Process | None:
-    """The process with the time of its start, by which it is told from a later one with the same pid."""
+    """Return the process with its start time, which tells it from a later one with the same pid."""
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -486,7 +498,10 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def _has_members(group: int) -> bool:
-    """Whether a process of the group has not ended. A zombie has, once none of its threads is left to close files."""
+    """Return True if a process of the group has not ended.
+
+    A zombie has, once none of its threads is left to close files.
+    """
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getpgid(process.pid) == group and (

@@ -1,4 +1,4 @@
-"""Signals of this process that are none of the processes that it forks."""
+"""Signal handlers of this process, kept from the processes that it forks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _held = threading.local()
 
 @cache
 def keep_handlers_from_children() -> None:
-    """From now on processes that are forked from this one end by SIGTERM, and take SIGINT as Python does by default.
+    """Make processes forked from now on end by SIGTERM, and take SIGINT as Python does by default.
 
     They would inherit handlers that ask this process to stop: a pool of the user's, which ends its workers by SIGTERM,
     would wait for them for ever, and what asyncio is told by a signal would be told to the loop of this process.
@@ -22,7 +22,7 @@ def keep_handlers_from_children() -> None:
 
 
 def _hold() -> None:
-    """Keep SIGTERM back until the child has no handler of ours: what Python has not handled yet, it drops there.
+    """Hold SIGTERM back until the child has none of our handlers: Python drops signals that it has not handled.
 
     SIGINT is not held: its KeyboardInterrupt would be raised as the child lets it in, where nobody sees it.
     """

@@ -1,4 +1,4 @@
-"""Runs one command in a process group of its own, and never leaves it behind.
+"""Supervisor that runs one command in a separate process group, and never leaves it behind.
 
 :mod:`lachesis.process.managed` runs this file with a bare Python, so it imports nothing of ours; a supervisor that is
 forked (:mod:`lachesis.process.fork_main`) calls :func:`supervise`. The arguments are a file descriptor (one end of a
@@ -40,7 +40,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Child(Protocol):
-    """What is asked of the command's process: as of Popen's."""
+    """Methods of Popen that the command's process needs."""
 
     pid: int
 
@@ -118,7 +118,10 @@ def _reap_group(pid: int) -> None:
 
 
 def prepare_child() -> None:
-    """In the child, before the command: signals as usual, and SIGKILL where this process dies (Linux only)."""
+    """Prepare the child before the command (Linux only).
+
+    Signals are reset, and SIGKILL follows if this process dies.
+    """
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -131,7 +134,7 @@ def _tell(link: socket.socket, line: str) -> None:
 
 
 def main() -> None:
-    """The command of this file."""
+    """Run this file's command."""
     number, parent, grace_s, *command = sys.argv[1:]
     supervise(
         socket.socket(fileno=int(number)),

@@ -1,4 +1,4 @@
-"""Calls that may hang, on a daemon thread, which is left behind where nobody waits for it any more.
+"""Calls that may hang, on a daemon thread that is abandoned if nobody waits for it any more.
 
 Python cannot kill a thread; a daemon never keeps the interpreter alive.
 """
@@ -30,9 +30,9 @@ Watch = Callable[[], None]
 
 
 def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -> T:
-    """What ``call``, on a thread of its own, returns or raises. ``watch`` is called every ``every_s`` until then.
+    """Return or raise the outcome of ``call`` on a separate thread, and call ``watch`` every ``every_s`` until then.
 
-    Where ``watch`` raises, that is raised at once and the call is left behind.
+    If ``watch`` raises, that is raised at once and the call is abandoned.
     """
     worker = DaemonThread("lachesis-watched-call")
     try:
@@ -45,7 +45,7 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
 
 
 def call_aside(call: Callable[[], object], *, name: str) -> None:
-    """Do on a thread of its own what nobody waits for, but the interpreter at its end, for some seconds.
+    """Call on a separate thread that only the interpreter waits for at its end, for some seconds.
 
     For what may take long in C++, as the end of a process group: before Python 3.14 a thread that comes back from there
     into an interpreter that is ending aborts the process.
@@ -63,7 +63,7 @@ def _wait_for_calls_aside() -> None:
 
 
 class CallOutcome(NamedTuple):
-    """What became of a call: a result, the exception it raised, or neither within the deadline."""
+    """Outcome of a call: a result, the exception it raised, or neither within the deadline."""
 
     result: Any = None
     error: BaseException | None = None
@@ -71,7 +71,7 @@ class CallOutcome(NamedTuple):
 
 
 class CallThread:
-    """Runs calls one at a time on one thread, which is replaced only after a call that hung."""
+    """Thread that runs calls one at a time, and is replaced only after a call that hung."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -112,21 +112,21 @@ def _outcome(future: Future[Any], timeout_s: float | None) -> CallOutcome:
 
 
 class Caller:
-    """Calls functions one at a time, and awaits what they return where that is awaitable, on one event loop."""
+    """Caller of functions one at a time on one event loop, which awaits awaitable results."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._task: asyncio.Task[Any] | None = None
 
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        """What comes of ``function(**kwargs)``. Of one thread at a time."""
+        """Return the result of ``function(**kwargs)``. For one thread at a time. Of one thread at a time."""
         result = function(**kwargs)
         if type(result) is str:  # of most tools: to ask whether one can be awaited takes as long as a quick call
             return result
         return self._runner.run(self._wait(result)) if inspect.isawaitable(result) else result
 
     def cancel(self) -> None:
-        """From another thread: cancel the coroutine that is awaited, if one is."""
+        """Cancel the coroutine that is awaited, if any; called from another thread."""
         if task := self._task:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
@@ -144,7 +144,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Line:
-    """Calls that a thread makes one after the other, for as long as they are not taken from it.
+    """Calls that a thread makes one after the other, as long as they are not taken from it.
 
     A future for each would take longer than a calculator. ``outcomes`` are those of the calls that have returned.
     """
@@ -157,17 +157,17 @@ class Line:
         self._over = threading.Event()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the last call; whether it has returned."""
+        """Wait for the last call; return True if it has returned."""
         return self._over.wait(timeout_s)
 
     def cut(self) -> int:
-        """Take the calls that have not begun, which are not made then; how many had."""
+        """Withdraw the calls that have not begun, and return how many had."""
         with self._changing:
             self._end = self._begun
             return self._end
 
     def run(self, caller: Caller) -> None:
-        """On the thread: make the calls."""
+        """Make the calls, on the thread."""
         for function, kwargs in self._calls:
             with self._changing:
                 if self._begun == self._end:
@@ -182,7 +182,7 @@ class Line:
 
 
 class DaemonThread:
-    """A daemon thread that calls functions, coroutine functions too, in the order in which they are handed to it."""
+    """Daemon thread that calls functions, coroutine functions too, in the order of their submission."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[Caller], None] | None] = SimpleQueue()
@@ -222,7 +222,7 @@ class DaemonThread:
 
 
 class LoopThread:
-    """An event loop in a daemon thread, started at its first use.
+    """Event loop in a daemon thread, started at its first use.
 
     Args:
         what: whose it is, in the error of who comes after the end.
@@ -245,7 +245,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._started())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
+        """Return the result of ``work``, which is cancelled if the wait for it is interrupted."""
         future = self.submit(work)
         try:
             return future.result()
@@ -273,7 +273,10 @@ class LoopThread:
         return self._loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run it to its end. A library that would end the program with ``sys.exit`` ends its own call alone."""
+        """Run the loop to its end.
+
+        A library that calls ``sys.exit`` ends its own call alone.
+        """
         while True:
             with suppress(SystemExit):
                 loop.run_forever()

@@ -1,4 +1,4 @@
-"""A process that ends this one where a call holds the interpreter past its deadline.
+"""Watchdog process, which ends this one if a call holds the interpreter past its deadline.
 
 While native code holds Python's lock, as a regular expression does that backtracks, no thread of this process can give
 the call up, and no signal handler runs: Ctrl-C and SIGTERM do nothing. Only another process can see it.
@@ -24,7 +24,7 @@ _LONGEST_WORDS = 300
 
 
 class Watchdog:
-    """Ends this process when a guarded call takes longer than its limit and its end has not been told either.
+    """Watchdog that ends this process if a guarded call exceeds its limit and its end was not reported.
 
     The process that watches is started at the first call, and ends with this one. Thread-safe; calls take turns.
 
@@ -40,7 +40,7 @@ class Watchdog:
 
     @contextmanager
     def guard(self, limit_s: float, words: str) -> Iterator[None]:
-        """Within it the process ends by SIGKILL after ``limit_s`` seconds and the grace.
+        """End the process by SIGKILL if the block takes ``limit_s`` seconds and the grace.
 
         Args:
             words: the last line on its standard error, then.
@@ -56,7 +56,7 @@ class Watchdog:
                 self._tell("")
 
     def close(self) -> None:
-        """End the process that watches. Idempotent."""
+        """End the watching process. Idempotent. Idempotent."""
         if self._process is not None and self._process.stdin is not None and self._started_by == os.getpid():
             self._process.stdin.close()
             self._process.wait()
@@ -86,7 +86,7 @@ class Watchdog:
 
 
 def watch(pid: int) -> None:
-    """The main of the process that watches: each line is a number of seconds with words, or the end of a call."""
+    """Run the watching process: each line is a number of seconds with words, or the end of a call."""
     end, words = math.inf, b""
     while True:
         left_s = None if math.isinf(end) else max(end - time.monotonic(), 0.0)

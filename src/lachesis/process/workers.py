@@ -44,7 +44,7 @@ _REAP_S = 5.0
 
 
 class WorkerError(LachesisError):
-    """A call that gave no result.
+    """Failure of a call to give a result.
 
     ``reason``: it took too long (``timeout``), its process ended (``died``), or its arguments or its result cannot be
     given to another process; the message says how.
@@ -57,7 +57,7 @@ class WorkerError(LachesisError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What the operating system refuses a child; ``None`` is no limit.
+    """Limits that the operating system sets for a child; ``None`` is no limit.
 
     Args:
         memory_mb: address space, in MiB.
@@ -69,7 +69,7 @@ class ProcessLimits:
 
 
 class ChildProcess:
-    """A child process that calls ``function(link, *args)`` and ends; ``link`` is its end of a socket to this process.
+    """Child process that calls ``function(link, *args)`` and ends; ``link`` is its end of a socket to this process.
 
     Args:
         function: one that can be pickled, by its name.
@@ -131,11 +131,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process and of its group."""
+        """Return the pid of the process and of its group."""
         return self._popen.pid
 
     def read(self, *, timeout_s: float, max_bytes: int) -> bytes:
-        """What it writes to its link, until it ends, has written too much, or its time is over.
+        """Return what it writes to its link, until it ends, has written too much, or its time is over.
 
         Whoever else holds the link, as a child of the child may, is not waited for.
         """
@@ -157,7 +157,7 @@ class ChildProcess:
         return content[:max_bytes]
 
     def ending(self) -> str:
-        """How it ended, in words, once it has closed its link."""
+        """Describe how it ended, once it has closed its link."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_REAP_S)
         code = self._popen.returncode
@@ -171,7 +171,7 @@ class ChildProcess:
             self._kill_group()
 
     def finish(self, *, grace_s: float) -> None:
-        """Ask it to end by itself, as a process of a pool does that is idle, and kill it if it does not in time."""
+        """Ask it to end by itself, as an idle process of a pool does, and kill it if it does not in time."""
         with contextlib.suppress(OSError):
             self.link.shutdown(socket.SHUT_WR)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,7 +194,7 @@ class ChildProcess:
 
 
 class WorkerPool:
-    """``count`` child processes that are kept for many calls; one that hung or died is replaced before its next call.
+    """Pool of ``count`` child processes kept for many calls; one that hung or died is replaced before its next call.
 
     Thread-safe.
 
@@ -242,13 +242,13 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that there are."""
+        """Return the pids of the present processes."""
         return [worker.pid for worker in self._workers if worker is not None]
 
     def run(
         self, function: Callable[..., Any], calls: Sequence[Sequence[Any]], *, timeout_s: float
     ) -> list[Any | WorkerError]:
-        """The result of ``function(*args)`` for each of at most ``count`` calls, or why there is none.
+        """Return the result of ``function(*args)`` for each of at most ``count`` calls, or why there is none.
 
         The calls run at once, each in a process of its own, and have ``timeout_s`` together. Waits without limit
         while other threads use the processes.
@@ -275,7 +275,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _take(self, count: int) -> Iterator[list[int]]:
-        """The first ``count`` idle processes, by number: with one caller calls always go to the same ones."""
+        """Take the first ``count`` idle processes, by number: with one caller calls always go to the same ones."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._idle) >= count)
             numbers = sorted(self._idle)[:count]
@@ -364,7 +364,7 @@ def send_message(link: socket.socket, content: bytes, *, timeout_s: float | None
 
 
 def receive_message(link: socket.socket, *, end: float | None = None) -> bytes:
-    """The bytes that the other end sent, by a moment of ``time.monotonic()``.
+    """Return the bytes that the other end sent, by a moment of ``time.monotonic()``.
 
     Raises:
         EOFError: the other end is closed.
@@ -386,7 +386,7 @@ def receive_message(link: socket.socket, *, end: float | None = None) -> bytes:
 
 
 def run_child(link: int, lifeline: int, limits: dict[str, int | None]) -> None:
-    """The child's main: set its limits, then call the function that it is sent."""
+    """Run the child: set its limits, then call the function that it is sent."""
     for descriptor in (link, lifeline):
         os.set_inheritable(descriptor, False)
     _end_with_parent(lifeline)
@@ -397,7 +397,7 @@ def run_child(link: int, lifeline: int, limits: dict[str, int | None]) -> None:
 
 
 def serve(link: socket.socket) -> None:
-    """In a child of a pool: answer calls, one after the other, in the main thread."""
+    """Answer calls in a child of a pool, one after the other, in the main thread."""
     with contextlib.suppress(EOFError):
         while True:
             send_message(link, _reply(receive_message(link)))
