@@ -104,8 +104,9 @@ def reply_with(value: Any, *, status: int = 200) -> Response:
 
 
 def _too_large(limit: int) -> Refusal:
-    key = " (--max-body-mb)" if limit != RECORD_BYTES else ""
-    return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB{key}")
+    if limit == RECORD_BYTES:
+        return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB")
+    return Refusal(413, f"the body is longer than {limit / (1 << 20):g} MiB (--max-body-mb)")
 
 
 def _accepts_gzip(accepted: str) -> bool:
