@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 TextDecoder: TypeAlias = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
+def keeping_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+    """Return a decoder that keeps special tokens, such as ``[THINK]``, but those of begin, end and padding."""
+    left_out: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+    def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
+        kept = [[token for token in ids if token not in left_out] for ids in token_ids]
+        return tokenizer.batch_decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def removed_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens about reasoning, answers and tools that :func:`text_decoder` takes out of texts."""
+    words = ("think", "reason", "answer", "solution", "tool")
+    return [token for token in tokenizer.all_special_tokens if any(word in token.lower() for word in words)]
+
+
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True) -> TextDecoder:
     """Token ids to texts: without special tokens and with every other character as it was sampled.
 

@@ -25,7 +25,7 @@ from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, loa
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
 from lachesis.rollouts.evaluate import Turns
-from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.generation import TextDecoder, keeping_decoder, removed_special_tokens, text_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
@@ -239,17 +239,29 @@ def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptSt
     )
 
 
+def reward_decoder(config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+    """Return what makes the texts that reward functions get."""
+    return keeping_decoder(tokenizer) if config.rewards.special_tokens == "keep" else text_decoder(tokenizer)
+
+
 def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> GroupwiseSource:
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
     for words in rewarder.blanks(problems):
         logger.warning("%s", words)
+    removed = removed_special_tokens(policy.tokenizer)
+    if removed and config.rewards.special_tokens == "remove":
+        logger.warning(
+            "%s are special tokens of the tokenizer and are taken out of the text that rewards see; "
+            "rewards.special_tokens: keep leaves them there",
+            ", ".join(removed[:8]),
+        )
     common: dict[str, Any] = {
         "stream": build_stream(config, problems),
         "engine": engine,
         "rewarder": rewarder,
-        "decode": text_decoder(policy.loaded.tokenizer),
+        "decode": reward_decoder(config, policy.loaded.tokenizer),
         "params": sampling_params(config, policy),
         "num_generations": config.sampling.num_generations,
         "seed": config.run.seed,
@@ -308,7 +320,7 @@ def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> To
         parse=load_parser(source.tool_parser, tokenizer=tokenizer),
         continuation=Continuation(tokenizer, kwargs),
         tokenizer=tokenizer,
-        decode=text_decoder(tokenizer),
+        decode=reward_decoder(config, tokenizer),
         limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
     )
 

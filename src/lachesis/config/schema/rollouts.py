@@ -327,6 +327,11 @@ class RewardsConfig(Section):
         description="What functions get as a completion where the prompt is a text: a list of one message, as for a "
         "conversation, or the text itself, as in TRL and Axolotl, whose files set it.",
     )
+    special_tokens: Literal["remove", "keep"] = Field(
+        default="remove",
+        description="Special tokens in the text that functions get: `remove` them, as TRL does, or `keep` those that "
+        "a completion consists of, as `[THINK]`; begin, end and padding tokens are removed always.",
+    )
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
     num_workers: NonNegativeInt | None = Field(
         default=None,

@@ -1,0 +1,28 @@
+"""What reward functions see of special tokens."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lachesis.rollouts.generation import keeping_decoder, removed_special_tokens, text_decoder
+from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "<mark>"]})
+    return tokenizer
+
+
+def test_tokens_with_a_meaning_are_kept_and_those_of_the_end_are_not(tokenizer: PreTrainedTokenizerFast):
+    think, mark = tokenizer.convert_tokens_to_ids(["[THINK]", "<mark>"])
+    ids = [think, *tokenizer.encode("ab", add_special_tokens=False), mark, EOS_ID, PAD_ID]
+    assert keeping_decoder(tokenizer)([ids]) == ["[THINK]ab<mark>"]
+    assert text_decoder(tokenizer)([ids]) == ["ab"]
+
+
+def test_tokens_about_reasoning_are_named_where_they_are_taken_out(tokenizer: PreTrainedTokenizerFast):
+    assert removed_special_tokens(tokenizer) == ["[THINK]"]
+    assert removed_special_tokens(tiny_tokenizer()) == []
