@@ -90,9 +90,34 @@ IN_CODE: Mapping[str, Mapping[str, Difference]] = {
     },
 }
 
+# What TRL had up to 0.17, by wheels 0.15.2 to 0.17.0, where its class has others today. Only these versions have
+# the key `vllm_device`.
+_UP_TO_017 = {"beta": "0.04", "temperature": "0.9", "max_completion_length": "256"}
+_LOSS_UP_TO_017 = "a mean over each sequence up to 0.15 (grpo), over tokens from 0.16 on (bnpo)"
+
+
+def _old_version(translation: Translation) -> list[Finding]:
+    """Return one warning if the file was written for TRL up to 0.17 and leaves out what that had otherwise."""
+    before = "trl." if translation.dialect.name == "Axolotl" else ""
+    if not translation.has(f"{before}vllm_device"):
+        return []
+    keys = [f"--set {before}{key}={there}" for key, there in _UP_TO_017.items() if not translation.has(before + key)]
+    loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_LOSS_UP_TO_017}"
+    if not keys and not loss:
+        return []
+    text = f"{before}vllm_device is a key of TRL up to 0.17; what the file leaves out has the defaults of 1.16 here"
+    if keys:
+        text += f". For that version's add {' '.join(keys)}"
+    text += loss
+    return [Finding(level="warning", rule="dialect", message=text)]
+
 
 def default_findings(translation: Translation) -> list[Finding]:
-    """One note, or none: which keys that the file does not write are something else here, and how to have those."""
+    """One note, or none: which keys that the file does not write are something else here, and how to have those.
+
+    A file of an old version of TRL gets a warning with that version's defaults before it.
+    """
+    old = _old_version(translation)
     name = translation.dialect.name
     keys = [
         f"--set {key}={difference.written}"
@@ -103,9 +128,9 @@ def default_findings(translation: Translation) -> list[Finding]:
         and not any(translation.has(written) for written in (key, *difference.or_by))
     ]
     if not keys:
-        return []
+        return old
     text = (
         f"left out of the file, with another default here (docs/migration.md, Defaults that differ): {name}'s are "
         f"{' '.join(keys)}"
     )
-    return [Finding(level="note", rule="dialect", message=text)]
+    return [*old, Finding(level="note", rule="dialect", message=text)]

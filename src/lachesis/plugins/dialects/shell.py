@@ -141,6 +141,8 @@ class _Shell:
         if after == "(":
             end = _closing(raw, index + 1, "(", ")")
             inner = raw[index : end + 1]
+            if inner == "$(pwd)":
+                return self._value("PWD", inner), end + 1
             return self._arithmetic(inner) if inner.startswith("$((") else _unknown(inner), end + 1
         if after == "{":
             end = _closing(raw, index + 1, "{", "}")
@@ -167,6 +169,9 @@ class _Shell:
         if name in _ARGUMENTS:
             return []
         known = name in self.variables and name not in self.conditional
+        if operator.lstrip(":") == "+" and name not in self.conditional:
+            used = known and (self.variables[name] or ":" not in operator)
+            return " ".join(self.expand(rest, whole=True)) if used else ""
         if operator.lstrip(":") in ("-", "="):
             missing = name not in self.conditional and not (known and (self.variables[name] or ":" not in operator))
             if not missing:

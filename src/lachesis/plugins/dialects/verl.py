@@ -38,7 +38,7 @@ _NO_INFLUENCE = {
         "entropy_from_logits_chunk_size", "entropy_checkpointing", "calculate_entropy", "use_remove_padding",
         "use_fused_kernels", "use_prefix_grouper", "calculate_sum_pi_squared", "pad_to_length", "rollout_n",
         "data_loader_seed", "recompute_old_log_prob", "load_weight", "shuffle", "tau_pos", "tau_neg",
-        "optim.total_training_steps", "optim.zero_indexed_step", "optim.optimizer_impl", "optim.clip_grad",
+        "optim.total_training_steps", "optim.zero_indexed_step", "optim.optimizer_impl",
     ),
     _MODEL: (
         "use_shm", "enable_activation_offload", "use_remove_padding", "use_liger", "use_fused_kernels",
@@ -175,7 +175,7 @@ def _optimizer() -> Iterator[Entry]:
     yield Entry(f"{optim}betas", "optimizer.betas")
     yield Entry(f"{optim}lr_warmup_steps", "optimizer.warmup_steps", convert=_warmup)
     yield Entry(f"{optim}lr_warmup_steps_ratio", "optimizer.warmup_ratio")
-    for name in ("lr_scheduler_type", "warmup_style"):
+    for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
         yield Entry(
             f"{optim}{name}", "optimizer.schedule", convert=one_of({"constant": "constant", "cosine": "cosine"})
         )
@@ -183,7 +183,8 @@ def _optimizer() -> Iterator[Entry]:
     yield from refused("Lachesis' cosine falls once: write 0.5", f"{optim}num_cycles", fine=(0.5,))
     yield from refused("AdamW is what is common", f"{optim}optimizer", fine=("AdamW", "adam", "adamw"))
     yield from refused("write the options as optimizer keys", f"{optim}override_optimizer_config")
-    yield Entry(f"{_ACTOR}grad_clip", "optimizer.max_grad_norm", convert=nonzero)
+    for name in ("grad_clip", "optim.clip_grad"):  # of FSDP, and of Megatron
+        yield Entry(f"{_ACTOR}{name}", "optimizer.max_grad_norm", convert=nonzero)
 
 
 def _run() -> Iterator[Entry]:

@@ -185,3 +185,21 @@ def test_a_host_that_is_a_url_is_an_error(tmp_path: Path, host: str):
     )
     with pytest.raises(ConfigError, match="expected the name or address of a host"):
         translated(file)
+
+
+@pytest.mark.parametrize(
+    ("also", "path", "expected"),
+    [
+        ('trainer.experiment_name="run-$(date +%Y%m%d)"', "run.name", None),
+        ("--config-path=config --config-name=ppo_megatron_trainer.yaml", "sampling.num_generations", 16),
+        (f"{ACTOR}optim.clip_grad=0.5 {ACTOR}optim.lr_decay_style=cosine", "optimizer.max_grad_norm", 0.5),
+        ("trainer.experiment_name=a${SUFFIX:+-}b", "run.name", "ab"),
+    ],
+)
+def test_what_verls_own_scripts_write_beside_the_keys(tmp_path: Path, also: str, path: str, expected: object):
+    assert value(ours(tmp_path, VERL.format(also)), path) == expected
+
+
+def test_a_base_file_that_is_not_read_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="defaults from gsm8k_multiturn_grpo"):
+        ours(tmp_path, VERL.format("--config-name=gsm8k_multiturn_grpo"))

@@ -74,3 +74,8 @@ def test_a_quotation_that_is_not_closed_is_an_error():
 def test_any_text_is_read_in_time(text: str):
     with contextlib.suppress(ConfigError):
         commands(text, environment={})
+
+
+def test_the_working_directory_and_words_for_set_variables():
+    script = 'A=1\nE=\nrun "$(pwd)/x" "${A:+set}" "${E:+set}" "${E+set}" ${NONE:+set}'
+    assert commands(script, environment={"PWD": "/there"}) == [["run", "/there/x", "set", "", "set"]]

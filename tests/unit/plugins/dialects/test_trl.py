@@ -7,6 +7,7 @@ from lachesis.config.document import parse_document
 from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import translate
+from lachesis.plugins.dialects.defaults import default_findings
 
 BASE = "model_name_or_path: org/model\ndataset_name: org/data\nreward_funcs: rewards.exact\nmax_steps: 10\n"
 
@@ -301,3 +302,17 @@ def test_rewards_of_open_r1_get_the_arguments_of_the_file():
 def test_processes_have_an_engine_for_each_so_many_as_hold_it(text: str, processes: int, copies: int | None):
     engine = translated(f"use_vllm: true\nper_device_train_batch_size: 8\n{text}", processes=processes).engine
     assert getattr(engine, "data_parallel_size", None) == copies
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("vllm_device: auto\nuse_vllm: true", "--set beta=0.04 --set temperature=0.9 --set max_completion_length=256"),
+        ("vllm_device: auto\nuse_vllm: true\nbeta: 0.0", "--set temperature=0.9 --set max_completion_length=256"),
+        ("vllm_device: auto\nuse_vllm: true", "its loss was a mean over each sequence up to 0.15"),
+        ("use_vllm: true", None),
+    ],
+)
+def test_a_file_of_an_old_version_is_told_that_versions_defaults(text: str, expected: str | None):
+    warnings = [one.message for one in default_findings(translation(text)) if one.level == "warning"]
+    assert warnings == [] if expected is None else expected in warnings[0]
