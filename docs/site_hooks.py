@@ -57,7 +57,6 @@ KINDS = {
         "losses",
         "mixtures",
         "atropos-api",
-        "deprecations",
     ],
     "Explanation": ["architecture", "pipeline", "engines", "defects"],
 }

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lachesis.train as _train_room
 from lachesis.common.chatter import without_chatter
 from lachesis.common.openmp import brief_waits
-from lachesis.common.renamed import keep_old_names
+from lachesis.common.public_names import find_public_names
 from lachesis.common.version import __version__
 
 if TYPE_CHECKING:
@@ -153,4 +153,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-keep_old_names()
+find_public_names()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 import lachesis
-from lachesis.common.renamed import RENAMED
 from tests.paths import PACKAGE, ROOT
 
 
@@ -122,8 +120,3 @@ def test_what_has_no_types_is_found():
     found = [(where.rpartition(".")[2], unannotated(method)) for where, method in methods(Part)]
     assert found == [("__init__", ["size"]), ("whole", ["return"])]
     assert list(inferred_attributes(Part)) == ["Part.double"]
-
-
-def test_what_was_renamed_is_in_the_table():
-    rows = re.findall(r"^\| `(\S+)` \| `(\S+)` \|", (ROOT / "docs" / "deprecations.md").read_text(), re.MULTILINE)
-    assert dict(rows) == RENAMED

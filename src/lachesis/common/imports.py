@@ -106,20 +106,25 @@ def describe_exception(error: BaseException, where: str | Callable[..., Any] | N
 
 
 def entry_point_names(group: str) -> list[str]:
-    """The functions that installed packages list in a group of entry points."""
-    return sorted(metadata.entry_points(group=group).names)
+    """Return the names that installed packages list in a group of entry points."""
+    return sorted(_entry_points(group))
+
+
+def _entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return entry points by name, of ``lachesis.reward`` and of its plural ``lachesis.rewards`` alike."""
+    return {point.name: point for one in (f"{group}s", group) for point in metadata.entry_points(group=one)}
 
 
 def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
-    found = list(metadata.entry_points(group=group, name=name))
-    if not found:
+    found = _entry_points(group).get(name)
+    if found is None:
         known = ", ".join(entry_point_names(group)) or "none"
         raise ConfigError(
             f"{name!r} is no entry point of the group {group} of any installed package",
             remedy=f"write FILE.py:NAME or module.NAME, or install the package that has it (there are: {known})",
         )
     with _import_errors(name, file=None):
-        function = found[0].load()
+        function = found.load()
     if not callable(function):
         raise ConfigError(
             f"the entry point {name!r} of {group} is a {type(function).__name__}, no function",

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError, LachesisError
-from lachesis.plugins.atropos.api import version_01
 from lachesis.plugins.atropos.api.bodies import inflate
 from lachesis.plugins.atropos.api.entries import RECEIPTS, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.plugins.atropos.api.wire import parse_group
@@ -63,7 +62,6 @@ class Journal:
             # One to write, and one for another thread to sync with, for which no commit has to wait.
             self._database, self._syncing = self._connect(), self._connect()
             self._database.executescript(_SCHEMA)
-            self._take_over()
             self._read_groups()
         except BlockingIOError as error:
             raise ConfigError(f"another server uses the state directory {directory}", remedy=remedy) from error
@@ -114,18 +112,6 @@ class Journal:
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA wal_autocheckpoint = {_MOST_LOGGED_PAGES}")
         return database
-
-    def _take_over(self) -> None:
-        """What version 0.1 held in this directory, once: all of it is in the database before any file of it goes."""
-        (taken,) = self._database.execute("PRAGMA user_version").fetchone()
-        if not taken and version_01.segments(self._directory):
-            with self._database:
-                for change in version_01.changes(self._directory):
-                    self._write(change)
-                self._database.execute("PRAGMA user_version = 1")
-            self._database.execute("PRAGMA wal_checkpoint(FULL)")
-        for path in version_01.segments(self._directory):
-            path.unlink()
 
     def _read_groups(self) -> None:
         rows = self._database.execute(

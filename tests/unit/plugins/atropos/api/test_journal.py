@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.plugins.atropos.api import version_01
-from lachesis.plugins.atropos.api.entries import NOT_QUEUED, Change, HeldGroup, Snapshot, StoredGroup
+from lachesis.plugins.atropos.api.entries import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.plugins.atropos.api.journal import Journal, StoreFailed
-from lachesis.plugins.atropos.api.state import QueueLimits, RolloutState
-from lachesis.plugins.atropos.api.wire import Registration
-from tests.paths import DATA
-from tests.unit.plugins.atropos.api.processes import REGISTRATION, full_disk, scored
+from tests.unit.plugins.atropos.api.processes import full_disk, scored
 
 
 def held(number: int, *, position: int | None = None, length: int = 50) -> HeldGroup:
@@ -107,52 +103,6 @@ def test_a_file_that_is_no_database(tmp_path):
     (tmp_path / "state.sqlite").write_bytes(b"x" * 5000)
     with pytest.raises(ConfigError, match="cannot be used: file is not a database"):
         Journal(tmp_path)
-
-
-class TestVersion01:
-    """The directory of a server of version 0.1, which was killed: five posts, and one batch out with a trainer."""
-
-    DIRECTORY = DATA / "rollout_api_0.1"
-
-    def test_all_that_it_held_is_there(self, tmp_path):
-        directory = shutil.copytree(self.DIRECTORY, tmp_path / "state")
-        journal = Journal(directory)
-        found = contents(journal)
-        assert [json.loads(one.group.json)["tokens"][0][0] for one in found.held] == [10, 11, 12, 13, 20]
-        assert [one.group.sequences for one in found.held] == [4, 4, 4, 4, 2]
-        assert found.batch_of == {0: 0, 1: 0} and found.held[4].position == NOT_QUEUED
-        assert list(found.receipts) == ["key0", "key1", "key2", "key3"]
-        assert not list(directory.glob("*.journal"))
-        assert reopened(directory, journal) == found
-
-    def test_a_server_goes_on_from_it(self, tmp_path):
-        directory = shutil.copytree(self.DIRECTORY, tmp_path / "state")
-        state = RolloutState(QueueLimits())
-        state.restore(Journal(directory).snapshot(), now=0.0)
-        assert state.status() == {"current_step": 1, "queue_size": 2}
-        assert [one.asked.desired_name for one in state.environments] == ["env"]
-        # What its trainer had not acknowledged goes to the next one that registers.
-        trainer, _ = state.register(Registration(**REGISTRATION, acknowledge=True))
-        batch, _ = state.next_batch_for(trainer, (), now=1.0)
-        assert batch is not None and [held.number for held in batch.groups] == [0, 1]
-
-    def test_it_is_taken_over_once(self, tmp_path):
-        directory = shutil.copytree(self.DIRECTORY, tmp_path / "state")
-        journal = Journal(directory)
-        journal.commit(Change(removed=(0, 1)))
-        journal.close()
-        # As where the process died before it had deleted the old files.
-        shutil.copy(self.DIRECTORY / "00000001.journal", directory)
-        assert [one.number for one in contents(Journal(directory)).held] == [2, 3, 4]
-        assert not list(directory.glob("*.journal"))
-
-    @pytest.mark.parametrize("cut", [1, 700, 2000])
-    def test_a_record_that_was_cut_short_was_never_answered_for(self, tmp_path, cut):
-        text = (self.DIRECTORY / "00000001.journal").read_bytes()
-        (tmp_path / "00000001.journal").write_bytes(text[:-cut])
-        whole = list(version_01.changes(self.DIRECTORY))
-        assert list(version_01.changes(tmp_path)) == whole[: len(list(version_01.changes(tmp_path)))]
-        assert 0 < len(list(version_01.changes(tmp_path))) < len(whole)
 
 
 def test_gzipped_posts_are_kept_as_they_came(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader
@@ -16,21 +15,10 @@ PUBLIC = {
     "lachesis.rollouts.agent": "lachesis.plugins.environments.agents",
     "lachesis.rollouts.rewards.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
 }
-RENAMED = {
-    "lachesis.types": "lachesis.common.types",
-    "lachesis.errors": "lachesis.common.errors",
-    "lachesis.environments.arithmetic": "lachesis.plugins.atropos.environments.shipped.arithmetic",
-    "lachesis.environments.calculator": "lachesis.plugins.atropos.environments.shipped.calculator",
-    "lachesis.environments.gsm8k": "lachesis.plugins.atropos.environments.shipped.gsm8k",
-    "lachesis.rollouts.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
-    "lachesis.rollouts.rewards.grpo_code.execution": "lachesis.plugins.sandbox.rewards.execution",
-}
 
 
 def module_of(name: str) -> str | None:
     """Return the module that is imported as ``name``; None where the name is no alias."""
-    if name in RENAMED:
-        return RENAMED[name]
     for public, place in PUBLIC.items():
         if name == public or name.startswith(f"{public}."):
             return place + name[len(public) :]
@@ -48,8 +36,6 @@ class _Aliases(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         place = module_of(spec.name)
         assert place is not None
-        if spec.name in RENAMED:
-            warnings.warn(f"{spec.name} is now {place}", DeprecationWarning, stacklevel=2)
         try:
             module = import_module(place)
         except ModuleNotFoundError as error:
@@ -64,7 +50,7 @@ class _Aliases(Loader):
         module.__spec__ = self._spec
 
 
-def keep_old_names() -> None:
-    """Let imports find the modules of :data:`PUBLIC` and :data:`RENAMED`. Idempotent."""
+def find_public_names() -> None:
+    """Let imports find the modules of :data:`PUBLIC`. Idempotent."""
     if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Aliases())  # before the one of files, which would load a second copy
