@@ -124,6 +124,8 @@ def _algorithm(config: LachesisConfig) -> Iterator[Said]:
             f"algorithm.scale_rewards {algorithm.scale_rewards} does nothing with aggregation "
             "normalize_then_sum, which always divides by the group's and then the batch's deviation"
         )
+    if algorithm.aggregation == "normalize_then_sum" and algorithm.baseline != "group_mean":
+        yield warning("algorithm.baseline does nothing with aggregation normalize_then_sum, which takes off the mean")
     if algorithm.epsilon >= 1:
         yield warning(f"algorithm.epsilon {algorithm.epsilon:g} never clips below: a ratio is never less than 0")
     if algorithm.epsilon_high is not None and algorithm.epsilon_high < algorithm.epsilon:
@@ -143,7 +145,9 @@ _WITHOUT_CLIP = {
 
 def _loss(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
-    if algorithm.advantage is not None and (unused := changed(config, "algorithm", "scale_rewards", "aggregation")):
+    if algorithm.advantage is not None and (
+        unused := changed(config, "algorithm", "scale_rewards", "baseline", "aggregation")
+    ):
         yield warning(f"{' and '.join(unused)} do nothing with algorithm.advantage")
     if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):
         yield warning(f"algorithm.loss_type {algorithm.loss_type} does nothing: algorithm.loss takes its place")

@@ -96,8 +96,8 @@ class AlgorithmConfig(Section):
     )
     advantage: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of advantages of your own, in place of `scale_rewards` and "
-        "`aggregation`.",
+        description="Import path or `FILE.py:FUNCTION` of advantages of your own, in place of `scale_rewards`, "
+        "`baseline` and `aggregation`.",
     )
     num_iterations: PositiveInt = Field(
         default=1, description="Optimizer steps on each batch, all against the logprobs from before the first."
@@ -128,6 +128,11 @@ class AlgorithmConfig(Section):
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group", description="What advantages are divided by: the group's deviation, the batch's, or nothing."
+    )
+    baseline: Literal["group_mean", "leave_one_out"] = Field(
+        default="group_mean",
+        description="What a reward is compared with: the mean of its group, or of the others in it (RLOO, with "
+        "`scale_rewards: none`).",
     )
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."

@@ -281,11 +281,13 @@ def _check_truncation(translation: Translation) -> None:
 
 def _put_loss(translation: Translation) -> None:
     estimator = translation.text("algorithm.adv_estimator", "gae")
-    if estimator != "grpo":
+    if estimator == "rloo":
+        translation.put("algorithm.baseline", "leave_one_out", "algorithm.adv_estimator")
+    elif estimator != "grpo":
         needs = "trains a critic, which Lachesis does not have" if estimator == "gae" else "has no counterpart"
-        translation.problem("algorithm.adv_estimator", f"{estimator} {needs}; write grpo")
+        translation.problem("algorithm.adv_estimator", f"{estimator} {needs}; write grpo or rloo")
     scaled = translation.switch("algorithm.norm_adv_by_std_in_grpo")
-    translation.put("algorithm.scale_rewards", "none" if scaled is False else "group",
+    translation.put("algorithm.scale_rewards", "none" if scaled is False or estimator == "rloo" else "group",
                     "algorithm.norm_adv_by_std_in_grpo")  # fmt: skip
     mode = translation.text(f"{_POLICY_LOSS}loss_mode", "vanilla")
     name = f"{_ACTOR}loss_agg_mode"

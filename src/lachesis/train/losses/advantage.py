@@ -42,6 +42,7 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
             group=torch.tensor(group),
             weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
             scale_rewards=algorithm.scale_rewards,
+            baseline=algorithm.baseline,
             aggregation=algorithm.aggregation,
         )
         return advantages.numpy().tolist()
@@ -85,12 +86,15 @@ def group_advantages(
     group: Tensor,
     weights: Tensor | None = None,
     scale_rewards: str = "group",
+    baseline: str = "group_mean",
     aggregation: str = "sum_then_normalize",
 ) -> Tensor:
     """Return the advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
 
     - ``sum_then_normalize``: R = Σ_k w_k·r_k, A = R - mean_group(R), divided by std_group(R) + 1e-4
       (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``).
+      With ``baseline="leave_one_out"`` the mean is over the other rewards of the group (RLOO, arXiv 2402.14740):
+      A = R - Σ_{j≠i} R_j/(n - 1), which is (R - mean_group(R))·n/(n - 1).
     - ``normalize_then_sum``: z_k = (r_k - mean_group(r_k)) / (std_group(r_k) + 1e-4), R = Σ_k w_k·z_k,
       A = (R - mean_batch(R)) / (std_batch(R) + 1e-4), whatever ``scale_rewards`` (GDPO, arXiv 2601.05242).
 
@@ -112,7 +116,7 @@ def group_advantages(
         TrainingError: shapes that do not fit.
         RewardError: an infinite reward.
     """
-    _require_inputs(rewards, group, weights, scale_rewards, aggregation)
+    _require_inputs(rewards, group, weights, scale_rewards, baseline, aggregation)
     weights = rewards.new_ones(rewards.shape[1]) if weights is None else weights.to(rewards)
     index = torch.searchsorted(group.unique(), group)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
     whole_batch = torch.zeros_like(index)
@@ -122,6 +126,9 @@ def group_advantages(
         total = _weighted_sum(rewards, weights, unscored)
         of_group = moments(total, index)
         advantages = total - of_group.mean
+        if baseline == "leave_one_out":
+            count = _group_sum((~unscored).to(total.dtype).unsqueeze(1), index)
+            advantages = advantages * count / (count - 1).clamp(min=1)
         if scale_rewards != "none":
             std = of_group.std if scale_rewards == "group" else moments(total, whole_batch).std
             advantages = advantages / (std + EPSILON)
@@ -171,10 +178,11 @@ def _group_min(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _require_inputs(
-    rewards: Tensor, group: Tensor, weights: Tensor | None, scale_rewards: str, aggregation: str
+    rewards: Tensor, group: Tensor, weights: Tensor | None, scale_rewards: str, baseline: str, aggregation: str
 ) -> None:
     for name, value, allowed in (
         ("scale_rewards", scale_rewards, ("group", "batch", "none")),
+        ("baseline", baseline, ("group_mean", "leave_one_out")),
         ("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum")),
     ):
         if value not in allowed:

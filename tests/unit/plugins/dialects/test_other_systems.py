@@ -77,7 +77,7 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
     ("also", "named"),
     [
         ("algorithm.adv_estimator=gae", "adv_estimator: gae trains a critic"),
-        ("algorithm.adv_estimator=rloo", "adv_estimator: rloo has no counterpart"),
+        ("algorithm.adv_estimator=remax", "adv_estimator: remax has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode: clip_cov has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
         (f"{ACTOR}loss_agg_mode=seq-mean-token-sum", "loss_agg_mode: seq-mean-token-sum has no counterpart"),
@@ -203,3 +203,9 @@ def test_what_verls_own_scripts_write_beside_the_keys(tmp_path: Path, also: str,
 def test_a_base_file_that_is_not_read_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="defaults from gsm8k_multiturn_grpo"):
         ours(tmp_path, VERL.format("--config-name=gsm8k_multiturn_grpo"))
+
+
+def test_verls_rloo_compares_with_the_others_and_divides_by_nothing(tmp_path: Path):
+    found = ours(tmp_path, VERL.format("algorithm.adv_estimator=rloo"))
+    assert value(found, "algorithm.baseline") == "leave_one_out"
+    assert value(found, "algorithm.scale_rewards") == "none"

@@ -101,3 +101,15 @@ def test_what_cannot_be_is_refused(changes: dict, error: type[Exception], messag
     given = {"rewards": torch.zeros(4, 2), "group": torch.zeros(4, dtype=torch.int64)} | changes
     with pytest.raises(error, match=message):
         group_advantages(given.pop("rewards"), **given)
+
+
+def test_leave_one_out_compares_each_with_the_mean_of_the_others() -> None:
+    """RLOO (arXiv 2402.14740, equation 6), row by row; groups interleave, and the last is alone in its own."""
+    scores, group = [1.0, 3.0, 0.0, 5.0, NAN, 2.0], [0, 1, 0, 0, 0, 1]
+    expected = []
+    for i, (score, label) in enumerate(zip(scores, group, strict=True)):
+        others = [s for j, s in enumerate(scores) if j != i and group[j] == label and not math.isnan(s)]
+        expected.append(0.0 if math.isnan(score) else score - sum(others) / len(others))
+    rewards = torch.tensor([[score] for score in [*scores, 7.0]], dtype=torch.float64)
+    found = group_advantages(rewards, group=torch.tensor([*group, 2]), scale_rewards="none", baseline="leave_one_out")
+    torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
