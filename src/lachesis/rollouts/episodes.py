@@ -31,7 +31,7 @@ from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.call_batcher import Completer
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
-from lachesis.rollouts.generation import nested_deadline, request_seed
+from lachesis.rollouts.generation import SpecialTokens, nested_deadline, request_seed
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
 from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout, KeptRollouts
 
@@ -130,6 +130,7 @@ class PolicyAccess:
         params: what is sampled with; ``max_tokens`` is the most of one turn, or of all, as the players say.
         max_context: most tokens of prompt and completion together.
         vocab_size: no token id reaches it.
+        special_tokens: what becomes of them in the text that reward functions and environments get.
     """
 
     calls: Completer
@@ -138,6 +139,7 @@ class PolicyAccess:
     params: SamplingParams
     max_context: int
     vocab_size: int
+    special_tokens: SpecialTokens = "remove"
 
 
 class TaskPlayers(Players):

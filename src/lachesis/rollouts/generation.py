@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextDecoder: TypeAlias = Callable[[Sequence[Sequence[int]]], list[str]]
+SpecialTokens: TypeAlias = Literal["remove", "keep"]
+
+
+def reward_decoder(tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTokens) -> TextDecoder:
+    """Return what makes the texts that reward functions get, with or without special tokens."""
+    return keeping_decoder(tokenizer) if special_tokens == "keep" else text_decoder(tokenizer)
 
 
 def keeping_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:

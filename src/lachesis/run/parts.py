@@ -23,18 +23,12 @@ from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
+from lachesis.rollouts.generation import reward_decoder
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
-from lachesis.run.sources import (
-    build_player,
-    build_source,
-    generated_ahead,
-    load_answers,
-    reward_decoder,
-    sampling_params,
-)
+from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.run.teacher import Teach
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
@@ -290,7 +284,7 @@ def build_evaluation(
             problems=held_out,
             engine=engine,
             rewarder=rewarder,
-            decode=reward_decoder(config, policy.loaded.tokenizer),
+            decode=reward_decoder(policy.tokenizer, config.rewards.special_tokens),
             params=replace(
                 sampling_params(config, policy), temperature=config.evaluation.temperature, routed_experts=False
             ),

@@ -25,7 +25,7 @@ from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, loa
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
 from lachesis.rollouts.evaluate import Turns
-from lachesis.rollouts.generation import TextDecoder, keeping_decoder, removed_special_tokens, text_decoder
+from lachesis.rollouts.generation import removed_special_tokens, reward_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
@@ -239,11 +239,6 @@ def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptSt
     )
 
 
-def reward_decoder(config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
-    """Return what makes the texts that reward functions get."""
-    return keeping_decoder(tokenizer) if config.rewards.special_tokens == "keep" else text_decoder(tokenizer)
-
-
 def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> GroupwiseSource:
@@ -261,7 +256,7 @@ def build_source(
         "stream": build_stream(config, problems),
         "engine": engine,
         "rewarder": rewarder,
-        "decode": reward_decoder(config, policy.loaded.tokenizer),
+        "decode": reward_decoder(policy.tokenizer, config.rewards.special_tokens),
         "params": sampling_params(config, policy),
         "num_generations": config.sampling.num_generations,
         "seed": config.run.seed,
@@ -320,7 +315,7 @@ def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> To
         parse=load_parser(source.tool_parser, tokenizer=tokenizer),
         continuation=Continuation(tokenizer, kwargs),
         tokenizer=tokenizer,
-        decode=reward_decoder(config, tokenizer),
+        decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
     )
 
@@ -345,6 +340,7 @@ def build_episodes(
         params=config.sampling.params(),
         max_context=context_length(config.model),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
+        special_tokens=config.rewards.special_tokens,
     )
     players: TaskPlayers = load("sources", source.kind)(config, access, rewarder)
     training, held_out = players.split()

@@ -139,6 +139,8 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
     if source.kind == "verifiers" or source.kind == "steps":
         yield from _environment(config)
         return
+    if not config.data.evaluates:
+        yield from _kept_tokens(config)
     if not config.data.evaluates and (config.data.path is not None or config.rewards.functions):
         yield warning("data and rewards do nothing with source.kind atropos: the environments have their own")
     if config.data.evaluates and not config.rewards.functions:
@@ -149,6 +151,15 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
         yield note(
             f"source.max_sequence_length {source.max_sequence_length} is less than a longest sequence ({room} tokens); "
             "the environments decide how long completions are"
+        )
+
+
+def _kept_tokens(config: LachesisConfig) -> Iterator[Said]:
+    """Refuse to keep special tokens where the completions that are scored are decoded by others."""
+    if config.rewards.special_tokens == "keep":
+        yield problem(
+            f"rewards.special_tokens keep does nothing with source.kind {config.source.kind}, whose environments "
+            "decode and score completions themselves; leave it out, and make the environment keep them"
         )
 
 
@@ -166,6 +177,8 @@ def _epochs(config: LachesisConfig) -> Iterator[Said]:
 def _environment(config: LachesisConfig) -> Iterator[Said]:
     """What does nothing, or cannot work, where an environment has tasks and rewards of its own."""
     kind = config.source.kind
+    if kind == "verifiers":
+        yield from _kept_tokens(config)
     if kind == "verifiers" and (config.data.path is not None or config.data.evaluates or config.rewards.functions):
         yield problem(
             "data and rewards are of a dataset, and source.kind verifiers has an environment with tasks and a rubric "

@@ -329,8 +329,9 @@ class RewardsConfig(Section):
     )
     special_tokens: Literal["remove", "keep"] = Field(
         default="remove",
-        description="Special tokens in the text that functions get: `remove` them, as TRL does, or `keep` those that "
-        "a completion consists of, as `[THINK]`; begin, end and padding tokens are removed always.",
+        description="Special tokens in the text that functions, and environments of source.kind steps, get: `remove` "
+        "them, as TRL does, or `keep` those that a completion consists of, as `[THINK]`; begin, end and padding tokens "
+        "are removed always. The messages of source.kind agent have all but the end token in either case.",
     )
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
     num_workers: NonNegativeInt | None = Field(

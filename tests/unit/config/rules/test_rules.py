@@ -62,6 +62,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"order_epochs": 2}}, "data.order_epochs go with data.order, which is unset"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
         ({"run": {"stages": ["sft"]}}, "run.stages ['sft']: a run is [grpo], or [sft, grpo]"),
+        (
+            {"source": ATROPOS, "rewards": {"special_tokens": "keep"}},
+            "rewards.special_tokens keep does nothing with source.kind atropos",
+        ),
         ({"run": SFT, "source": ATROPOS}, "environments would wait for the end of the start"),
         (
             {"algorithm": {"router_replay": True}, "source": ATROPOS},
@@ -670,6 +674,10 @@ NO_DATASET = {"data": {"path": None}, "rewards": {"functions": []}}
         ({**NO_DATASET, "checkpoint": {"every_epochs": 1.0}}, "checkpoint.every_epochs counts problems of a dataset"),
         ({**NO_DATASET, "evaluation": {"samples_per_problem": 4, "temperature": 1.0}}, "played once each, greedily"),
         ({**NO_DATASET, "evaluation": {"every_steps": 5}}, "there are no held-out problems"),
+        (
+            {"data": {"path": None}, "rewards": {"functions": [], "special_tokens": "keep"}},
+            "rewards.special_tokens keep does nothing with source.kind verifiers",
+        ),
     ],
 )
 def test_an_environment_has_tasks_and_rewards_of_its_own(build, sections, expected):

@@ -14,7 +14,7 @@ from lachesis.plugins.environments.agents.process import AgentCommand
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
-from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.generation import reward_decoder
 from lachesis.rollouts.rewards.check import GOLD_COLUMNS
 from lachesis.rollouts.tools import load_parser
 from lachesis.train.model.loading import context_length
@@ -60,7 +60,7 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judg
             hidden=(judged_by | ANSWERS) - {"prompt", *source.columns},
         ),
         proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
-        decode=text_decoder(tokenizer),
+        decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         max_concurrent=source.max_concurrent,
         retries=source.retries,
         score_nonzero=source.nonzero_exit == "score",

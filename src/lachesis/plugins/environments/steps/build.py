@@ -101,7 +101,9 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
         policy=policy,
         rows=rows,
         make=_games(settings, maker, interface, schemas, policy),
-        rendering=Rendering(policy.tokenizer, {**settings.template_kwargs, **told}),
+        rendering=Rendering(
+            policy.tokenizer, {**settings.template_kwargs, **told}, special_tokens=policy.special_tokens
+        ),
         limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
         eval_tasks=settings.eval_tasks,
         rewarder=rewarder,
@@ -128,7 +130,7 @@ def _over_server(
         policy=policy,
         rows=rows,
         make=make,
-        rendering=Rendering(policy.tokenizer, settings.template_kwargs),
+        rendering=Rendering(policy.tokenizer, settings.template_kwargs, special_tokens=policy.special_tokens),
         limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
         eval_tasks=settings.eval_tasks,
         rewarder=rewarder,

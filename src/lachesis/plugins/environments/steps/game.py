@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A turn of the model: its text, the same with special tokens, its tokens, and why it ended."""
+    """A turn of the model: its text, the same with all special tokens, its tokens, and why it ended."""
 
     text: str
     raw: str

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.types import Message
 from lachesis.plugins.environments.steps.game import Action
+from lachesis.rollouts.generation import SpecialTokens, reward_decoder
 from lachesis.rollouts.tools.template import Continuation
 
 if TYPE_CHECKING:
@@ -19,10 +20,14 @@ class Rendering:
 
     Args:
         kwargs: further variables of the chat template, as the descriptions of tools.
+        special_tokens: what becomes of them in :attr:`Action.text`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], *, special_tokens: SpecialTokens = "remove"
+    ) -> None:
         self._tokenizer = tokenizer
+        self._decode = reward_decoder(tokenizer, special_tokens)
         self._kwargs = dict(kwargs)
         self._chats = bool(tokenizer.chat_template or "chat_template" in kwargs)
         if kwargs.get("tools") and not self._chats:
@@ -64,8 +69,8 @@ class Rendering:
         """A turn as the environment gets it, without its end token."""
         ended = self.ended(token_ids)
         own = list(token_ids[:-1] if ended else token_ids)
-        raw, text = (str(self._tokenizer.decode(own, skip_special_tokens=skip)) for skip in (False, True))
-        return Action(text=text, raw=raw, token_ids=tuple(token_ids), finish_reason=finish_reason)
+        raw = str(self._tokenizer.decode(own, skip_special_tokens=False))
+        return Action(text=self._decode([own])[0], raw=raw, token_ids=tuple(token_ids), finish_reason=finish_reason)
 
     def ended(self, token_ids: Sequence[int]) -> bool:
         """Whether a turn has its end token."""

@@ -13,7 +13,7 @@ from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen
 from lachesis.plugins.environments.steps.observations import Rendering
 from lachesis.plugins.environments.steps.scoring import EpisodeEnd, scored
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers, held_out_last
-from lachesis.rollouts.generation import request_seed, text_decoder
+from lachesis.rollouts.generation import request_seed, reward_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.turn_server import Turn, joined
 
@@ -72,7 +72,7 @@ class StepPlayers(TaskPlayers):
     owned: bool = True
 
     def __post_init__(self) -> None:
-        self._decode = text_decoder(self.policy.tokenizer)
+        self._decode = reward_decoder(self.policy.tokenizer, self.policy.special_tokens)
         functions = () if self.rewarder is None else self.rewarder.names
         self.reward_names = (*functions, "environment") if self.owned else functions
 

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from lachesis.common.objects import Giving
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.plugins.environments.steps.build import StepSettings, step_players
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.episodes import Played, PolicyAccess
+from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
@@ -42,13 +45,16 @@ def players(
     max_tokens: int = 50,
     max_context: int = 200,
     rewarder: Rewarder | None = None,
+    tokenizer: PreTrainedTokenizerFast = TOKENIZER,
+    special_tokens: SpecialTokens = "remove",
     **settings: Any,
 ):
     """Players of an environment that is given as an object."""
     giving = Giving()
     policy = PolicyAccess(
-        calls=GatheredCalls(engine, at_once=1), tokenizer=TOKENIZER, model="tiny",
-        params=SamplingParams(max_tokens=max_tokens), max_context=max_context, vocab_size=len(TOKENIZER),
+        calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
+        params=SamplingParams(max_tokens=max_tokens), max_context=max_context, vocab_size=len(tokenizer),
+        special_tokens=special_tokens,
     )  # fmt: skip
     settings = {"environment": giving.give("env", env), "max_tasks": 3} | settings
     made = step_players(policy, StepSettings(**settings), rewarder=rewarder)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.rollouts.episodes import RolloutFailed
+from lachesis.rollouts.episodes import Played, RolloutFailed
+from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
-from tests.tiny import EOS_ID
+from tests.fakes import FakeEngine
+from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.unit.plugins.environments.steps.games import TOKENIZER, Count, Prompts, Scripted, Talk, ids, play, players
 from tests.waiting import until
 
@@ -30,6 +32,38 @@ def test_gymnasium_observations_are_masked_and_rewards_add_up():
     assert sample.rewards == (6.0,) and sample.finish_reason == "stop"
     assert played.metrics == {"turns": 3, "truncated": 0}
     until(lambda: Count.closed[-1:] == [1])  # on a thread that nobody waits for
+
+
+@pytest.mark.parametrize(("special_tokens", "text"), [("remove", "ab"), ("keep", "a[THINK]b")])
+def test_special_tokens_are_kept_for_the_environment_and_for_rewards(special_tokens: SpecialTokens, text: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
+    said = [*tokenizer.encode("a[THINK]b", add_special_tokens=False), EOS_ID]
+    seen: list[Any] = []
+
+    class Listens(Count):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            seen.append(action)
+            return "", 1.0, True, False, {}
+
+    def judge(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(one[-1]["content"] for one in completions)
+        return [1.0] * len(completions)
+
+    async def whole() -> Played:
+        made = players(
+            Listens, FakeEngine(lambda request, index: said), tokenizer=tokenizer, special_tokens=special_tokens,
+            rewarder=Rewarder([NamedReward("judge", judge)], weights=[1.0]),
+        )  # fmt: skip
+        try:
+            played = await made.play(made.split()[0][0], seed=7)
+            await made.finish([played])
+            return played
+        finally:
+            await made.stop()
+
+    played = asyncio.run(whole())
+    assert seen == [text, text] and played.samples[0].text == text
 
 
 def test_a_rollout_ends_where_turns_or_tokens_do():
