@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig
+from lachesis.config.colocation import engine_workers
+from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import (
     CONTEXT_BYTES,
     ENGINE_GRAPHS_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GB,
+    CardUse,
+    card_use,
     process_bytes,
 )
-from lachesis.plan.memory import export_bytes, held_weights_bytes, weight_bytes
+from lachesis.plan.memory import export_bytes, held_weights_bytes, shares_weights, weight_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, unknown_shape
 
@@ -45,16 +48,27 @@ _CACHE_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """Division of GPUs into those that train and those that generate, as engines of ``tensor_parallel`` each."""
+    """Division of GPUs into those that train and those that generate, as engines of ``tensor_parallel`` each.
+
+    ``generating`` is how many generate as the configuration says; all that do not train if it does not say. They are
+    among those that train if ``shared``.
+    """
 
     nodes: int
     per_node: int
     train: int
     tensor_parallel: int
+    generating: int | None = None
+    shared: bool = False
 
     @property
     def generate(self) -> int:
-        return self.nodes * self.per_node - self.train
+        return self.nodes * self.per_node - self.train if self.generating is None else self.generating
+
+    @property
+    def idle(self) -> int:
+        """Return how many GPUs neither train nor generate."""
+        return self.nodes * self.per_node - self.train - (0 if self.shared else self.generate)
 
     @property
     def engines(self) -> int:
@@ -66,7 +80,8 @@ class Scale:
     """Bytes and seconds of a layout.
 
     ``host`` is what all ranks of a node have in its memory while they load, ``copy`` what a rank has there of an
-    asynchronous checkpoint, and ``copy_s`` for how long training is held up by that.
+    asynchronous checkpoint, and ``copy_s`` for how long training is held up by that. ``beside`` is the use of a card
+    that trains and generates, where the layout has such.
     """
 
     layout: GpuSplit
@@ -80,6 +95,7 @@ class Scale:
     transfer_s: float
     checkpoint_s: float
     copy_s: float
+    beside: CardUse | None = None
 
     @property
     def engine_fits(self) -> bool:
@@ -87,6 +103,8 @@ class Scale:
 
     @property
     def fits(self) -> bool:
+        if self.layout.shared:
+            return self.beside is not None and self.beside.fits
         return self.rank <= self.card and self.engine_fits
 
 
@@ -96,30 +114,67 @@ def scale(
     """Return the cost of a layout of ``gpus`` over ``nodes``.
 
     Args:
-        train: GPUs that train; if unset half of them, or as many more as it takes to fit.
+        train: GPUs that train; if unset as many as the configuration leaves to the trainer, or, where it does not say
+            which GPUs generate (``engine.kind`` http), half of them or as many more as it takes to fit.
 
     Raises:
-        ConfigError: the GPUs are no whole number for each node, or none is left to generate.
+        ConfigError: the GPUs are no whole number for each node, or the configuration's engines and the ranks do not
+            fit on them.
     """
     if gpus % nodes or gpus < 2:
         raise ConfigError(
             f"{gpus} GPUs cannot be {nodes} equal nodes with a GPU to train and one to generate",
             remedy="give a multiple of the nodes, at least 2",
         )
+    card = round(card_gb * GB)
+    if isinstance(config.engine, VllmEngineConfig):
+        layouts = [_layout_of_file(config, config.engine, gpus=gpus, nodes=nodes, train=train)]
+    else:
+        layouts = list(_possible_layouts(config, gpus=gpus, nodes=nodes, card=card, found=found, train=train))
+    results = [_scale(config, layout, card, found) for layout in layouts]
+    return next((result for result in results if result.fits), results[-1])
+
+
+def _layout_of_file(
+    config: LachesisConfig, engine: VllmEngineConfig, *, gpus: int, nodes: int, train: int | None
+) -> GpuSplit:
+    """Return the layout that a vLLM engine's keys say, as `lachesis cluster` and a run make it.
+
+    On one node the engine has the GPUs of ``engine.devices``; without, it is on those of the ranks where it takes one
+    or as many as there are, and otherwise gets some to itself. Several nodes have servers on whole nodes.
+    """
+    workers, ways, per_node = engine_workers(engine), engine.tensor_parallel_size, gpus // nodes
+    named = len(set((engine.devices or "").split(",")) - {""})
+    wanted = f"engine.data_parallel_size {engine.data_parallel_size} x tensor_parallel_size {ways}"
+    shared = False
+    if nodes == 1:
+        shared = shares_weights(config) or engine.enable_sleep_mode or (named == 0 and workers in (1, train or gpus))
+        taken = 0 if shared else named or workers
+    else:
+        if ways > per_node:
+            raise ConfigError(
+                f"engine.tensor_parallel_size {ways} is more than the {per_node} GPUs of a node",
+                remedy="lower it, or give fewer --nodes for the same --gpus",
+            )
+        taken = -(-engine.data_parallel_size // (per_node // ways)) * per_node
+    ranks = train if train is not None else gpus - taken
+    if ranks < 1 or ranks + taken > gpus or workers > gpus:
+        raise ConfigError(
+            f"{wanted} takes {max(workers, taken)} of {gpus} GPUs, and {max(ranks, 1)} or more are to train",
+            remedy="raise --gpus, or lower engine.data_parallel_size, engine.tensor_parallel_size or --devices",
+        )
+    return GpuSplit(nodes, per_node, ranks, ways, generating=workers, shared=shared)
+
+
+def _possible_layouts(
+    config: LachesisConfig, *, gpus: int, nodes: int, card: int, found: FoundShape, train: int | None
+) -> Iterator[GpuSplit]:
+    """Yield layouts for a configuration that does not say which GPUs generate."""
     if train is not None and not 1 <= train < gpus:
         raise ConfigError(f"{train} of {gpus} GPUs train, which leaves none to generate", remedy="lower --devices")
-    card = round(card_gb * GB)
-    options = [train] if train is not None else list(_shares(gpus))
-    results = [
-        _scale(
-            config,
-            GpuSplit(nodes, gpus // nodes, number, _split(config, found, card, most=min(gpus - number, gpus // nodes))),
-            card,
-            found,
-        )
-        for number in options
-    ]
-    return next((result for result in results if result.fits), results[-1])
+    for number in _shares(gpus) if train is None else [train]:
+        ways = _split(config, found, card, most=min(gpus - number, gpus // nodes))
+        yield GpuSplit(nodes, gpus // nodes, number, ways)
 
 
 def _shares(gpus: int) -> Iterator[int]:
@@ -131,8 +186,6 @@ def _shares(gpus: int) -> Iterator[int]:
 
 def _split(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
     """Return the fewest GPUs that hold an engine's weights with room for a cache, or all if none do."""
-    if config.engine.kind == "vllm" and config.engine.tensor_parallel_size > 1:
-        return config.engine.tensor_parallel_size
     weights = found.shape.parameters * weight_bytes(config, found.shape, device="cuda")
     room = (
         OWN_GPU_UTILIZATION * card * (1 - _CACHE_SHARE) - ENGINE_WORKSPACE_BYTES - ENGINE_GRAPHS_BYTES - CONTEXT_BYTES
@@ -166,6 +219,7 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
         transfer_s=_transfer_s(config, sent, layout),
         checkpoint_s=_save_s(config, planned.checkpoint, layout, in_parts=in_parts),
         copy_s=copy / COPY_BYTES_S,
+        beside=card_use(config, planned, card_gb=card / GB) if layout.shared else None,
     )
 
 
@@ -228,11 +282,18 @@ def scale_lines(
     engines = "engine" if layout.engines == 1 else "engines"
     yield f"on {nodes} x {layout.per_node} GPUs of {card_gb:g} GB, calculated (docs/scale.md)"
     shared = f"{layout.engines} {engines} of {layout.tensor_parallel}"
-    yield f"  {'train, generate':<20}{layout.train} + {layout.generate}, {shared}"
-    yield f"  {'a rank':<20}{answer.rank / GB:.1f} GB: {'fits' if answer.rank <= answer.card else 'too large'}"
-    room = OWN_GPU_UTILIZATION * answer.card - answer.engine
-    left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
-    yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
+    idle = f", {layout.idle} idle" if layout.idle else ""
+    if answer.beside is not None:
+        use, fits = answer.beside, "fits" if answer.fits else "too large"
+        yield f"  {'train, generate':<20}{layout.train} + {layout.generate} on the same GPUs, {shared}{idle}"
+        parts = f"trainer {use.trainer / GB:.1f} GB, engine {use.engine / GB:.1f} GB"
+        yield f"  {'a GPU of both':<20}{use.total / GB:.1f} GB: {fits} ({parts})"
+    else:
+        yield f"  {'train, generate':<20}{layout.train} + {layout.generate}, {shared}{idle}"
+        yield f"  {'a rank':<20}{answer.rank / GB:.1f} GB: {'fits' if answer.rank <= answer.card else 'too large'}"
+        room = OWN_GPU_UTILIZATION * answer.card - answer.engine
+        left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
+        yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
     yield f"  {'loading':<20}{answer.load_s:.0f} s, {answer.host / GB:.0f} GB of a node's memory"
     yield f"  {'a transfer':<20}{answer.transfer_s:.2f} s"
     yield f"  {'a checkpoint':<20}{answer.checkpoint_s:.0f} s, {answer.checkpoint / GB:.0f} GB"

@@ -102,3 +102,36 @@ def test_the_lines(build, model: FoundShape):
     assert "on 8 x 8 GPUs of 80 GB, calculated" in text and "32 + 32, 32 engines of 1" in text
     with pytest.raises(ConfigError, match="no config"):
         list(scale_lines(config, gpus=64, nodes=8, card_gb=80, found=None, train=None))
+
+
+TP4 = {"kind": "vllm", "tensor_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "nodes", "expected"),
+    [
+        (TP4 | {"devices": "4,5,6,7"}, 8, 1, (4, 4, 1, False)),
+        (TP4, 8, 1, (4, 4, 1, False)),
+        (TP4 | {"data_parallel_size": 2}, 8, 1, (8, 8, 2, True)),
+        (TP4 | {"data_parallel_size": 2, "enable_sleep_mode": True}, 8, 1, (8, 8, 2, True)),
+        ({"kind": "vllm", "devices": "7"}, 8, 1, (7, 1, 1, False)),
+        ({"kind": "vllm"}, 4, 1, (4, 1, 1, True)),
+        (TP4 | {"data_parallel_size": 3}, 32, 4, (16, 12, 3, False)),
+    ],
+)
+def test_the_layout_is_that_of_the_file(over, engine: dict[str, Any], gpus: int, nodes: int, expected: tuple[Any, ...]):
+    layout = over(gpus, nodes, engine=engine).layout
+    assert (layout.train, layout.generate, layout.engines, layout.shared) == expected
+    assert layout.idle == (4 if nodes == 4 else 0)
+
+
+def test_engines_that_do_not_fit_beside_the_ranks_are_refused(over):
+    for gpus, nodes, train in ((4, 1, 2), (2, 1, None), (8, 4, None)):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            over(gpus, nodes, train=train, engine=TP4)
+
+
+def test_a_gpu_of_trainer_and_engine_counts_both(build, model: FoundShape):
+    config = build(engine=TP4 | {"data_parallel_size": 2}, bridge={"kind": "broadcast"})
+    text = "\n".join(scale_lines(config, gpus=8, nodes=1, card_gb=80, found=model, train=None))
+    assert "8 + 8 on the same GPUs, 2 engines of 4" in text and "a GPU of both" in text
