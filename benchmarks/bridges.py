@@ -56,7 +56,6 @@ NO_LORA = {"kind": "none"}
 # name: bridge section, adapter section, extra flags of the server
 BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared_vllm": ({"kind": "shared_vllm"}, NO_LORA),
-    "shared_vllm, residual float32": ({"kind": "shared_vllm"}, NO_LORA),
     "lora_only": ({"kind": "lora_only"}, LORA),
     "lora_only, share_base": ({"kind": "lora_only", "share_base": True}, LORA),
     "lora_nccl": ({"kind": "lora_nccl"}, LORA),
@@ -67,8 +66,6 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none (restart)": ({"kind": "none", "every_steps": 1}, NO_LORA),
     "lora_restart": ({"kind": "lora_restart", "every_steps": 1}, LORA),
 }
-# name: what the trainer's model has beyond the defaults
-MODEL_OPTIONS = {"shared_vllm, residual float32": {"residual_dtype": "float32"}}
 CPU_FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill"]
 # name: what the engine has beyond the defaults
 ENGINE_OPTIONS = {"broadcast, sleeping": {"enable_sleep_mode": True}}
@@ -118,7 +115,7 @@ def configuration(
     bridge, adapter = BRIDGES[name]
     tree = {
         "run": {"steps": 1, "name": "bridges", "dir": str(model.parent / "runs")},
-        "model": {"path": str(model), "compile": "off", "dtype": "bfloat16", **MODEL_OPTIONS.get(name, {})},
+        "model": {"path": str(model), "compile": "off", "dtype": "bfloat16"},
         "adapter": adapter,
         "data": {"path": __file__},
         "rewards": {"functions": ["a.b"]},

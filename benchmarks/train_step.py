@@ -60,7 +60,6 @@ from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.loading import LoadedModel, add_lora
-from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 
@@ -70,7 +69,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"activations": "recompute"},
     "selective": {"activations": "selective"},
     "offload": {"activations": "offload"},
-    "float32 residual": {"residual": True},
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
     # Beside FlashAttention 4, where that is installed; the same as nothing where it is not.
@@ -125,13 +123,10 @@ def our_policy(
     dtype: torch.dtype = torch.bfloat16,
     lora: bool = False,
     activations: Activations = "keep",
-    residual: bool = False,
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
     torch_attention: bool = False,
 ) -> Policy:
     model = random_model(config, device=device, checkpointing=False, dtype=dtype)
-    if residual:
-        keep_residual_in_float32(model)
     keep_activations(model, activations)
     float8 = Float8Switch() if matmul == "auto" else compute_in_float8(model, matmul)
     adapter = LoraAdapterConfig(r=16, alpha=32) if lora else NoAdapterConfig()

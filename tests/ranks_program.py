@@ -55,7 +55,6 @@ from lachesis.train.distributed.sharded_checkpoint import sharded_as
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.loading import LoadedModel, add_lora
-from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
@@ -86,7 +85,6 @@ class Case:
     distributed: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     selective: bool = False
-    residual: bool = False
     compile: bool = False
     packing: str = "auto"
     uses: int = 1
@@ -135,7 +133,6 @@ CASES: dict[str, Case] = {
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
     "stochastic": Case(**BF16, optimizer={"weight_update": "stochastic_rounding"}, loss=UNCLIPPED),
-    "residual": Case(**BF16, residual=True, checkpointing=True),
 }
 # Of four ranks.
 LAYOUTS: dict[str, Case] = {
@@ -161,7 +158,7 @@ MORE: dict[int, dict[str, Case]] = {
         "context_compiled": Case(**FLOAT32, distributed=CONTEXT, compile=True),
         "context_selective": Case(distributed=CONTEXT, selective=True),
         "context_gathered": Case(distributed={**CONTEXT, "reshard_after_forward": False}),
-        "context_bf16": Case(**BF16, distributed=CONTEXT, residual=True, checkpointing=True),
+        "context_bf16": Case(**BF16, distributed=CONTEXT, checkpointing=True),
         "tensor_float32": Case(**FLOAT32, distributed=TENSOR),
         "tensor_qwen3": Case(distributed=TENSOR, model={"architecture": "qwen3"}, selective=True),
         "tensor_llama": Case(
@@ -179,7 +176,7 @@ MORE: dict[int, dict[str, Case]] = {
         "tensor_teacher": Case(distributed=TENSOR, loss={"teacher": TEACHER}),
         "tensor_compiled": Case(**FLOAT32, distributed=TENSOR, compile=True),
         # No token is at the edge of the clip, where rounding would decide about its gradient.
-        "tensor_bf16": Case(**BF16, distributed=TENSOR, residual=True, checkpointing=True, loss=UNCLIPPED),
+        "tensor_bf16": Case(**BF16, distributed=TENSOR, checkpointing=True, loss=UNCLIPPED),
         "tensor_stochastic": Case(
             **BF16,
             distributed=TENSOR,
@@ -194,7 +191,7 @@ MORE: dict[int, dict[str, Case]] = {
         "expert_context": Case(distributed={**CONTEXT, **EXPERT}, model=MOE, uses=2),
         "expert_replay": Case(distributed={**TENSOR, **EXPERT}, model=MOE, loss={"router_replay": True}),
         "expert_compiled": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE, compile=True),
-        "expert_bf16": Case(**BF16, distributed=EXPERT, model=MOE | GROUPED, residual=True, checkpointing=True),
+        "expert_bf16": Case(**BF16, distributed=EXPERT, model=MOE | GROUPED, checkpointing=True),
         "fsdp_float32": Case(**FLOAT32),
         "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
     },
@@ -237,7 +234,7 @@ MORE: dict[int, dict[str, Case]] = {
 }
 GPU_CASES: dict[str, Case] = {
     "flash": Case(**BF16, loss={"beta": 0.1}),
-    "flash_lora": Case(**BF16, lora=True, checkpointing=True, residual=True, loss={"beta": 0.1}),
+    "flash_lora": Case(**BF16, lora=True, checkpointing=True, loss={"beta": 0.1}),
     "compiled": Case(**BF16, compile=True),
     "offload": Case(distributed={"cpu_offload": True}, loss={"beta": 0.1, **EMA}),
     "cpu_optimizer": Case(**BF16, optimizer={"kind": "adamw_cpu"}),
@@ -301,8 +298,6 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
     dtype = getattr(torch, case.dtype)
     transformer = tiny_model(model.pop("architecture", "qwen2"), **model).to(dtype)
     torch.manual_seed(0)
-    if case.residual:
-        keep_residual_in_float32(transformer)
     if case.checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
     if case.selective:

@@ -42,7 +42,7 @@ RUN_HERE = {
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
     "turns": ([], "| 2 |"),
     "train_step": (
-        ["--no-trl", "--repeats", "1", "--only", "float32 residual", "--profile"], "lachesis LoRA, float32 residual",
+        ["--no-trl", "--repeats", "1", "--only", "checkpointing", "--profile"], "lachesis LoRA, checkpointing",
     ),
 }  # fmt: skip
 RATE = r"[1-9][\d,]*"

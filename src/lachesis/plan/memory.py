@@ -130,8 +130,7 @@ def _pass_parts(
     """Yield the memory of forward and backward for a micro-batch, as far as devices do not share it."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
     tokens = -(-lengths.microbatch // mesh.context)
-    stream = _stream_bytes(config, width=width)
-    kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width, tensor=mesh.tensor)
+    kept = _kept_activations(config, shape, layer=layer, width=width, tensor=mesh.tensor)
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
     head = _head_bytes(config, shape, tokens=-(-tokens // mesh.tensor), width=width, device=device)
@@ -180,14 +179,11 @@ def layer_activations(
     elements = norms + narrow + (per_expert + routed) * shape.active_experts
     if config.adapter.kind == "lora":
         elements += config.adapter.r * len(shape.targeted(config.adapter.targets))
-    widened = 2 * shape.hidden * max(0, 4 - width) if config.model.residual_dtype == "float32" and compiled else 0
     router = 4 * shape.experts if shape.experts > 1 else 0
-    return width * elements + attention + widened + router
+    return width * elements + attention + router
 
 
-def _kept_activations(
-    config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int, tensor: int
-) -> float:
+def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, width: int, tensor: int) -> float:
     """Return the bytes per token that all decoder layers keep, with those of a layer computed again.
 
     Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
@@ -196,7 +192,7 @@ def _kept_activations(
     which = config.model.kept_activations
     if which in ("auto", "keep"):  # a run has decided what auto is before it counts
         return shape.layers * layer
-    own = shape.hidden * stream
+    own = shape.hidden * width
     if which == "selective":
         own += shape.heads // tensor * (shape.head_dim * width + 4)
     layers = min(2, shape.layers) if which == "offload" else shape.layers
@@ -209,12 +205,7 @@ def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengt
         return 0
     width = weight_bytes(config, shape, device=device)
     tokens = -(-lengths.microbatch // mesh.context)
-    return tokens * shape.layers * shape.hidden * _stream_bytes(config, width=width)
-
-
-def _stream_bytes(config: LachesisConfig, *, width: int) -> int:
-    """Return the bytes of a number that goes from layer to layer."""
-    return max(width, 4) if config.model.residual_dtype == "float32" else width
+    return tokens * shape.layers * shape.hidden * width
 
 
 def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

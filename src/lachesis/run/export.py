@@ -186,7 +186,6 @@ def _plain(model: ModelConfig, *, dtype: str) -> ModelConfig:
             "dtype": dtype,
             "quantization": "none",
             "matmul_dtype": "auto",
-            "residual_dtype": "auto",
             "gradient_checkpointing": False,
             "activations": "keep",
             "train_layers": None,

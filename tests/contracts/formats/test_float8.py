@@ -271,7 +271,7 @@ def test_a_pad_token_of_zeros_gives_no_nan(saved, scaling, packing):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("adapter", [None, LoraAdapterConfig(r=4)], ids=["full", "lora"])
 def test_it_learns_what_is_rewarded_in_16_bits(saved, scaling, adapter):
-    policy = make_policy(load(saved, scaling, adapter=adapter, dtype="bfloat16", residual_dtype="float32"))
+    policy = make_policy(load(saved, scaling, adapter=adapter, dtype="bfloat16"))
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}
     batch = batch_for(policy, advantage=1.0)

@@ -353,20 +353,6 @@ def test_experts_are_not_quantized(build, model):
     assert weights > 0.95 * 2 * shape.parameters
 
 
-def test_a_residual_stream_in_float32_takes_more(build, model):
-    def activations(**options) -> int:
-        planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")
-        (found,) = (part.bytes for part in planned.memory if part.name == "activations")
-        return found
-
-    tokens, layers, hidden = 8192, 28, 1536
-    assert activations(residual_dtype="float32") - activations() == 4 * tokens * layers * hidden
-    wide = activations(residual_dtype="float32", gradient_checkpointing=True)
-    # The layers' inputs, and the two of the layer that is run again.
-    assert wide - activations(gradient_checkpointing=True) == 2 * tokens * (layers + 2) * hidden
-    assert activations(residual_dtype="float32", dtype="float32") == activations(dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("engine", "bridge", "adapter", "copies"),
     [

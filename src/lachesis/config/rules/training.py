@@ -308,12 +308,6 @@ def _adapter(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-def _model(config: LachesisConfig) -> Iterator[Said]:
-    model = config.model
-    if model.residual_dtype == "float32" and model.dtype == "float32":
-        yield note("model.residual_dtype float32 does nothing with model.dtype float32: it is float32 anyway")
-
-
 def _quantization(config: LachesisConfig) -> Iterator[Said]:
     model = config.model
     if model.quantization == "none":
@@ -405,7 +399,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         _router_replay,
         _iterations,
         _adapter,
-        _model,
         _float8,
         _quantization,
     ),

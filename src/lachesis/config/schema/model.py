@@ -56,11 +56,6 @@ class ModelConfig(Section):
     quantization: Literal["none", "int8", "nf4"] = Field(
         default="none", description="Hold the frozen base weights under LoRA in 8 or 4 bits (bitsandbytes)."
     )
-    residual_dtype: Literal["auto", "float32"] = Field(
-        default="auto",
-        description="Dtype in which a decoder adds up what its layers give; `auto` is the weights'. `float32` beside "
-        "16-bit weights brings logprobs nearer to exact ones.",
-    )
     matmul_dtype: Literal["auto", "float8", "float8_rowwise"] = Field(
         default="auto",
         description="Dtype of the factors in matrix products of linear layers while training; `auto` is the weights'. "

@@ -62,7 +62,7 @@ def _model() -> Iterator[Entry]:
         *("low_cpu_mem_usage", "max_memory", "gpu_memory_limit", "ple_cpu_offload", "lora_on_cpu"),
         *("qlora_sharded_model_loading", "experimental_skip_move_to_device"),
     )
-    yield from cannot("norms are in model.dtype; model.residual_dtype float32 keeps their sums", "fp32_norms")
+    yield from cannot("norms are in model.dtype", "fp32_norms")
     yield from nothing("of fp32_norms", "fp32_norm_classes")
     yield from nothing(
         "completions end at the tokenizer's and the model's own end tokens, and at sampling.stop_token_ids",

@@ -45,7 +45,6 @@ from lachesis.train.model.quantization import (
     settle,
 )
 from lachesis.train.model.repeatable import make_repeatable
-from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.model.saved_rows import SavedRows, find_rows, tensor_files, untouched
 from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole
 
@@ -117,8 +116,8 @@ def load_model(
             allow it each rank reads its own rows afterwards (:attr:`LoadedModel.unread`).
 
     Raises:
-        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, a residual
-            stream that cannot be widened, or no float8 products.
+        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, or no
+            float8 products.
         DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
             float8, and torchao is not.
     """
@@ -156,8 +155,6 @@ def made_trainable(
     """
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
-    if config.residual_dtype == "float32":
-        keep_residual_in_float32(transformer)
     keep_activations(transformer, config.kept_activations)
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)

@@ -656,12 +656,6 @@ def test_float8_products(build):
     assert uncompiled.level == "note" and "gains little with model.compile off" in uncompiled.message
 
 
-def test_a_residual_stream_that_is_in_float32_anyway(build):
-    assert check(build(model={"dtype": "bfloat16", "residual_dtype": "float32"})) == []
-    (finding,) = check(build(model={"dtype": "float32", "residual_dtype": "float32"}))
-    assert (finding.rule, finding.level) == ("model", "note")
-
-
 VERIFIERS = {"source": {"kind": "verifiers", "environment": "gsm8k"}}
 NO_DATASET = {"data": {"path": None}, "rewards": {"functions": []}}
 
