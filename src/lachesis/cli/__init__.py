@@ -18,7 +18,7 @@ __all__ = ["main", "run_api_main"]
 
 
 def __getattr__(name: str) -> typer.Typer:
-    """``app``, with all commands."""
+    """Return ``app`` with all commands loaded; the module has no other lazy attribute."""
     if name != "app":
         raise AttributeError(name)
     load()
@@ -26,13 +26,13 @@ def __getattr__(name: str) -> typer.Typer:
 
 
 def run_api_main() -> None:
-    """Entry point of the command ``run-api``, which is ``lachesis run-api``."""
+    """Run the command ``run-api``, an entry point that means ``lachesis run-api``."""
     sys.argv[1:1] = ["run-api"]
     main()
 
 
 def main() -> None:
-    """Entry point: an error is one line with its cause and a remedy, and an exit code of its own."""
+    """Run the command line; print an error as one line with its cause and a remedy, and exit with its code."""
     os.environ |= brief_waits(os.environ)
     try:
         # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.

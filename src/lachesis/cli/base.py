@@ -1,4 +1,4 @@
-"""What all commands share: the application, the consoles, signals and errors."""
+"""Shared parts of all commands: the application, the consoles, signals and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 
 class _Console(SafeConsole):
-    """Where the reader has gone it raises as other files do: a sink that fails is dropped, and training goes on."""
+    """A console that raises BrokenPipeError if its reader has gone: the sink is dropped and training goes on."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -82,13 +82,13 @@ def common(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Apply the options before the command."""
     Settings.traceback = traceback
     logging.getLogger("lachesis").addHandler(ConsoleHandler(logging.WARNING))
 
 
 def quiet_libraries() -> None:
-    """Libraries warn of much that a user can do nothing about: that goes into the log of a run, not on the screen."""
+    """Keep library warnings that a user can do nothing about off the screen; a run's log still has them."""
     logging.getLogger().addHandler(logging.NullHandler())
     # torch shows these itself, at the import of torchao: a deprecation that is between the two.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -105,7 +105,7 @@ class Settings:
 
 
 class ConsoleHandler(logging.Handler):
-    """Warnings go to standard error; on a terminal through the console of the live display, above it."""
+    """A log handler that prints warnings to standard error or, on a terminal, above the live display."""
 
     def emit(self, record: logging.LogRecord) -> None:
         target = console if console.is_terminal else error_console
@@ -114,10 +114,10 @@ class ConsoleHandler(logging.Handler):
 
 @contextmanager
 def printed_log(name: str, *, beginning: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """Within it, what the logger of that name is told as INFO is printed as it is.
+    """Print INFO messages of the logger ``name`` unchanged while the block runs.
 
     Args:
-        beginning: only lines that begin so.
+        beginning: prefixes; only messages that begin with one of them are printed.
     """
     handler, logger = _Printer(beginning), logging.getLogger(name)
     before = logger.level
@@ -154,7 +154,7 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
 
 
 def hide_progress_bars() -> None:
-    """Those of transformers, over the loading and saving of weights."""
+    """Hide the progress bars of transformers, shown while weights are loaded and saved."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -162,7 +162,7 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def stop_on_signals() -> Iterator[list[int]]:
-    """SIGINT or SIGTERM ask the run to stop after the current step; a second one stops it at once."""
+    """Stop the run after the current step on SIGINT or SIGTERM, and at once on a second one; yield the signals."""
     received: list[int] = []
 
     def request(number: int, frame: object) -> None:
@@ -185,7 +185,7 @@ def stop_on_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
-    """Within it the page of ``lachesis watch`` shows the run, where that was asked for; its address is printed."""
+    """Serve the page of ``lachesis watch`` while the block runs, if ``asked``, and print its address."""
     if not asked:
         yield
         return
@@ -197,10 +197,10 @@ def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
 
 
 def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -> None:
-    """The last line of a run; one that was stopped is said how to go on with, and ends the process.
+    """Print the last line of a run; if it was stopped, say how to resume it and exit.
 
     Args:
-        stop: the signals that came, from :func:`stop_on_signals`.
+        stop: the signals received, from :func:`stop_on_signals`.
         command: the words that started the run, without --resume.
     """
     if not summary.finished:
@@ -224,7 +224,7 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
 
 
 def world_of_leader() -> World | None:
-    """The ranks that this process leads; None where it is alone. One that is led takes part, and exits at the end."""
+    """Return the ranks that this process leads, or None if it is alone; a follower works here, and exits at the end."""
     world = find_world(os.environ)
     if world is not None and "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(end=_end_process)
@@ -249,9 +249,9 @@ def world_of_leader() -> World | None:
 def end_with_parent(
     *, end: Callable[[LachesisError], None], parent: Callable[[], int] = os.getppid, every_s: float = 0.2
 ) -> threading.Thread:
-    """From another thread call ``end`` once torchrun, which has started this process, is gone, however it ended.
+    """Call ``end`` from another thread once torchrun, which started this process, is gone, however it ended.
 
-    It stops its ranks where it can; where it was killed they would go on, and hold GPUs that the next run wants.
+    torchrun stops its ranks if it can. If it was killed, they would go on and hold GPUs that the next run wants.
     """
     started_by = parent()
 
@@ -266,7 +266,7 @@ def end_with_parent(
 
 
 def _end_process(error: LachesisError) -> None:
-    """From another thread than the one that waits. What the leader knows it says."""
+    """End the process from a thread other than the waiting one; the leader reports errors that it knows itself."""
     from lachesis.run.ranks import ToldLeader
 
     if not isinstance(error, ToldLeader):
@@ -275,12 +275,12 @@ def _end_process(error: LachesisError) -> None:
 
 
 def busy(doing: str) -> AbstractContextManager[object]:
-    """Within it a terminal shows what is being done."""
+    """Return a context in which a terminal shows ``doing`` with a spinner."""
     return console.status(doing) if console.is_terminal else nullcontext()
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return ``path`` as a user would type it: relative to the current directory if it lies below."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -291,7 +291,7 @@ _COLOURS = {"problem": "red", "warning": "yellow", "note": "dim"}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Each on a line; a problem makes the command fail."""
+    """Print each finding on a line; exit with code 1 if one is a problem."""
     for finding in findings:
         console.print(Text.assemble((f"{finding.level:<8}", _COLOURS[finding.level]), f"  {finding.message}"))
     if any(finding.level == "problem" for finding in findings):

@@ -1,4 +1,4 @@
-"""What exit codes and health rules mean, in the words of the code that has them; no torch."""
+"""The meanings of exit codes and health rules, taken from the docstrings of errors and rules; no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHERS = {
 
 
 def exit_codes() -> dict[int, str]:
-    """What each exit code means."""
+    """Return the meaning of each exit code, in ascending order."""
     found: dict[int, list[str]] = {code: [words] for code, words in _OTHERS.items()}
     for kind in vars(errors).values():
         # One that only inherits its code is told with the one that has it.
@@ -30,12 +30,12 @@ def exit_codes() -> dict[int, str]:
 
 
 def summary(thing: object) -> str:
-    """The first paragraph of its docstring, in one line."""
+    """Return the first paragraph of the docstring of ``thing``, on one line."""
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
 def meaning(word: str) -> Iterator[str]:
-    """Lines about an exit code or a health rule; none where the word is neither."""
+    """Yield lines about an exit code or a health rule; none if ``word`` is neither."""
     if word.isdecimal() and (words := exit_codes().get(int(word))) is not None:
         yield f"exit code {int(word)}"
         yield f"    {words}"

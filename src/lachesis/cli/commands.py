@@ -101,7 +101,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def load(words: Sequence[str] | None = None) -> None:
-    """Make the command of a command line known; all of them where it names none of them, for those that are near."""
+    """Import the module of the command that ``words`` name, or all modules if they name none, to suggest near ones."""
     first = next((word for word in words or () if not word.startswith("-")), None)
     if first is not None and first not in COMMANDS and first in (more := installed()):
         importlib.import_module(more[first].module)

@@ -1,4 +1,4 @@
-"""What `lachesis doctor` checks: installation, devices, a configuration, what it needs, and that training learns."""
+"""The checks of `lachesis doctor`: installation, devices, a configuration, its needs, and a proof of learning."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def share_of_a(completions, **columns):
 
 
 def inspect_installation() -> list[Check]:
-    """Versions of what is needed, devices, and free disk space."""
+    """Check the versions of required and optional packages, the devices, and free disk space."""
     checks = [_version_check(name) for name in REQUIRED]
     for name, purpose in OPTIONAL.items():
         version = installed_version(name)
@@ -80,7 +80,7 @@ def inspect_installation() -> list[Check]:
 
 
 def inspect_bytecode() -> Check:
-    """Whether modules have been compiled: images are made without, and with a variable that keeps Python from it."""
+    """Check that large packages are compiled to bytecode; container images often disable it."""
     found = [spec for name in _LARGE if (spec := util.find_spec(name)) is not None]
     lacking = [spec for spec in found if spec.cached and not Path(spec.cached).exists()]
     if not lacking:
@@ -97,15 +97,15 @@ def inspect_bytecode() -> Check:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """The checks with the versions of this package, Python and the platform."""
+    """Return the checks as JSON, with the versions of this package, Python and the platform."""
     machine = {"lachesis": __version__, "python": platform.python_version(), "platform": platform.platform()}
     return json.dumps({**machine, "checks": [asdict(check) for check in checks]}, indent=2)
 
 
 def inspect_sandbox() -> list[Check]:
-    """Which wall stands around code of a model here, and ten ways out of it, tried.
+    """Check which sandbox confines code written by a model here, and try ten ways out of it.
 
-    Without any wall nothing fails but what runs such code, which then says so itself.
+    A machine without a sandbox passes: only rewards that run such code fail there, and they say so themselves.
     """
     from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
     from lachesis.plugins.sandbox.escapes import try_escapes
@@ -134,7 +134,7 @@ def _escape_check(attempt: Attempt) -> Check:
 
 
 def inspect_config(path: Path) -> list[Check]:
-    """Does a configuration parse, do its parts fit together, and is what it needs installed."""
+    """Check that a configuration parses, that its parts fit together, and that its packages are installed."""
     try:
         config = load_config(path).config
         findings = check(config)
@@ -151,12 +151,12 @@ def inspect_config(path: Path) -> list[Check]:
 
 
 def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]:
-    """All checks, each as soon as it is known: some take a minute, and who waits may give up before the last.
+    """Yield all checks, each as soon as it is done, because some take a minute.
 
     Args:
         config: a configuration to check as well.
-        tried: what it needs is tried, where it is valid.
-        proof: a small model is trained, where nothing has failed.
+        tried: try what a valid configuration needs.
+        proof: train a small model if nothing has failed.
     """
     failed = False
     for part in (inspect_installation, inspect_sandbox):
@@ -185,7 +185,7 @@ def try_config(path: Path) -> Iterator[Check]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it a run's log is not written: what it warns of (a high learning rate, no saved weights) is meant here."""
+    """Disable the log of runs in the block: its warnings (high learning rate, no saved weights) are intended here."""
     logger.disabled = True
     try:
         yield

@@ -20,7 +20,7 @@ Run = Annotated[Path | None, typer.Option("--run", help="The run directory; if u
 
 @fleet_app.command()
 def add(url: Url, run: Run = None) -> None:
-    """Have a run use one more server. It serves once the next transfer has brought it the weights, proved."""
+    """Add a server to a run; it serves once the next transfer has brought it the weights, with proof."""
     from lachesis.run import fleet
 
     run_dir = run or _going_on()
@@ -30,7 +30,7 @@ def add(url: Url, run: Run = None) -> None:
 
 @fleet_app.command()
 def drain(url: Url, run: Run = None) -> None:
-    """Take a server away: from the next transfer on it gets no requests, and it is given back once it has none."""
+    """Remove a server: it gets no requests from the next transfer on, and is released once it has none."""
     from lachesis.run import fleet
 
     run_dir = run or _going_on()
@@ -39,7 +39,7 @@ def drain(url: Url, run: Run = None) -> None:
 
 
 def _going_on() -> Path:
-    """The one run in ``runs`` that goes on. Raises ConfigError where there is not one."""
+    """Return the only unfinished run in ``runs``; raise ConfigError unless there is exactly one."""
     from lachesis.run.status import read_status
 
     found = [path for path in sorted(Path("runs").glob("*")) if run_paths(path)["state"].is_file()]

@@ -1,4 +1,4 @@
-"""Commands that look at something and change nothing."""
+"""Commands that inspect runs, data and rewards without changing them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app.add_typer(rewards_app, name="rewards")
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Write report.html of a run anew."""
+    """Rewrite report.html of a run."""
     from lachesis.metrics.report.page import write_report
 
     console.print(f"report: {shown(write_report(run_dir))}")
@@ -35,7 +35,7 @@ def compare(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
 ) -> None:
-    """Write a page with several runs side by side: curves, configurations, the same prompts."""
+    """Write a page that compares runs side by side: curves, configurations, the same prompts."""
     from lachesis.metrics.report.compare import write_compare
 
     console.print(f"comparison: {shown(write_compare(run_dirs, out))}")
@@ -46,7 +46,7 @@ def watch(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
 ) -> None:
-    """Show runs in the browser while they go on. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
+    """Show runs in the browser while they train. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
     from lachesis.run.live_page import listen, serve
 
     for path in run_dirs:
@@ -77,7 +77,7 @@ def status(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
-    """Say how a run stands and what it waits for. Exit code 1 where it has ended unfinished, or was suspended."""
+    """Print a run's state and what it waits for. Exit code 1 if it ended unfinished or was suspended."""
     from lachesis.run.status import read_status, status_json, status_lines
 
     found = read_status(run_dir)
@@ -102,8 +102,8 @@ def doctor(
 ) -> None:
     """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
 
-    Of CONFIG it tries what a run needs: servers that answer, clocks that agree, free ports, the disk, two ranks, and a
-    transfer of a tiny model's weights over its bridge.
+    With CONFIG it also tries what a run needs: servers that answer, synchronized clocks, free ports, the disk, two
+    ranks, and a transfer of a tiny model's weights over its bridge.
     """
     from lachesis.cli import doctor as checks
 
@@ -131,7 +131,7 @@ def data_check(
     name: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
     split: Annotated[str, typer.Option(help="Split, or a part of one.")] = "train",
 ) -> None:
-    """Look for everything that is wrong with a dataset."""
+    """Check a dataset and report every problem found."""
     from lachesis.config.schema import ModelConfig
     from lachesis.rollouts.datasets import Dataset
     from lachesis.rollouts.datasets.check import check_data
@@ -153,7 +153,7 @@ def rewards_check(
     gold: Annotated[str | None, typer.Option(help="Column with the right answers.")] = None,
     gold_format: Annotated[str, typer.Option(help="What an answer looks like.")] = "{gold}",
 ) -> None:
-    """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
+    """Run the reward functions on right, empty, truncated, swapped and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
     from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
     from lachesis.run.launch import set_up

@@ -1,4 +1,4 @@
-"""``lachesis rollouts``: the rollouts of a run in a terminal."""
+"""The command ``lachesis rollouts``: the rollouts of a run in a terminal."""
 
 from __future__ import annotations
 

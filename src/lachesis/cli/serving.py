@@ -1,4 +1,4 @@
-"""Commands that serve until a signal."""
+"""Commands that serve until they get a signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lachesis.engines.options import EngineName, ServeOptions, flag_of
 
 
 def with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
-    """A command's ``**values`` become an option for each field of the model."""
+    """Return a decorator that replaces a command's ``**values`` by an option for each field of ``model``."""
 
     def parameter(name: str, field: FieldInfo) -> Parameter:
         many = get_origin(field.annotation) is tuple
@@ -43,7 +43,7 @@ def with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
 @app.command(context_settings=PASS_ON)
 @with_options(ServeOptions)
 def serve(context: typer.Context, **values: Any) -> None:
-    """Serve a model for rollouts, so that trainers can change its weights.
+    """Serve a model for rollouts, with weights that trainers can change.
 
     Any further flag is handed on to `vllm serve`. Routes that change weights need the token of the session, which
     clients of the same user on this machine find by themselves.
@@ -71,7 +71,7 @@ def vllm_serve(
         int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
     ] = None,
 ) -> None:
-    """Serve the model of a run, as its configuration says: its sections model, engine and vllm.
+    """Serve the model of a run as the sections model, engine and vllm of its configuration say.
 
     Any further flag is handed on to `vllm serve`.
     """
@@ -96,5 +96,5 @@ def vllm_serve(
 
 
 def _exports_shown() -> AbstractContextManager[None]:
-    """What the documents of the single copy look for in a server's log."""
+    """Return a context that prints the "Exported ..." lines that the single-copy guide looks for in a log."""
     return printed_log("lachesis", beginning=("Exported ",))

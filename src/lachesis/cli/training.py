@@ -1,4 +1,4 @@
-"""Commands that train, and what comes before."""
+"""Commands that train, plan, export and publish runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(
     ] = False,
     ui: Ui = False,
 ) -> None:
-    """Train as a configuration says."""
+    """Train a model as a configuration says."""
     world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
     if smoke:
@@ -73,7 +73,7 @@ def train(
 
 
 def _gigabytes(text: str) -> float:
-    """The size of a card, as people write it."""
+    """Return the size of a card in GB from text such as ``24`` or ``24GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?|GiB)?", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) < 1:
         raise typer.BadParameter(f"{text!r} is no size of a card: give its gigabytes, as 24 or 24GB")
@@ -97,7 +97,7 @@ def plan_command(
     nodes: Annotated[int, typer.Option(min=1, help="With --gpus: over so many machines.")] = 1,
     card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
 ) -> None:
-    """Say what a run will do, and the memory and disk it takes, without loading model or data."""
+    """Print what a run will do and the memory and disk it takes, without loading the model or data."""
     loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
@@ -120,7 +120,7 @@ def plan_command(
 
 
 def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedConfig:
-    """A file, or the Atropos trainer's flags."""
+    """Load a configuration from a file or from the Atropos trainer's flags."""
     if words[0].startswith("-"):
         return load_argv(words, overrides=overrides)
     if len(words) > 1:
@@ -131,7 +131,7 @@ def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedCo
 
 
 def _custom_lines(config: LachesisConfig) -> list[str]:
-    """The parts of the user's own, which are loaded: whether they fit shows only then."""
+    """Return lines about custom parts, which are loaded, because only loading shows that they fit."""
     if not any(kind.name != "reward" for kind, _, _ in custom_parts(config)):
         return []
     from lachesis.run.custom import check_custom_parts  # imports torch, as most such files do
@@ -178,7 +178,7 @@ def push_command(
 def init_command(
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")] = Path("."),
 ) -> None:
-    """Write a configuration, a reward, a small model and its problems, which run at once."""
+    """Write a first run that starts at once: configuration, reward, small model and problems."""
     files = write_first_run(directory)
     console.print(f"wrote {', '.join(shown(path) for path in files)}")
     console.print(f"start it with: lachesis train {shlex.quote(shown(files[0]))}")

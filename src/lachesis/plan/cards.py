@@ -191,7 +191,8 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
         if use.aside:
             parts += f", {use.aside / GB:.1f} GB an update that it keeps aside"
         elif use.by_host and use.fits:
-            parts += "; updates go by the host's memory"
-            parts += f" (a share of at most {use.room_share:g} leaves them room)" if use.room_share else ""
+            parts += "; weight updates are staged in host memory"
+            if use.room_share:
+                parts += f" (set engine.gpu_memory_utilization <= {use.room_share:g} to keep them on the GPU)"
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
         yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

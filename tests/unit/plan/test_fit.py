@@ -205,9 +205,13 @@ def test_the_plan_says_where_updates_are_kept(tmp_path: Path):
         return [*card_lines(config, plan(config, device="cuda"))][-1]
 
     assert largest().endswith("(its share is 0.3), 16.1 GB an update that it keeps aside")
-    assert largest(engine={"kind": "vllm", "gpu_memory_utilization": 0.5}).endswith("; updates go by the host's memory")
+    assert largest(engine={"kind": "vllm", "gpu_memory_utilization": 0.5}).endswith(
+        "; weight updates are staged in host memory"
+    )
     elsewhere = largest(engine={"kind": "vllm", "devices": "1"})
-    assert elsewhere.endswith("; updates go by the host's memory (a share of at most 0.86 leaves them room)")
+    assert elsewhere.endswith(
+        "; weight updates are staged in host memory (set engine.gpu_memory_utilization <= 0.86 to keep them on the GPU)"
+    )
 
 
 def test_where_nothing_fits_it_says_so(tmp_path: Path):

@@ -30,9 +30,9 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
         )
     if config.algorithm.sampler_correction == "none":
         yield warning(
-            "pipeline.async_prefetch with algorithm.sampler_correction none: the ratio is to the older weights that "
-            "sampled, so the clip, and most of all GSPO's narrow one, also cuts what has only aged; token_truncate "
-            "weights age apart from the step"
+            "pipeline.async_prefetch: samples come from older weights and algorithm.sampler_correction is none, so the "
+            "clip (GSPO's above all) also cuts tokens that are only old; set it to token_truncate to correct for their "
+            "age"
         )
 
 

@@ -463,7 +463,7 @@ def test_all_problems_are_told_at_once(build):
             "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process",
         ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
-        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
+        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "set it to token_truncate"),
         (
             {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
             "warning",
