@@ -67,7 +67,6 @@ def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
         ("clipped_much", "problem", "the learning rate is too high", {"clipped_fraction": 0.51}),
         ("gradient_vanished", "problem", "nothing reaches the weights", {"grad_norm": 0.0}),
         ("samples_stale", "warning", "5 weight versions old", {"staleness": 5.0}),
-        ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
         ("logprobs_differ", "problem", "at most 3", {"logprob_diff_mean": 0.9, "logprob_diff_max": 3.0}),
         ("canary_off", "problem", "although its weights are the trainer", {"canary_ratio": 1.4}),
         ("groups_dropped", "warning", "failed 2 times", {"reward_errors": 2.0, "dropped_groups": 1.0}),
@@ -96,6 +95,7 @@ def test_one_step_is_enough(rule: str, level: str, words: str, values: dict[str,
         ("reward_function_constant", "note", "teaches nothing any more",
          {"rewards__exact__mean": 1.0, "rewards__exact__std": 0.0}),
         ("gradient_vanished", "note", "below 0.001 for 10 steps", {"grad_norm": 1e-4}),
+        ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
         ("time_unbalanced", "note", "generation takes 12 times as long as training", {"generation_time": 14.4}),
         ("time_unbalanced", "note", "training takes 6 times as long", {"train_time": 6.0}),
         ("time_unbalanced", "note", "reward functions take 75 % of a step", {"reward_time": 1.8}),
@@ -263,6 +263,12 @@ def test_one_answer_to_everything(make_group: MakeGroup) -> None:
 def test_without_a_fresh_sample_trainer_and_engine_are_not_compared() -> None:
     stale = {name: value for name, value in HEALTHY.items() if not name.startswith("logprob_diff")}
     assert alarms(Observation(30, stale | {"staleness": 2.0}, history=({"logprob_diff_mean": 0.9},) * 5)) == {}
+
+
+def test_one_step_of_few_tokens_above_the_limit_is_rounding() -> None:
+    """As seen with SmolLM2 in bfloat16 and 192 tokens a step: 0.0527 nats in one of twelve steps."""
+    history = ({"logprob_diff_mean": 0.03}, {"logprob_diff_mean": 0.04})
+    assert alarms(Observation(3, {"logprob_diff_mean": 0.053}, history=history)) == {}
 
 
 def test_limits_can_be_set() -> None:
