@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -18,7 +19,21 @@ from lachesis.config.keys import (
     value_in_words,
 )
 from lachesis.plugins.dialects import DIALECTS
+from lachesis.plugins.dialects.atropos import TRAINER
+from lachesis.plugins.dialects.constructors import CONSTRUCTORS
 from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
+
+# ``GRPOConfig(beta=0.04)``, ``GRPOConfig(beta)``, ``GRPOConfig.beta`` or ``beta=0.04``.
+_CALL = re.compile(
+    r"(?P<call>(?:Axolotl)?GRPO(?:Config|Trainer)|LoraConfig|AxolotlTrainingArguments)?(?(call)[.(]?)"
+    r"(?P<name>[\w.-]*)(?:=.*?)?,?\)?",
+    re.DOTALL,
+)
+
+_ENVIRONMENT_FLAG = (
+    "a flag of an Atropos environment, not of the trainer: it goes into services.environment.args, and the "
+    "environment's own --help says what it does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +73,12 @@ class Answer:
     description: str = ""
 
 
-def explain(key: str, *, dialects: Sequence[Dialect] = DIALECTS) -> Answer:
+def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, CONSTRUCTORS)) -> Answer:
     """Explain a dotted path, the end of one (``steps``, ``wandb.name``), or a name in a dialect.
 
     Leading dashes are dropped and dashes read as underscores. A full path wins over a bare name; a bare name
-    that several keys have, ours or a dialect's, is answered with all of them.
+    that several keys have, ours or a dialect's, is answered with all of them. A keyword of a constructor of TRL's or
+    Axolotl's is taken as they write it (``GRPOConfig(beta=0.04)``, ``beta=0.04``).
 
     Raises:
         ConfigError: nothing has that name; the remedy is the nearest one.
@@ -78,6 +94,9 @@ def explain(key: str, *, dialects: Sequence[Dialect] = DIALECTS) -> Answer:
     found = [*by_end, *(found for found in _in_dialects(name, dialects) if found.path not in paths)]
     if found:
         return _answer(key, found)
+    if key.strip().startswith("--env."):
+        flag = Entry(key.strip().partition("=")[0].removeprefix("--"), note=_ENVIRONMENT_FLAG)
+        return _answer(key, [_without_key(TRAINER, flag)])
     sections = [section for section in all_sections() if section.path.endswith(f".{name}")]
     if len(sections) == 1:
         return _section_answer(key, sections[0], dialects)
@@ -85,7 +104,10 @@ def explain(key: str, *, dialects: Sequence[Dialect] = DIALECTS) -> Answer:
 
 
 def _plain(key: str) -> str:
-    return key.strip().lstrip("-").replace("-", "_")
+    """Return a name as the tables have it: without dashes or ``$`` in front, a constructor or a value around it."""
+    written = _CALL.fullmatch(key.strip())
+    name = key.strip() if written is None else written["name"] or written["call"] or ""
+    return name.lstrip("-$").replace("-", "_")
 
 
 def _explanation(key: Key, dialects: Sequence[Dialect], *, dialect: str = "") -> Explanation:

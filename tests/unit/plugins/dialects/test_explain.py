@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
+from lachesis.config.keys import all_keys
+from lachesis.plugins.dialects.constructors import CONSTRUCTORS
 from lachesis.plugins.dialects.explain import Alias, explain
 from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing
 
@@ -140,3 +142,41 @@ def test_an_unknown_name(name, remedy):
         explain(name, dialects=[TRAINER])
     assert remedy in caught.value.remedy
     assert caught.value.message == f"no key is called {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("GRPOConfig(beta=0.04)", "algorithm.beta"),
+        ("GRPOConfig.beta", "algorithm.beta"),
+        ("GRPOConfig(num_generations)", "sampling.num_generations"),
+        ("AxolotlGRPOConfig(beta=0.04)", "algorithm.beta"),
+        ("GRPOTrainer(processing_class=tokenizer)", "model.tokenizer"),
+        ("LoraConfig(r=16)", "adapter.r"),
+        ("peft_config", "adapter.kind"),
+        ("train_dataset", "data.path"),
+        ("$LOGDIR", "bridge.config_path"),
+        ("--learning-rate=1e-5", "optimizer.learning_rate"),
+    ],
+)
+def test_names_are_taken_as_scripts_write_them(name: str, path: str):
+    assert path in [found.path for found in explain(name).explanations]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("--env.max_steps", "services.environment.args"),
+        ("--env.group_size=8", "services.environment.args"),
+        ("compute_metrics", "log_metric"),
+        ("GRPOConfig", "lachesis.train"),
+        ("optimizers", "refused"),
+    ],
+)
+def test_names_that_set_nothing_say_what_to_do(name: str, words: str):
+    assert any(words in found.description for found in explain(name).explanations)
+
+
+def test_all_entries_of_constructors_name_keys():
+    known = {key.path for key in all_keys()}
+    assert {entry.path for entry in CONSTRUCTORS.entries.values() if entry.path} <= known
