@@ -1,1 +1,1 @@
-"""What every room uses and what knows of none: records, errors, deadlines, files, imports, processes. No torch here."""
+"""The ground floor, which every room uses and which uses none: records, errors, deadlines, files, imports. No torch."""

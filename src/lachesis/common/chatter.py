@@ -1,4 +1,4 @@
-"""What libraries say while they are imported, which is nothing that a user can do anything about."""
+"""Import-time log messages of libraries, about which a user can do nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHATTERERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Libraries warn as they are imported: of kernels that they do without, of what another deprecates."""
+    """Silence import-time warnings of libraries in the block, such as missing kernels or deprecations."""
     loggers = [logging.getLogger(name) for name in _CHATTERERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

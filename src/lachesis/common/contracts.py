@@ -1,7 +1,7 @@
-"""Parts of the user's own: a function or class that a configuration names, held against its contract when loaded.
+"""Custom parts: functions or classes that a configuration names, checked against a contract when loaded.
 
-A contract is a protocol: what its ``__call__`` takes by place is given by place, what it takes by name is given to
-those that name it, and ``kwargs`` of the configuration are given as they are.
+A contract is a protocol. Positional arguments of its ``__call__`` are passed by position, keyword-only ones to
+parts that name them, and ``kwargs`` of the configuration unchanged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a kind of part is called with, and what a call makes.
+    """The arguments that a kind of part is called with, and the result of a call.
 
     Args:
-        kind: what messages call it; entry points are of the group ``lachesis.KIND``, blanks as underscores.
-        given: names of what is given by place, in order.
-        named: names of what is given to those that name it.
-        error: raised where a part fails.
-        makes: the class of what a call makes, where that is an object with methods.
-        methods: of that object; what they raise names the part.
+        kind: its name in messages; entry points belong to the group ``lachesis.KIND``, with underscores for blanks.
+        given: names of the positional arguments, in order.
+        named: names of the arguments passed to parts that name them.
+        error: the class of error to raise if a part fails.
+        makes: the class of a call's result, if that is an object with methods.
+        methods: methods of that object whose errors have to name the part.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Contract:
 class Part:
     """A part that fits its contract.
 
-    ``names`` are the arguments that it names, ``arguments`` those of the contract that it is given by name.
+    ``names`` are the arguments that it names, ``arguments`` the contract's arguments that it gets by name.
     """
 
     contract: Contract
@@ -65,15 +65,15 @@ class Part:
         return f"the {self.contract.kind} {self.spec}"
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """What the part returns. Raises the contract's error where it raises anything that is none of ours."""
+        """Call the part; a foreign exception becomes the contract's error."""
         taken = {name: value for name, value in named.items() if name in self.arguments}
         return self.guarded(self.function)(*given, **taken, **self.kwargs)
 
     def make(self, *given: Any, **named: Any) -> Any:
-        """The object that the part makes, whose methods name the part in what they raise.
+        """Return the object that the part makes; errors of its methods name the part.
 
         Raises:
-            ConfigError: it raised, or made something else.
+            ConfigError: the part raised, or made something else.
         """
         taken = {name: value for name, value in named.items() if name in self.arguments}
         made = self.guarded(self.function, error=ConfigError)(*given, **taken, **self.kwargs)
@@ -88,7 +88,7 @@ class Part:
         return made
 
     def guarded(self, function: Callable[..., Any], *, error: type[LachesisError] | None = None) -> Callable[..., Any]:
-        """The function, whose exceptions that are none of ours become one that names the part and the line in it."""
+        """Wrap ``function`` so that foreign exceptions become an error that names the part and the line in it."""
 
         @functools.wraps(function)
         def call(*given: Any, **named: Any) -> Any:
@@ -113,7 +113,7 @@ def contract(
     makes: type[Any] | None = None,
     methods: Sequence[str] = (),
 ) -> Contract:
-    """The contract of a protocol's ``__call__``: its keyword-only arguments are given to those that name them."""
+    """Return the contract of a protocol's ``__call__``; parts get its keyword-only arguments if they name them."""
     parameters = [p for p in inspect.signature(protocol.__call__).parameters.values() if p.name != "self"]
     return Contract(
         kind=kind,
@@ -126,24 +126,24 @@ def contract(
 
 
 def entry_point_group(kind: str) -> str:
-    """Where installed packages list parts of a kind."""
+    """Return the group of entry points in which installed packages list parts of a kind."""
     return f"lachesis.{kind.replace(' ', '_')}"
 
 
 def spec_of(given: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Name and arguments of a part: ``NAME``, or ``{function: NAME, kwargs: {...}}``."""
+    """Return name and arguments of a part given as ``NAME`` or ``{function: NAME, kwargs: {...}}``."""
     return (given, {}) if isinstance(given, str) else (str(given["function"]), given.get("kwargs") or {})
 
 
 def load_part(given: str | Mapping[str, Any], wanted: Contract) -> Part:
-    """The part that a configuration names.
+    """Load the part that a configuration names.
 
     Args:
         given: ``FILE.py:NAME``, ``module.NAME``, the name of an entry point, or a mapping with that as ``function`` and
             arguments as ``kwargs``.
 
     Raises:
-        ConfigError: there is none, or it cannot be called as its contract says.
+        ConfigError: the part does not exist, or cannot be called as its contract says.
     """
     spec, kwargs = spec_of(given)
     function = load_function(spec, group=wanted.group)
@@ -160,7 +160,7 @@ def load_part(given: str | Mapping[str, Any], wanted: Contract) -> Part:
 
 
 def _require_class(spec: str, function: Callable[..., Any], wanted: Contract) -> None:
-    """That a class is one of those that the contract makes, and whole."""
+    """Raise ConfigError if ``function`` is a class that is abstract or not of the kind that the contract makes."""
     kind = wanted.makes
     if kind is None or not inspect.isclass(function):
         return
@@ -177,7 +177,7 @@ def _require_class(spec: str, function: Callable[..., Any], wanted: Contract) ->
 def _require_signature(
     spec: str, function: Callable[..., Any], wanted: Contract, kwargs: Mapping[str, Any]
 ) -> tuple[frozenset[str], bool]:
-    """The arguments that a part names beyond those given by place, and whether it takes any other."""
+    """Check a part's signature; return its named arguments and True if it takes any other, positional ones aside."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -211,17 +211,17 @@ def _require_signature(
 
 
 def a(kind: str) -> str:
-    """The word with its article."""
+    """Return the word with its indefinite article."""
     return f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
 
 
 def written(wanted: Contract) -> str:
-    """The signature as a line of Python."""
+    """Return the contract's signature as a line of Python."""
     named = ["*", *wanted.named] if wanted.named else []
     return f"def {wanted.kind.replace(' ', '_')}({', '.join([*wanted.given, *named])})"
 
 
 def _file_of(function: Callable[..., Any]) -> str | None:
-    """The file of a function or class, also of one that was no import's."""
+    """Return the file of a function or class, even if it was not imported."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code.co_filename if code else getattr(sys.modules.get(function.__module__), "__file__", None)

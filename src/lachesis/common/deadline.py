@@ -1,4 +1,4 @@
-"""Named deadlines: every wait says who waits for what, since when, and gives up at a known moment; and retries."""
+"""Named deadlines and retries: every wait says who waits for what, since when, and gives up at a known moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _pauses: tuple[float, float | None] = (0.0, None)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Within it no deadline of this process comes nearer, in any thread: somebody wants it to wait."""
+    """Stop the clock of all deadlines of this process while the block runs, because a pause was requested."""
     global _pauses
     total, since = _pauses
     if since is not None:
@@ -30,7 +30,7 @@ def paused() -> Iterator[None]:
 
 
 def paused_s() -> float:
-    """Seconds for which this process was paused, until now."""
+    """Return the seconds for which this process has been paused so far."""
     total, since = _pauses
     return total if since is None else total + time.monotonic() - since
 
@@ -54,20 +54,20 @@ class Deadline:
     paused_before_s: float = field(default_factory=paused_s, compare=False)
 
     def elapsed_s(self) -> float:
-        """Seconds since the wait began, pauses included."""
+        """Return the seconds since the wait began, pauses included."""
         return time.monotonic() - self.started
 
     def counted_s(self) -> float:
-        """Those that count towards the limit."""
+        """Return the seconds that count towards the limit, pauses excluded."""
         return self.elapsed_s() - (paused_s() - self.paused_before_s)
 
     def remaining_s(self) -> float | None:
-        """Seconds left, never negative; ``None`` where there is no limit."""
+        """Return the seconds left, never negative; ``None`` without a limit."""
         return None if self.limit_s is None else max(0.0, self.limit_s - self.counted_s())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The wait is under way within; meanwhile :func:`waits_now` has it."""
+        """List the wait in :func:`waits_now` while the block runs."""
         place = object()
         _under_way[place] = Wait(self, threading.get_ident())
         try:
@@ -91,12 +91,12 @@ class Deadline:
 
 @dataclass(slots=True)
 class Retry:
-    """What is tried until it succeeds or a deadline passes: the pauses between tries, and one line about them.
+    """Retries until success or a deadline: the pauses between them, and one message about the failures.
 
     Args:
-        first_s: the first pause in seconds; each is twice the one before it.
-        say: is told why it failed, once.
-        told_at: the failure at which it is told.
+        first_s: the first pause in seconds; each next one is twice as long, up to ``longest_s``.
+        say: called once, with the reason of a failure.
+        told_at: the number of the failure at which ``say`` is called.
     """
 
     deadline: Deadline
@@ -107,7 +107,7 @@ class Retry:
     failures: int = field(default=0, init=False)
 
     def after(self, reason: str) -> float:
-        """How long to wait after a try that failed for ``reason``. Raises as :meth:`Deadline.check`."""
+        """Return the seconds to wait after a try failed for ``reason``; raise as :meth:`Deadline.check` does."""
         self.failures += 1
         if self.say is not None and self.failures == self.told_at:
             self.say(reason)
@@ -116,14 +116,14 @@ class Retry:
 
 
 def wait_until(why_not: Callable[[], str], retry: Retry, *, sleep: Callable[[float], Any] = time.sleep) -> None:
-    """Return once ``why_not`` has nothing to say; what it says until then is why not yet."""
+    """Call ``why_not`` until it returns an empty text; until then it returns the reason to go on waiting."""
     while reason := why_not():
         sleep(retry.after(reason))
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait that is under way, and the thread (as ``threading.get_ident()`` gives it) that waits."""
+    """A current wait, and the thread that waits (as ``threading.get_ident()`` returns it)."""
 
     deadline: Deadline
     thread: int
@@ -134,5 +134,5 @@ _under_way: dict[object, Wait] = {}
 
 
 def waits_now() -> tuple[Wait, ...]:
-    """The waits of all threads of this process that are under way, in the order in which they began."""
+    """Return the current waits of all threads of this process, in the order in which they began."""
     return tuple(_under_way.copy().values())

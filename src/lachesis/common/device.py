@@ -1,4 +1,4 @@
-"""Which device a name of the configuration means."""
+"""The torch device that a name in the configuration means."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lachesis.common.errors import ModelError
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the current GPU where there is one.
+    """Return the torch device of a name; ``auto`` is the current GPU if there is one, else the CPU.
 
     Raises:
-        ModelError: a GPU was asked for and there is none.
+        ModelError: the name is ``cuda``, and torch sees no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError(

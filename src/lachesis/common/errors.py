@@ -1,4 +1,4 @@
-"""Every error that Lachesis raises on purpose.
+"""All errors that Lachesis raises on purpose.
 
 A message says what was wrong and where; ``remedy`` says what to do about it. The command line prints
 both in one line and exits with ``exit_code``.
@@ -42,7 +42,7 @@ class DataError(LachesisError):
 
 
 class RewardError(LachesisError):
-    """A reward function that raised, hung, or returned something that is no list of rewards."""
+    """A reward function that raised, hung, or returned something other than a list of rewards."""
 
     exit_code = 4
 
@@ -54,21 +54,21 @@ class ModelError(LachesisError):
 
 
 class EngineError(LachesisError):
-    """Generation failed or the engine is in a state in which it cannot serve."""
+    """A failed generation, or an engine in a state in which it cannot serve."""
 
     exit_code = 6
 
 
 class EngineUnreachable(EngineError):
-    """A server gives no answer at all, or says that its engine is dead: it is not up yet, or gone."""
+    """A server that does not answer, or says that its engine is dead: it is not up yet, or gone."""
 
 
 class EngineLost(EngineError):
-    """The engine died, and the weights that the trainer shared with it are gone: only a checkpoint has them."""
+    """A dead engine that took along the weights it shared with the trainer: only a checkpoint has them."""
 
 
 class StaleWeights(EngineError):
-    """The engine's weights are not the trainer's: a transfer did not arrive, or only in part."""
+    """Engine weights that differ from the trainer's: a transfer did not arrive, or only in part."""
 
     exit_code = 7
 
@@ -80,7 +80,7 @@ class DeadlineExceeded(LachesisError):
 
 
 class CheckpointError(LachesisError):
-    """A checkpoint could not be written or read back."""
+    """A checkpoint that could not be written or read back."""
 
     exit_code = 9
 
@@ -92,11 +92,11 @@ class TrainingError(LachesisError):
 
 
 class StopRequested(LachesisError):
-    """No failure: the run was asked to stop while it waited. The loop saves what there is and ends."""
+    """A stop request during a wait, which is not a failure: the loop saves its state and ends."""
 
 
 class DependencyError(LachesisError):
-    """An optional dependency that the configuration needs is not installed."""
+    """An optional dependency that the configuration needs and that is not installed."""
 
     exit_code = 11
 
@@ -108,16 +108,16 @@ _KINDS = (
 
 
 def error_of(code: int | None, message: str) -> LachesisError:
-    """The error of a process that ended with this exit code; one of no kind where the code is none of ours."""
+    """Return the error of a process that ended with ``code``; a plain LachesisError if no kind has that code."""
     kind = next((kind for kind in _KINDS if kind.exit_code == code), LachesisError)
     return kind(message)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or the name of its type where it has none."""
+    """Return the first line of an error's text, or the name of its type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like ``word``, for "did you mean"; None where none is like it."""
+    """Return the known name most similar to ``word``, for "did you mean"; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

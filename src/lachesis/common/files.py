@@ -1,4 +1,4 @@
-"""Files and directories that are either wholly there or not at all; and logs, which are appended to."""
+"""Files and directories that are written completely or not at all, and logs, which are appended to."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _UNFINISHED = re.compile(r"\..+\.\d+-\d+\.tmp")
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace the file ``path`` by ``data`` (text as UTF-8): readers see the old content or the new one.
+    """Replace the file ``path`` with ``data`` (text as UTF-8): readers see the old content or the new one.
 
-    The data is written beside the target before the rename, so a kill leaves the old file, and what was written by
-    then, which :func:`clean_files` removes. Missing parent directories are created.
+    The data is written beside the target before the rename, so a kill leaves the old file and a partial one, which
+    :func:`clean_files` removes. Missing parent directories are created.
 
     Args:
-        durable: force it to disk too, so that the same holds of a power cut.
-        mode: of the file from its first moment, less the process's umask.
+        durable: force the data to disk too, so that the same holds for a power cut.
+        mode: permissions of the file from the start, less the process's umask.
 
     Raises:
         OSError: the disk is full or the place cannot be written; the old file is untouched.
@@ -53,7 +53,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: i
 
 
 def clean_files(parent: Path) -> None:
-    """Remove what killed :func:`write_atomic` calls left in a directory in which nobody else writes now."""
+    """Remove files that killed :func:`write_atomic` calls left in a directory that has no other writer now."""
     for path in parent.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             path.unlink()
@@ -91,7 +91,7 @@ def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def clean_leftovers(parent: Path) -> list[Path]:
-    """Remove what killed :func:`atomic_directory` blocks left in ``parent``; returns what was removed.
+    """Remove and return the directories that killed :func:`atomic_directory` blocks left in ``parent``.
 
     A directory that was moved aside to make room, and whose successor never arrived, is put back first.
     """
@@ -111,7 +111,7 @@ def restore_replaced(parent: Path) -> None:
 
 
 def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file's content, a block at a time."""
+    """Return the CRC-32 of a file's content, read block by block."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -136,7 +136,7 @@ def _fsync_tree(directory: Path) -> None:
 
 
 def _swap(temporary: Path, target: Path) -> Path | None:
-    """Rename ``temporary`` to ``target``; where the old ``target`` is now, for a full directory has to step aside."""
+    """Rename ``temporary`` to ``target``; return the path that the old ``target`` was moved to, if there was one."""
     aside = target.with_name(f"{_REPLACED}{target.name}")
     replacing = target.exists()
     if replacing:
@@ -153,10 +153,10 @@ def _swap(temporary: Path, target: Path) -> Path | None:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open it for a process to append to, with the directories above it.
+    """Open a log for a process to append to; create missing parent directories.
 
     Raises:
-        EngineError: it cannot be written.
+        EngineError: the log cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Groups as JSON-safe values and back: for the tape, and for what a checkpoint has of a pipeline."""
+"""Groups as JSON-safe values and back, for the tape and for the pipeline's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from lachesis.common.teacher_logprobs import TaughtTokens
 
 TokenTexts = Callable[[Sequence[int]], Sequence[str]]
-"""The text of each of some token ids."""
+"""A function that returns the text of each token id."""
 
 
 def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool = True) -> dict[str, Any]:
-    """A group as JSON-safe values.
+    """Return a group as JSON-safe values.
 
     Args:
-        texts: adds the text of each completion token as ``pieces``.
-        whole: with what is many numbers for each token: what a teacher has said, and the experts that were used.
+        texts: add the text of each completion token as ``pieces``.
+        whole: include data with many numbers for each token: the teacher's logprobs and the experts used.
     """
     prompt = group.prompt
     line: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, 
 
 
 def decode_group(line: Mapping[str, Any]) -> Group:
-    """The reverse of :func:`encode_group`."""
+    """Return the group that :func:`encode_group` encoded."""
     prompt = decode_prompt(line["prompt"])
     samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
     replaces = decode_group(line["replaces"]) if "replaces" in line else None
@@ -77,7 +77,7 @@ def decode_group(line: Mapping[str, Any]) -> Group:
 
 
 def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
-    """A prompt of its fields as JSON has them."""
+    """Return the prompt with these fields, as read from JSON."""
     messages = fields.get("messages")
     return Prompt(
         id=fields["id"],
@@ -121,7 +121,7 @@ def _decode_routed(fields: Mapping[str, Any]) -> RoutedExperts:
 
 
 def json_safe(value: Any) -> Any:
-    """``value`` as JSON can hold it: other libraries' numbers as Python's, what has no place as its repr."""
+    """Return ``value`` as JSON can hold it: foreign numbers as Python's, values without a JSON type as their repr."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -136,7 +136,7 @@ def json_safe(value: Any) -> Any:
 
 
 def _finite(values: Sequence[float | None]) -> Sequence[float | None]:
-    """JSON has no NaN; an unknown logprob is null."""
+    """Replace NaN, an unknown logprob, with None, because JSON has no NaN."""
     # A sum is finite only where each of them is.
     if None not in values and math.isfinite(sum(values)):  # pyright: ignore[reportArgumentType, reportCallIssue]
         return values

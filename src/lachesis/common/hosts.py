@@ -1,8 +1,8 @@
-"""Whom a server answers as: a name in ``Host`` that is none of its own is that of a web page that was rebound to it.
+"""Guard against DNS rebinding: a foreign name in ``Host`` is that of a web page that was rebound to this server.
 
-A page's browser takes the page's own site for the one that it asks, even where the name of that site has come to mean
-this machine (DNS rebinding); then ``Origin`` and ``Host`` agree, and only the name itself tells. A page that was not
-rebound is told by ``Origin``, or by ``Sec-Fetch-Site`` where its request has none.
+After rebinding, the name of the page's site resolves to this machine, so the browser treats a request to this server
+as same-origin: ``Origin`` and ``Host`` agree, and only the name itself tells. A page that was not rebound is
+recognized by ``Origin``, or by ``Sec-Fetch-Site`` if its request has no ``Origin``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ VARIABLE = "LACHESIS_ALLOWED_HOSTS"
 
 
 def is_this_machine(url: str) -> bool:
-    """Whether a URL leads to the machine that reads it, wherever that is."""
+    """Return True if a URL leads to the machine that reads it."""
     return urlsplit(url).hostname in _OF_THIS_MACHINE
 
 
 def is_own_name(host: str | None, *, allowed: Collection[str]) -> bool:
-    """Whether a ``Host`` header names this server.
+    """Return True if a ``Host`` header names this server.
 
-    Own are addresses, which no foreign page can have as its name, ``localhost`` and what ends in it, this machine's
-    name, and those ``allowed``. Programs may send no header at all; browsers always do.
+    Accepted names: addresses, which no foreign page can have as its name; ``localhost`` and its subdomains; this
+    machine's name; and ``allowed``. Programs may send no header at all; browsers always do.
     """
     if host is None:
         return True
@@ -54,8 +54,8 @@ class OwnHostOnly:
     link is fine.
 
     Args:
-        app: what is guarded.
-        allowed: names beside those that are own in any case; of the variable too.
+        app: the application to guard.
+        allowed: names to accept besides this server's; the environment variable adds to them.
     """
 
     def __init__(self, app: Application, allowed: Collection[str] = ()) -> None:
@@ -76,7 +76,7 @@ class OwnHostOnly:
         await self._app(scope, receive, send)
 
     def _foreign_page(self, scope: Scope) -> str | None:
-        """The site of another page that the request comes from, as its browser says; None where it is none."""
+        """Return the foreign page's site that the browser names as the origin of the request, or None."""
         for origin in _values(scope, b"origin"):
             name = urlsplit(origin).netloc if "://" in origin else ""
             if not name or not is_own_name(name, allowed=self._allowed):
@@ -93,7 +93,7 @@ def _values(scope: Scope, header: bytes) -> list[str]:
 
 
 async def _refuse(send: Send, message: str) -> None:
-    """In the shape of the rollout API's refusals and of the inference servers'."""
+    """Send a 403 in the format of both the rollout API's and the inference servers' errors."""
     remedy = "ask for it by its address, or start it with --allowed-host NAME"
     document = {
         "detail": f"{message}; {remedy}",

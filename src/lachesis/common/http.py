@@ -15,17 +15,17 @@ _BACKLOG = 2048
 
 
 def free_port() -> int:
-    """One of this host's that nothing listens on now; another program may take it before it is used."""
+    """Return a port of this host that nothing listens on now; another program may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def server_url(url: str) -> str:
-    """``http://host:port`` of an address that may end in ``/`` or ``/v1``.
+    """Return ``http://host:port`` of an address that may end in ``/`` or ``/v1``.
 
     Raises:
-        ConfigError: it is no address of a server.
+        ConfigError: ``url`` is not the address of a server.
     """
     wrong = ConfigError(f"{url!r} is no address of an inference server", remedy="write it as http://127.0.0.1:9001")
     try:
@@ -42,14 +42,14 @@ def server_url(url: str) -> str:
 
 
 class BodyTooLong(DataError):
-    """The body of a request is longer than the server takes."""
+    """A request body longer than the server accepts."""
 
 
 async def read_body(request: Request, *, limit: int) -> bytes:
-    """The body of a request; what would be longer than ``limit`` bytes is not read to its end.
+    """Read the body of a request; stop once it is longer than ``limit`` bytes.
 
     Raises:
-        BodyTooLong: it is.
+        BodyTooLong: the body is longer than ``limit``.
     """
     declared = request.headers.get("content-length", "")
     too_long = BodyTooLong(f"the body is longer than {limit >> 20} MiB", remedy="send less in one request")
@@ -64,10 +64,10 @@ async def read_body(request: Request, *, limit: int) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 takes a free one.
+    """Return a socket that accepts connections; port 0 takes a free one.
 
     Raises:
-        ConfigError: the port is taken, or the address is none of this machine's.
+        ConfigError: the port is taken, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

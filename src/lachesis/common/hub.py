@@ -1,4 +1,4 @@
-"""The hub of models and datasets, where it does not answer: its library would try again for half a minute."""
+"""Access to the Hugging Face hub while it does not answer: its library would retry for half a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _answered: set[str] = set()
 
 @contextmanager
 def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
-    """Within it ``path``, a directory or a name on the hub, is read: the hub is not asked if it does not answer now."""
+    """Read ``path``, a directory or a hub name, in the block from the cache alone if the hub does not answer now."""
     from huggingface_hub import constants
 
     if Path(path).exists() or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
@@ -34,7 +34,7 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
 
 
 def config_here(model: str, *, revision: str | None = None) -> Path | None:
-    """The ``config.json`` of a model in a directory, or of the hub's if it has been downloaded."""
+    """Return the path of a model's ``config.json``, in its directory or the hub's cache; None if it is not here."""
     path = Path(model, _CONFIG)
     if path.is_file():
         return path
@@ -49,10 +49,10 @@ def config_here(model: str, *, revision: str | None = None) -> Path | None:
 
 
 def mentions(model: str, *words: str) -> bool | None:
-    """Whether a model's configuration has one of the words in it; ``None`` where it is not on this machine yet.
+    """Return True if a model's configuration contains one of the words; ``None`` if it is not on this machine yet.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the configuration cannot be read.
     """
     config = config_here(model)
     if config is None:

@@ -33,7 +33,7 @@ _BUILT_IN_ROOM = "lachesis.plugins.sandbox.rewards"
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -42,9 +42,9 @@ def installed_version(package: str) -> str | None:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Within it modules that are not there yet cannot be imported: libraries that would take them go on without.
+    """Hide modules that are not imported yet while the block runs, so that libraries go on without them.
 
-    For processes of our own: what a library has found not to be there it may go without later too.
+    Use it in processes that Lachesis starts: a library that missed a module may go without it later too.
     """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType,reportCallIssue]
@@ -56,7 +56,7 @@ def without(*names: str) -> Iterator[None]:
 
 
 def load_function(spec: str, base_dir: Path | None = None, *, group: str | None = None) -> Callable[..., Any]:
-    """The function that ``spec`` names.
+    """Return the function that ``spec`` names.
 
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
@@ -89,12 +89,12 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
 
 
 def names_module(spec: str) -> bool:
-    """Whether ``spec`` names a function of a module or file, as opposed to a name alone."""
+    """Return True if ``spec`` names a function of a module or file, as opposed to a name alone."""
     return not {".", ":"}.isdisjoint(spec)
 
 
 def describe_exception(error: BaseException, where: str | Callable[..., Any] | None) -> str:
-    """``KeyError: 'answer' (rewards.py:12)``: the innermost place in a file or function's file, else of all."""
+    """Return text such as ``KeyError: 'answer' (rewards.py:12)``: the innermost place in ``where``, else of all."""
     code = None if where is None or isinstance(where, str) else getattr(inspect.unwrap(where), "__code__", None)
     file = where if isinstance(where, str) else code and code.co_filename
     ours = str(Path(__file__).parents[1])
@@ -142,7 +142,7 @@ def _check_form(spec: str, good: bool) -> None:
 
 
 def _load_file(spec: str, file: Path) -> ModuleType:
-    """Import a file under a name of its own; the same file with the same content is imported once."""
+    """Import a file under a unique name; the same file with the same content is imported once."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -188,7 +188,7 @@ def _digest(file: Path, content: bytes) -> str:
 
 @cache
 def _stand_ins() -> Path:
-    """A directory of this process with a module for each file that was imported under a name of its own."""
+    """Return a directory of this process with a module for each file that was imported under a unique name."""
     directory = Path(tempfile.mkdtemp(prefix="lachesis-modules-"))
     made_by = os.getpid()
 
@@ -201,7 +201,7 @@ def _stand_ins() -> Path:
 
 
 def _around_package(file: Path) -> Path:
-    """The folder that the file's package is in, by whose name it may import its neighbours; else its own."""
+    """Return the folder that contains the file's package, whose neighbours it may import; else the file's folder."""
     folder = file.parent
     while (folder / "__init__.py").is_file():
         folder = folder.parent
@@ -209,10 +209,10 @@ def _around_package(file: Path) -> Path:
 
 
 def _load_of_package(spec: str, file: Path) -> ModuleType:
-    """Import a file that imports others relative to itself, as a part of the package that its folder is in.
+    """Import a file that has relative imports, as a part of the package that its folder is.
 
     Raises:
-        ConfigError: another package of that name is loaded already, or the import fails.
+        ConfigError: another package of that name is loaded already, or the import failed.
     """
     folder, parts = file.parent, [file.parent.name, file.stem]
     while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
@@ -231,7 +231,7 @@ def _load_of_package(spec: str, file: Path) -> ModuleType:
 
 
 def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
-    """Import by name. A module of that name that was loaded from elsewhere is refused, not used."""
+    """Import a module by name; refuse a module of that name that was loaded from elsewhere."""
     own = next((path for path in _candidates(name, base_dir) if path.is_file()), None)
     loaded = sys.modules.get(name)
     if own and loaded and Path(getattr(loaded, "__file__", None) or "").resolve() != own:
@@ -254,7 +254,7 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
 
 
 def _built_in(name: str, attribute: str) -> ModuleType | None:
-    """This package's module of a name, if it has the function."""
+    """Return this package's module ``name`` if it has the function, else None."""
     try:
         module = importlib.import_module(f"{_BUILT_IN_ROOM}.{name}")
     except ModuleNotFoundError:
@@ -269,9 +269,9 @@ def _candidates(name: str, base_dir: Path) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
-    """Within it whatever goes wrong in the user's module is an error of the configuration that names it.
+    """Turn any error of the user's module in the block into a ConfigError that names it.
 
-    A module that switches gradients off, for a model that it loads, does so for itself: they are a state of the thread.
+    Gradients are a state of the thread: if the module switches them off, the block restores them.
     """
     torch = sys.modules.get("torch")
     with_gradients = torch is None or torch.is_grad_enabled()

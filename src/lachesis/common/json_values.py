@@ -1,4 +1,4 @@
-"""JSON: what others wrote, of what kind a parsed value is for type checkers, and a document as bytes on one line."""
+"""JSON: reading untrusted text, type guards for parsed values, and documents as bytes on one line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, TypeGuard
 from pydantic_core import PydanticSerializationError, to_json
 
 DEEPEST = 100
-"""How deep a value may be nested that others wrote. Whoever copies, renders or writes one goes as deep in calls."""
+"""The deepest nesting of untrusted values: code that copies, renders or writes them recurses as deep."""
 _TOO_DEEP = f"it is nested more than {DEEPEST} deep"
 
 
 def read_json(text: str | bytes) -> Any:
-    """What somebody wrote as JSON who may write anything, as a model does.
+    """Parse untrusted JSON, such as a model's.
 
     Raises:
-        ValueError: it is none, or is nested too deeply to be handed on.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(text)
@@ -29,10 +29,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a client sends.
+    """Parse the JSON object that a client sent.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or has text that UTF-8 cannot hold, and no answer could repeat.
+        ValueError: the body is not an object, is nested too deeply, or has text that UTF-8 cannot encode.
     """
     value = read_json(body)
     if not is_object(value):
@@ -59,7 +59,7 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """On one line. Rollouts have a number for each token, which the standard library takes long over."""
+    """Return a document as JSON on one line, faster than the standard library on a rollout's many numbers."""
     try:
         return to_json(document)
     except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
@@ -67,22 +67,22 @@ def json_bytes(document: Mapping[str, Any]) -> bytes:
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether it is an object, whose keys are text in JSON."""
+    """Return True if ``value`` is an object, whose keys are text in JSON."""
     return isinstance(value, dict)
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether it is a list of whatever."""
+    """Return True if ``value`` is a list."""
     return isinstance(value, list)
 
 
 def is_array(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Whether it is an array of whatever: a list, or a tuple where Python wrote it."""
+    """Return True if ``value`` is an array: a list, or a tuple that Python code made."""
     return isinstance(value, list | tuple)
 
 
 def own(value: Any) -> Any:
-    """The value in lists and mappings of its own, at any depth: whoever gets it may change it."""
+    """Return a copy of ``value`` with new lists and mappings at every depth, which the caller may modify."""
     if isinstance(value, dict):  # most entries of messages are texts, and all rollouts' messages come here
         copy = dict(value)
         for name, entry in value.items():

@@ -1,4 +1,4 @@
-"""Whether GPUs of NVIDIA's may be here, which is known without torch."""
+"""The mark of NVIDIA's driver, which shows without torch that GPUs may be here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects of the program that calls us, in the place of what a configuration names: functions and datasets.
+"""Python objects of the calling program, such as functions and datasets, in place of names in a configuration.
 
 A configuration holds text. An object gets a name, ``given.CALL.NAME``, which stands in the configuration for it as long
 as the :class:`Given` that :func:`give` returned is kept, in this process.
@@ -18,7 +18,7 @@ _calls = count(1)
 
 
 class Given:
-    """An object under its name; it is forgotten with this record."""
+    """An object and its name, which is forgotten with this record."""
 
     __slots__ = ("__weakref__", "spec", "value")
 
@@ -38,7 +38,7 @@ class Giving:
         self.kept: list[Given] = []
 
     def give(self, name: str, value: Any) -> str:
-        """What to write in place of ``value``; the same for the same object."""
+        """Return the name to write in place of ``value``; the same object gets the same name."""
         for known in self.kept:
             if known.value is value:
                 return known.spec
@@ -56,15 +56,15 @@ class Giving:
 
 
 def is_given(spec: str) -> bool:
-    """Whether a name stands for an object."""
+    """Return True if a name stands for an object."""
     return _SPEC.fullmatch(spec) is not None
 
 
 def given(spec: str) -> Any:
-    """The object.
+    """Return the object that a name stands for.
 
     Raises:
-        ConfigError: it was given in another process, or its run is no more.
+        ConfigError: the object was given in another process, or its run is gone.
     """
     found = _KNOWN.get(spec)
     if found is None:

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for one another. It imports no more than it has to: torch reads it when it is loaded."""
+"""Wait policy of OpenMP's threads; imports next to nothing, because torch reads the policy when it is loaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SPINS = 5_000
 
 
 def brief_waits(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment so that threads which wait spin for a moment and then sleep.
+    """Return variables that make waiting threads spin for a moment and then sleep.
 
-    Nothing where it says how they are to wait.
+    The result is empty if the environment sets a policy already.
     """
     if "OMP_WAIT_POLICY" in environment:
         return {}

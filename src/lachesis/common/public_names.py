@@ -1,4 +1,4 @@
-"""Modules that users import, under the names that they have in users' files."""
+"""Aliases of modules, by the names that users import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts of a mixture the tokens of a sequence went through. No torch."""
+"""The experts of a mixture that the tokens of a sequence went through. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_IN_A_BYTE = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The experts that an engine used, for what goes through the model: all tokens of a sequence but the last.
+    """The experts that an engine used for all tokens of a sequence but the last, which does not enter the model.
 
     Attributes:
         chosen: uint8 (int16 of more than 256 experts) [T, L, K]: for each of T tokens, in each of L decoder layers, the
@@ -26,10 +26,10 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, chosen: np.ndarray) -> RoutedExperts:
-        """The record of numbers of experts [T, L, K] in any type.
+        """Make the record from expert indices [T, L, K] of any integer type.
 
         Raises:
-            ValueError: they are not of that shape, or no whole numbers from 0 on.
+            ValueError: the indices do not have that shape, or are not whole numbers from 0 on.
         """
         if chosen.ndim != 3 or not np.issubdtype(chosen.dtype, np.integer):
             raise ValueError(f"routed experts are {chosen.dtype} {list(chosen.shape)}, not whole numbers [T, L, K]")
@@ -39,26 +39,26 @@ class RoutedExperts:
         return cls(np.ascontiguousarray(chosen, dtype=np.uint8 if small else np.int16))
 
     def __len__(self) -> int:
-        """T, the tokens that it tells of."""
+        """Return T, the number of tokens."""
         return len(self.chosen)
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the record as JSON-safe values."""
         data = base64.b64encode(self.chosen.tobytes()).decode()
         return {"shape": list(self.chosen.shape), "dtype": self.chosen.dtype.name, "data": data}
 
     @classmethod
     def decoded(cls, fields: Mapping[str, Any]) -> RoutedExperts:
-        """The reverse of :meth:`encoded`."""
+        """Return the record that :meth:`encoded` encoded."""
         flat = np.frombuffer(base64.b64decode(fields["data"]), dtype=fields["dtype"])
         return cls(flat.reshape(fields["shape"]))
 
 
 def joined_routes(turns: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
-    """Of the turns of a conversation, each of which goes on with all tokens before it, those of the whole.
+    """Join the records of a conversation's turns, each of which begins with all tokens before it.
 
-    Each token has the experts that it was first computed with: those of the turn that sampled it, or was first told of
-    it. ``None`` where a turn has none.
+    Each token keeps the experts that it was first computed with: those of the turn that sampled it or first had it
+    in its prompt. ``None`` if a turn has no record.
     """
     known = [turn.chosen for turn in turns if turn is not None]
     if len(known) < len(turns) or not known:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def run_paths(run_dir: Path) -> dict[str, Path]:
-    """The files of a run directory by name; nothing is created."""
+    """Return the paths in a run directory by name; create nothing."""
     return {
         "config": run_dir / "config.yaml",
         "metrics": run_dir / "metrics.jsonl",

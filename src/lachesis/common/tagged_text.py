@@ -1,4 +1,4 @@
-"""Parts of a text that a model wrote, between marks: each function looks at every character a fixed number of times.
+"""Marked parts of a model's text, found in linear time: each function reads every character a fixed number of times.
 
 A regular expression with two open ends, as ``<answer>(.*?)</answer>``, takes time that grows with the square of a text
 that has many beginnings and no end, and holds the interpreter meanwhile; a model may write such texts.

@@ -1,4 +1,4 @@
-"""What a teacher outside of the trainer has said of a completion. No torch."""
+"""A completion's logprobs under a teacher outside of the trainer. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """For each of the T tokens of a completion up to K next tokens that the teacher would have said in its place.
+    """The teacher's up to K likeliest tokens in place of each of the T tokens of a completion.
 
     Attributes:
-        ids: int32 [T, K], the likeliest first; -1 where it names fewer.
+        ids: int32 [T, K], the likeliest first; -1 if the teacher named fewer.
         logprobs: float32 [T, K] of these, in nats.
         sampled: float32 [T], of the completion's own tokens; NaN where unknown.
     """
@@ -27,13 +27,13 @@ class TaughtTokens:
     sampled: np.ndarray
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the record as JSON-safe values."""
         sampled = [None if math.isnan(value) else value for value in self.sampled.tolist()]
         return {"ids": self.ids.tolist(), "logprobs": self.logprobs.tolist(), "sampled": sampled}
 
     @classmethod
     def decoded(cls, fields: Mapping[str, Any]) -> TaughtTokens:
-        """The reverse of :meth:`encoded`."""
+        """Return the record that :meth:`encoded` encoded."""
         tokens = len(fields["sampled"])
         return cls(
             ids=np.array(fields["ids"], dtype=np.int32).reshape(tokens, -1),
@@ -45,12 +45,12 @@ class TaughtTokens:
 def taught_tokens(
     tops: Sequence[Mapping[int, float]], tokens: Sequence[int], *, top_k: int | None = None
 ) -> TaughtTokens:
-    """The record of what a teacher has said, as maps from token ids to logprobs.
+    """Make the record from a teacher's maps of token ids to logprobs.
 
     Args:
-        tops: of each token of the completion, [T]; an empty one where it has said nothing.
-        tokens: the completion, [T].
-        top_k: keep so many of each, the likeliest; 0 none, all if unset.
+        tops: a map for each token of the completion, [T]; empty if the teacher said nothing about it.
+        tokens: the completion's token ids, [T].
+        top_k: how many of the likeliest tokens to keep at each place; 0 keeps none, unset all.
     """
     rows = [sorted(top.items(), key=lambda entry: (-entry[1], entry[0]))[:top_k] for top in tops]
     width = max(map(len, rows), default=0)

@@ -1,4 +1,4 @@
-"""What is safe to print: text of models, files and other programs, which may hold a terminal's control sequences."""
+"""Safe printing of text by models, files and other programs, which may contain a terminal's control sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def escape_controls(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console on which no text that is printed controls the terminal; its own styles and live displays do."""
+    """A console on which printed text cannot control the terminal; its own styles and live displays can."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         safe = (part if part.control else Segment(escape_controls(part.text), part.style) for part in buffer)
@@ -27,7 +27,7 @@ class SafeConsole(Console):
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats records for logs that people read in a terminal."""
+    """A formatter of log records for people who read the log in a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))

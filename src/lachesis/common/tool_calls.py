@@ -1,4 +1,4 @@
-"""How models write that they call tools: what in the text of a turn is a call, by the formats of chat templates."""
+"""Tool calls in the text of a model's turn, found by the formats of chat templates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DECODER = json.JSONDecoder()
 
 
 def written_calls(text: str) -> tuple[str, ...]:
-    """The calls in the text of a turn, in their order and as they are written, without what marks them.
+    """Return the calls in the text of a turn, in order and as written, without their marks.
 
-    Hermes' and Qwen's ``<tool_call>{...}</tool_call>``; Llama 3's ``<|python_tag|>{...}; {...}``; Mistral's
-    ``[TOOL_CALLS][{...}, {...}]`` and ``[TOOL_CALLS]NAME{...}``. These two mark calls by special tokens, which a text
-    may lack: a turn that begins with JSON of a call is one, too.
+    Formats: Hermes' and Qwen's ``<tool_call>{...}</tool_call>``; Llama 3's ``<|python_tag|>{...}; {...}``; Mistral's
+    ``[TOOL_CALLS][{...}, {...}]`` and ``[TOOL_CALLS]NAME{...}``. The latter two mark calls with special tokens, which a
+    text may lack: a turn that begins with the JSON of a call counts as one too.
     """
     if found := HERMES.findall(text):
         return tuple(call.strip() for call in found if call.strip())
@@ -31,7 +31,7 @@ def written_calls(text: str) -> tuple[str, ...]:
 
 
 def _marked(text: str) -> list[str]:
-    """What follows a marker is a call in any case: Llama's own tools are called in Python, and JSON may be cut off."""
+    """Return the calls after a marker; text that is not JSON is one too (Llama's Python calls, truncated JSON)."""
     if (named := _NAMED.match(text)) and (arguments := _json_at(text, named.end())):
         return [text[: arguments[1]].strip()]
     found = [*_json_calls(text)]
@@ -39,7 +39,7 @@ def _marked(text: str) -> list[str]:
 
 
 def _json_calls(text: str) -> Iterator[str]:
-    """Calls one after another from the beginning on, in a list or not."""
+    """Yield consecutive calls from the beginning of the text on, in a list or not."""
     at = _next(text, 0)
     while text.startswith("{", at) and (found := _json_at(text, at)) and _is_call(found[0]):
         yield text[at : found[1]]
@@ -52,7 +52,7 @@ def _next(text: str, at: int) -> int:
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON that begins there, and where it ends."""
+    """Return the JSON value that begins at ``at`` and the place after it; None if none begins there."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):  # the text is whatever a model may say

@@ -1,3 +1,3 @@
-"""Version of this package, where every room may import it."""
+"""The version of this package, in a place that every room may import."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Who this process is among those that torchrun started. Imports no torch: every command asks."""
+"""The place of this process among those that torchrun started. Imports no torch, because every command asks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``size`` ranks over all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``.
+    """The ranks: ``size`` on all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``.
 
-    ``restarts`` counts how often torchrun has started all of them again; ``one_machine`` that a launcher
-    says that they are all here.
+    ``restarts`` counts how often torchrun has restarted all of them; ``one_machine`` is true if a launcher says
+    that all of them are here.
     """
 
     rank: int
@@ -30,10 +30,10 @@ class World:
 
 
 def world_size(environment: Mapping[str, str]) -> int:
-    """The processes that torchrun or accelerate started this one among, itself included.
+    """Return the number of processes that torchrun or accelerate started, this one included.
 
     Raises:
-        ConfigError: WORLD_SIZE is no number of processes.
+        ConfigError: WORLD_SIZE is not a number of processes.
     """
     text = environment.get("WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
@@ -45,10 +45,10 @@ def world_size(environment: Mapping[str, str]) -> int:
 
 
 def find_world(environment: Mapping[str, str]) -> World | None:
-    """Who torchrun says that this process is; None where it is alone.
+    """Return this process's place among the ranks of torchrun; None if it is alone.
 
     Raises:
-        ConfigError: the variables are there in part, or are no numbers that belong together.
+        ConfigError: some of the variables are missing, or are not numbers that belong together.
     """
     size = world_size(environment)
     if size <= 1:
@@ -77,8 +77,8 @@ def find_world(environment: Mapping[str, str]) -> World | None:
 
 
 def launchers_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """Names of what a launcher has set for its ranks, which a process that one of them starts is none of.
+    """Return the names of variables that a launcher set for its ranks, for removal from a rank's child processes.
 
-    With TORCHELASTIC_USE_AGENT_STORE a process takes torchrun's store for its own, and waits there for ever.
+    With TORCHELASTIC_USE_AGENT_STORE a child would take torchrun's store for its own, and wait there for ever.
     """
     return frozenset(name for name in environment if name.startswith(_OF_TORCHRUN))

@@ -35,7 +35,7 @@ def test_jobs_are_said_to_stay_ended_with_the_codes_that_they_do():
 
 
 def test_each_error_class_is_told_with_its_code():
-    assert exit_codes()[errors.StaleWeights.exit_code].startswith("StaleWeights: The engine's weights")
+    assert exit_codes()[errors.StaleWeights.exit_code].startswith("StaleWeights: Engine weights")
     assert {70, 130, 143, 0, 1} < exit_codes().keys()
     assert [*meaning("6")][-1].endswith("docs/errors/exit-code-6.md")
     assert [*meaning("99")] == [*meaning("learning_rate")] == []
