@@ -300,21 +300,13 @@ def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
 
 
 def guesses(result: dict[str, Any]) -> list[str]:
-    """Markdown: what a server that guesses tokens measured, by the number of sequences in a step."""
+    """Return lines of Markdown: how well a server guessed tokens."""
     drafted = result["drafted"]
     share, length = drafted["accepted"] / max(1, drafted["tokens"]), drafted["accepted"] / max(1, drafted["passes"]) + 1
-    lines = [
+    return [
         "",
-        f"{result['name']}: {share:.0%} of the guesses were right, {length:.2f} tokens from a pass with guesses, which "
-        f"{drafted['drafted_steps']:,} of {drafted['steps']:,} steps had.",
-        "",
-        "| sequences in a step | tokens/s with guesses | without | it guesses |",
-        "|---|---|---|---|",
+        f"{result['name']}: {share:.0%} of the guesses were right, {length:.2f} tokens from a pass with guesses.",
     ]
-    for verdict in sorted(drafted["verdicts"], key=lambda verdict: verdict["sequences"]):
-        first, does = verdict["sequences"], "yes" if verdict["drafting"] else "no"
-        lines.append(f"| {first} to {2 * first - 1} | {verdict['drafted']:,.0f} | {verdict['plain']:,.0f} | {does} |")
-    return lines
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.vllm.drafts import drafts_pay
 from lachesis.metrics.values import reduce_metrics
 from tests.contracts.servers import TOKEN, Server
 from tests.contracts.test_server_contract import soon
@@ -21,7 +20,7 @@ GENERATED_S = 240.0
 
 
 def check_guesses(server: Server, model: PreTrainedModel, *, tolerance: float) -> None:
-    """A server that was started with DRAFTS samples from the model, and counts and measures its guesses."""
+    """A server that was started with DRAFTS samples from the model, and counts its guesses."""
     with closing(HttpEngine([str(server.http.base_url)], token=TOKEN)) as engine:
         engine.connect(deadline=soon())
         for temperature in (0.5, 1.0):
@@ -29,12 +28,8 @@ def check_guesses(server: Server, model: PreTrainedModel, *, tolerance: float) -
         found = reduce_metrics(engine.metrics())
     drafted = server.get("/bridge/info")["drafted"]
     assert 0 < drafted["accepted"] < drafted["tokens"] <= 4 * drafted["passes"]
-    assert 0 < drafted["drafted_steps"] < drafted["steps"], "both kinds were measured"
-    (verdict,) = [verdict for verdict in drafted["verdicts"] if verdict["sequences"] == 32]
-    rates = {name: verdict[name] for name in ("drafted", "plain")}
-    assert min(rates.values()) > 0 and verdict["drafting"] is drafts_pay(**rates, drafting=True)
     assert 0 < found["draft_acceptance"] < 1 < found["draft_length"] < 5
-    assert 0 < found["draft_share"] < 1 and 0 < found["draft_steps"] < 1 and found["draft_speedup"] > 0
+    assert 0 < found["draft_share"] < 1
 
 
 @torch.no_grad()

@@ -1,12 +1,8 @@
-"""Logprobs are kept from what vLLM itself hands over, and tokens counted."""
+"""Logprobs are kept from what vLLM itself hands over."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-from lachesis.engines.vllm.drafts import DraftSwitch, WorkerDrafts
 from tests.contracts.vllm_server import needs_vllm
-from tests.unit.engines.vllm.test_drafts import FakeWorker
 from tests.unit.engines.vllm.test_logprobs import Engine
 
 pytestmark = needs_vllm
@@ -21,14 +17,3 @@ def test_an_output_that_comes_after_vllm_has_ended_the_request():
     assert late().logprobs is None and last().logprobs is None
     assert engine.take("a", 3, [7]) == (-0.5,)
     assert engine.take("b", 3, [1, 2, 3]) == (-1.0, -2.0, -3.0)
-
-
-def test_a_step_whose_output_comes_later_is_counted_then():
-    worker, now = FakeWorker(), [0.0]
-    drafts = WorkerDrafts(worker, forgetful=True, switch=DraftSwitch(clock=lambda: now[0]))
-    drafts._sample = lambda grammar: SimpleNamespace(
-        get_output=lambda: SimpleNamespace(sampled_token_ids=[[1, 2], [3]])
-    )
-    later = worker.sample_tokens(None)
-    assert drafts.switch._tokens == 0
-    assert later.get_output().sampled_token_ids == [[1, 2], [3]] and drafts.switch._tokens == 3

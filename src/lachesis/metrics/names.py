@@ -212,14 +212,6 @@ METRICS: Mapping[str, Metric] = {
             "draft_length", "Tokens a guess", "tokens", "Mean accepted length: tokens that a sequence gets from a pass "
             "that verifies guesses, those that are right and one more (engine.speculative).",
         ),
-        Metric(
-            "draft_steps", "Steps with guesses", "share", "Share of the engine's steps that guesses were made for. "
-            "0 where guessing was measured to be slower; missing where it cannot be stopped (engine.speculative).",
-        ),
-        Metric(
-            "draft_speedup", "Speed with guesses", "", "Tokens a second with guesses over those without, as last "
-            "measured (engine.speculative). Missing until both have been measured.",
-        ),
         Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
         Metric("sleep_time", "Falling asleep", "s", "The engine giving its GPU memory back before training."),
         Metric("wake_time", "Waking up", "s", "The engine taking it again; part of the transfer."),

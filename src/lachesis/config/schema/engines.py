@@ -66,8 +66,7 @@ class SpeculativeConfig(Section):
 
     method: Annotated[str, Field(min_length=1)] = Field(
         default="ngram",
-        description="`ngram` looks guesses up in the sequence itself, and stops by itself where that is slower; any "
-        "other method of vLLM's is handed on.",
+        description="`ngram` looks guesses up in the sequence itself; any other method of vLLM's is handed on.",
     )
     tokens: PositiveInt = Field(default=4, description="Most tokens that are guessed at a time.")
     options: dict[str, Any] = Field(

@@ -419,10 +419,7 @@ class HttpEngine(Engine):
             return {}
         deadline = self._deadline("asking for what was guessed")
         found = self._on(self.living, lambda server: _info_or_reason(server, deadline))
-        infos = [info for info in found if isinstance(info, ServerInfo)]
-        for change in self._drafts.changes(infos):
-            logger.info("%s", change)
-        return self._drafts.read(infos)
+        return self._drafts.read(info for info in found if isinstance(info, ServerInfo))
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
         """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""

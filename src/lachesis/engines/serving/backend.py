@@ -64,32 +64,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftVerdict:
-    """Whether drafts are made with ``sequences`` to ``2 * sequences - 1`` in a step, and the tokens a second measured.
-
-    ``drafted`` are those with drafts, ``plain`` those without.
-    """
-
-    sequences: int
-    drafting: bool
-    drafted: float
-    plain: float
-
-
-@dataclass(frozen=True, slots=True)
 class Drafted:
     """What speculative decoding has done since the engine's start.
 
-    ``tokens`` were guessed and ``accepted`` of them right, in ``passes`` of a sequence through the model. Where drafts
-    can be stopped, they were made for ``drafted_steps`` of the engine's ``steps``, by ``verdicts``, the latest last.
+    ``tokens`` were guessed and ``accepted`` of them right, in ``passes`` of a sequence through the model.
     """
 
     tokens: int
     accepted: int
     passes: int = 0
-    steps: int = 0
-    drafted_steps: int = 0
-    verdicts: tuple[DraftVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

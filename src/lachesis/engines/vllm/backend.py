@@ -21,7 +21,6 @@ from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
     Drafted,
-    DraftVerdict,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -158,12 +157,7 @@ class ServedVllm:
         return compat.generated_tokens()
 
     async def drafted(self) -> Drafted | None:
-        counted = compat.drafted_tokens()
-        if counted is None:
-            return None
-        report = await self._call("drafts")
-        verdicts = tuple(DraftVerdict(**verdict) for verdict in report.pop("verdicts", ()))
-        return replace(counted, **report, verdicts=verdicts)
+        return compat.drafted_tokens()
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         if request.routed_experts and not returns_routes(self._engine.vllm_config):

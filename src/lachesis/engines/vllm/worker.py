@@ -35,7 +35,6 @@ from lachesis.engines.vllm.checkpoint_files import (
     served_shapes,
 )
 from lachesis.engines.vllm.cuts import find_cuts, named_parameters, reordered_experts, shares, whole_shape
-from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
@@ -113,7 +112,6 @@ class WorkerWeights:
         self._receiver: Receiver | None = None
         self._slots: LoraSlots | None = None
         self._logprobs: WorkerLogprobs | None = None
-        self._drafts: WorkerDrafts | None = None
         # Where base weights are, once vLLM's loader has shown it, and how many updates of the receiver went there.
         self._in_place: InPlaceLoader | None = None
         self._copied = 0
@@ -122,8 +120,8 @@ class WorkerWeights:
         """Register the adapter that every request will name. Called once, before the first request.
 
         The worker whose outputs vLLM reads keeps logprobs from then on; with drafts that are scheduled ahead, where the
-        place of a token is known only after the step, none does. Drafts that can be stopped are made where they pay.
-        On a CPU ranks of tokens are counted without a compiled function.
+        place of a token is known only after the step, none does. On a CPU ranks of tokens are counted without a
+        compiled function.
         """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
@@ -147,17 +145,11 @@ class WorkerWeights:
         ahead = bool(speculative) and self._config.scheduler_config.async_scheduling
         if self._rank == 0 and not ahead:
             self._logprobs = WorkerLogprobs(self._worker)
-        if speculative and speculative.method in SWITCHED and not ahead:
-            self._drafts = WorkerDrafts(self._worker, forgetful=speculative.method == "ngram")
         return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
 
     def take_logprobs(self, asked: Mapping[str, list[int]], dropped: list[str]) -> dict[str, str]:
         """See :meth:`WorkerLogprobs.take`; the first worker has them."""
         return {} if self._logprobs is None else self._logprobs.take(asked, dropped)
-
-    def drafts(self) -> dict[str, Any]:
-        """See :meth:`DraftSwitch.report`; empty where drafts go on as they are, or there are none."""
-        return {} if self._drafts is None else self._drafts.switch.report()
 
     def load_adapter(self, path: str, name: str) -> dict[str, Any]:
         """Put the adapter in a directory in force. Only safetensors are read."""

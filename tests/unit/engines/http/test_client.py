@@ -568,20 +568,6 @@ class TestControl:
         found = both.metrics()
         assert (found["draft_acceptance"].value(), found["draft_share"].value()) == (0.25, 0.25)
 
-    def test_where_a_server_stops_guessing_is_said_once(
-        self, pair: list[FakeServer], both: HttpEngine, caplog: pytest.LogCaptureFixture
-    ):
-        for server in pair:
-            server.state.generated_tokens, server.state.drafted = 100, {"tokens": 50, "accepted": 50}
-        both.connect(deadline=soon())
-        slower = {"sequences": 64, "drafting": False, "drafted": 1500.0, "plain": 2000.0}
-        pair[1].state.drafted = {"tokens": 50, "accepted": 50, "passes": 20, "verdicts": [slower]}
-        with caplog.at_level("INFO", logger="lachesis"):
-            found = [both.metrics()["draft_speedup"].value() for _ in range(2)]
-        (said,) = caplog.messages
-        assert said.startswith(f"the engine at {pair[1].url} stops guessing tokens with 64 to 127 sequences")
-        assert found == [0.75, 0.75]
-
     def test_health_of_servers_that_differ(self, pair: list[FakeServer], both: HttpEngine):
         both.connect(deadline=soon())
         pair[1].state.version = 2
