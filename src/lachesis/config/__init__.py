@@ -1,1 +1,1 @@
-"""From a file of any known dialect to one checked record, and back to words. Imports no torch."""
+"""The configuration: a file of any known dialect, read into one checked record and described in words. No torch."""

@@ -1,7 +1,7 @@
-"""Shapes of well-known models, by their exact hub ids: for planning where the hub does not answer.
+"""Shapes of well-known models by their exact hub ids, for planning if the hub does not answer.
 
-Each is what matters for memory of the ``config.json`` that its authors published. ``tests/unit/config`` holds their
-numbers of parameters against those of the published weights.
+Each has the memory-related fields of the ``config.json`` that its authors published. ``tests/unit/config`` compares
+the numbers of parameters with those of the published weights.
 """
 
 from __future__ import annotations
@@ -77,6 +77,6 @@ _ALSO: Mapping[str, str] = {
 
 
 def known_architecture(model: str) -> dict[str, Any] | None:
-    """What of its ``config.json`` says how much memory a model takes; None where the name is not known exactly."""
+    """Return the memory-related fields of a model's ``config.json``; None if its exact name is unknown."""
     found = _BASES.get(_ALSO.get(model, model))
     return None if found is None else {"dtype": "bfloat16", **found}

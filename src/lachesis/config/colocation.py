@@ -1,4 +1,4 @@
-"""An engine on the GPUs of all ranks: which configuration that is, and which cards they are."""
+"""Colocation: an engine on the GPUs of all ranks, and the cards that those are."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
 
 def engine_workers(engine: VllmEngineConfig) -> int:
-    """How many GPUs the engine takes: each copy of the model as many as hold it."""
+    """Return the number of GPUs that the engine takes: those of one copy of the model, times the copies."""
     return engine.data_parallel_size * engine.tensor_parallel_size
 
 
 def is_colocated(config: LachesisConfig, *, ranks: int) -> bool:
-    """Whether the run's engine is on the GPUs of the ranks, each of which has a worker of it beside it.
+    """Return True if the run's engine is on the GPUs of the ranks, with one worker beside each rank.
 
-    It is on their GPUs without ``engine.devices``; one that takes a single GPU is beside rank 0 alone.
+    That is so if ``engine.devices`` is unset; an engine on a single GPU is beside rank 0 alone and does not count.
     """
     engine = config.engine
     return ranks > 1 and engine.kind == "vllm" and engine.devices is None and engine_workers(engine) > 1
 
 
 def rank_cards(environment: Mapping[str, str], *, ranks: int) -> list[str]:
-    """The cards of so many ranks of this machine, in order, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the cards of this machine's first ``ranks`` ranks, in order, as ``CUDA_VISIBLE_DEVICES`` names them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return [*map(str, range(ranks))] if visible is None else [card.strip() for card in visible.split(",")][:ranks]

@@ -1,4 +1,4 @@
-"""The kinds of parts that may be the user's own, and the keys that name them."""
+"""The kinds of custom parts, and the keys that name them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lachesis.config.schema import LachesisConfig
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of part.
+    """A kind of custom part.
 
     Args:
-        name: what messages call it.
-        key: dotted path of what names it: one, or a list of them.
-        short: of ``lachesis.train``: the argument that takes it as an object. Where the section has that name, a
-            function in place of the section is meant.
-        needs: what the section says besides, where it is given so.
-        several: whether the key takes a list.
+        name: its name in messages.
+        key: dotted path of the key that names one part or a list of them.
+        short: the argument of ``lachesis.train`` that takes the part as an object. If a section has that name, a
+            function in place of the section means the part.
+        needs: further keys that the section gets if the part is given that way.
+        several: True if the key takes a list.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """The group of its entry points."""
+        """Return the group of its entry points."""
         return entry_point_group(self.name)
 
 
@@ -52,7 +52,7 @@ BY_SHORT: Mapping[str, Kind] = {kind.short: kind for kind in KINDS if kind.name 
 
 
 def custom_parts(config: LachesisConfig) -> Iterator[tuple[Kind, str, Any]]:
-    """Each part that a configuration names: its kind, its key with its place in a list, and what stands there."""
+    """Yield each part that a configuration names: its kind, its key with its index in a list, and the key's value."""
     for kind in KINDS:
         section, _, name = kind.key.partition(".")
         value = getattr(getattr(config, section), name, None)

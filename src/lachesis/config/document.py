@@ -29,7 +29,7 @@ _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes whose scalars are tagged by the core schema of YAML 1.2."""
+    """A loader that composes nodes whose scalars are tagged by the core schema of YAML 1.2."""
 
 
 # What pyright is told to ignore here is what the stubs of PyYAML leave without types.
@@ -45,7 +45,7 @@ for _name, _pattern, _first in (
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or 1.2 would take for something other than text; writes no anchors."""
+    """A dumper that quotes all text that YAML 1.1 or 1.2 would read as something else, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -58,11 +58,11 @@ _Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 @dataclass(slots=True)
 class Document:
-    """The data of a file, where each value was written (``line 7``, ``--set a.b``), and what is wrong.
+    """The data of a file, the place of each value (``line 7``, ``--set a.b``), and the problems found.
 
-    ``problems`` has a line each for what can be said without knowing the schema; ``repeated`` for keys that are
-    written twice, of which the last counts. ``spelled`` says how the file's own dialect writes a canonical key that is
-    not in it, with the place where it would stand; ours where it is unset.
+    ``problems`` has a line for each problem that shows without the schema; ``repeated`` one for each key that is
+    written twice, of which the last counts. ``spelled`` returns how the file's own dialect writes a canonical key that
+    is not in the file; unset means that the file is in our keys.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Document:
     spelled: Callable[[str], str | None] = lambda path: None
 
     def at(self, place: Place) -> str:
-        """`` (line 7)`` for the value at ``place``, or for the nearest thing around it that was written."""
+        """Return `` (line 7)`` for the value at ``place``, or for the nearest section around it that was written."""
         for length in range(len(place), 0, -1):
             if place[:length] in self.origins:
                 return f" ({self.origins[place[:length]]})"
@@ -81,7 +81,7 @@ class Document:
 
 
 def dotted(place: Place) -> str:
-    """``rewards.weights[1]`` for ``("rewards", "weights", 1)``."""
+    """Return a place as text: ``rewards.weights[1]`` for ``("rewards", "weights", 1)``."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -92,7 +92,7 @@ def read_document(path: Path) -> Document:
     """Read a YAML file.
 
     Raises:
-        ConfigError: the file is missing, unreadable, empty, no YAML, or no mapping of keys.
+        ConfigError: the file is missing, unreadable, empty, not YAML, or not a mapping of keys.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -106,7 +106,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, *, name: str) -> Document:
-    """Read YAML text; ``name`` is what errors call it. Raises as :func:`read_document`."""
+    """Parse YAML text, which errors call ``name``; raise as :func:`read_document` does."""
     node = _compose(text, name=name)
     if node is None:
         raise ConfigError(
@@ -126,12 +126,12 @@ def parse_document(text: str, *, name: str) -> Document:
 def apply_overrides(document: Document, overrides: Sequence[str], *, row_sections: Collection[str] = ()) -> None:
     """Write each ``a.b=c`` into the document; ``c`` is YAML and later ones win.
 
-    An item of a list is ``a[0]`` or ``a.0``; one after the last makes the list longer. Where a list has one mapping,
-    ``a.b`` is a key of that. What cannot be read is added to ``document.problems``. Whether the keys exist is for the
-    schema to say.
+    An item of a list is ``a[0]`` or ``a.0``; the index after the last makes the list longer. If a list has one
+    mapping, ``a.b`` is a key of that. Unreadable overrides are added to ``document.problems``. The schema checks later
+    that the keys exist.
 
     Args:
-        row_sections: keys that are lists of mappings, for a file that has none yet.
+        row_sections: keys that are lists of mappings, even if the file does not have them yet.
     """
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -153,12 +153,12 @@ def apply_overrides(document: Document, overrides: Sequence[str], *, row_section
 
 
 def to_yaml(data: Any) -> str:
-    """YAML text that :func:`parse_document` reads back equal, keys in their order."""
+    """Return YAML text that :func:`parse_document` reads back equal, with keys in their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def describe(value: Any) -> str:
-    """A value in an error message: text in quotes, collections by name, never longer than a line."""
+    """Describe a value for an error message: text in quotes, collections by name, at most a line."""
     text = _short(repr(value))
     match value:
         case None:
@@ -225,7 +225,7 @@ def _written_out(node: Node, sizes: dict[int, int]) -> int:
 
 
 class _Reader:
-    """Turns nodes into data, noting where values stand and what is wrong with them."""
+    """A reader that turns nodes into data, and notes the places of values and their problems."""
 
     def __init__(self, document: Document, *, lines: bool = True) -> None:
         self._document = document
@@ -266,7 +266,7 @@ class _Reader:
         return data
 
     def _merged(self, node: Node, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
-        """What ``<<`` stands for: the keys of a mapping, or of several, of which the first that has a key counts."""
+        """Return the keys that ``<<`` merges, from one mapping or several, of which the first with a key counts."""
         sources = node.value if isinstance(node, SequenceNode) else [node]
         data: dict[str, Any] = {}
         for source in reversed(sources):
@@ -314,19 +314,19 @@ class _Reader:
 
 
 def _forget(document: Document, place: Place) -> None:
-    """Drop the origins of what an override replaces."""
+    """Drop the origins of the values that an override replaces."""
     for known in [known for known in document.origins if known[: len(place)] == place]:
         del document.origins[known]
 
 
 def _parts(path: str) -> Place | None:
-    """``("a", 0, "b")`` for ``a[0].b`` and ``a.0.b``; None where a part is empty."""
+    """Return the place of a path: ``("a", 0, "b")`` for ``a[0].b`` and ``a.0.b``; None if a part is empty."""
     parts = tuple(re.sub(r"\[(\d+)\]", r".\1", path).split("."))
     return tuple(int(part) if part.isdecimal() else part for part in parts) if all(parts) else None
 
 
 def _into_rows(document: Document, parts: Place, row_sections: Collection[str]) -> Place:
-    """The place with the index of the only item where a list of mappings is named without one."""
+    """Return the place with index 0 inserted after each list of one mapping that is named without an index."""
     place, inside = list(parts), document.data
     for depth in range(1, len(parts)):
         below = _child(inside, place[depth - 1])
@@ -346,7 +346,7 @@ def _child(data: Any, part: str | int) -> Any:
 
 
 def _reachable(document: Document, parts: Place, name: str) -> bool:
-    """Whether all that is around the place can hold it, or is not there yet; a problem says so where not."""
+    """Return True if the values around a place can hold it or do not exist yet; else add a problem."""
     inside: Any = document.data
     for depth, part in enumerate(parts):
         around = parts[:depth]
@@ -369,7 +369,7 @@ def _reachable(document: Document, parts: Place, name: str) -> bool:
 
 
 def _assign(document: Document, parts: Place, value: Any) -> None:
-    """Set what :func:`_reachable` has found to have a place, with all that is not there yet around it."""
+    """Set the value at a place that :func:`_reachable` accepted; create missing sections and lists around it."""
     inside: Any = document.data
     for depth, part in enumerate(parts):
         if depth + 1 < len(parts) and _child(inside, part) is None:

@@ -1,4 +1,4 @@
-"""A first run to start from: a commented configuration, its reward, its problems, and the model that they need."""
+"""A first run to start from: a commented configuration, its reward, its problems, and its model."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _PROBLEMS = "".join(f'{{"prompt": "{digit}=", "answer": "{digit}"}}\n' for digit
 
 
 def init(directory: str | Path) -> list[Path]:
-    """Write config.yaml, rewards.py, model.py and two small datasets, which run at once on a CPU.
+    """Write config.yaml, rewards.py, model.py and two small datasets, ready to run on a CPU.
 
     The model is made by model.py when the run begins: nothing is downloaded.
 
@@ -131,7 +131,7 @@ def init(directory: str | Path) -> list[Path]:
 
 
 def write_new(files: Mapping[Path, str]) -> list[Path]:
-    """Write files, their directories too, where none of them is.
+    """Write files and their directories, if none of the files exists.
 
     Raises:
         ConfigError: one of them is there already (then nothing is written), or cannot be written.

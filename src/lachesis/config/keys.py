@@ -1,7 +1,4 @@
-"""The schema as a table: every section and key with its type in words, its default and its sentence.
-
-And what somebody who wrote an unknown name probably meant.
-"""
+"""The schema as a table of sections and keys with type, default and description, and hints on misspellings."""
 
 from __future__ import annotations
 
@@ -30,9 +27,9 @@ _ANYWHERE_CUTOFF = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the tree. ``default`` is None where the key is required.
+    """One key of the tree; ``default`` is None if the key is required.
 
-    ``kinds`` names the variants of a tagged section that have the key; it is empty where all have it.
+    ``kinds`` names the variants of a tagged section that have the key; it is empty if all have it.
     """
 
     path: str
@@ -47,10 +44,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:
-    """One section. The root has the path ``""``.
+    """One section; the root has the path ``""``.
 
-    ``kinds`` are the values of its ``kind`` where it is tagged, ``default_kind`` the one it has unasked.
-    ``discriminated`` is True where there are several kinds to choose from.
+    ``kinds`` are the values of its ``kind`` if it is tagged, ``default_kind`` is the default.
+    ``discriminated`` is True if there are several kinds to choose from.
     """
 
     path: str
@@ -68,36 +65,36 @@ class SectionInfo:
 
 @cache
 def all_sections(root: type[BaseModel] = LachesisConfig) -> tuple[SectionInfo, ...]:
-    """Every section in the order of the schema, the root first, a nested one after its parent."""
+    """Return every section in the order of the schema, the root first, a nested one after its parent."""
     return tuple(_walk(path="", models=[root], field=None))
 
 
 @cache
 def all_keys(root: type[BaseModel] = LachesisConfig) -> tuple[Key, ...]:
-    """Every key in the order of the schema."""
+    """Return every key in the order of the schema."""
     return tuple(key for section in all_sections(root) for key in section.keys)
 
 
 def find_section(path: str, root: type[BaseModel] = LachesisConfig) -> SectionInfo | None:
-    """The section at a dotted path, or None."""
+    """Return the section at a dotted path, or None."""
     return next((section for section in all_sections(root) if section.path == path), None)
 
 
 def find_keys(path: str, root: type[BaseModel] = LachesisConfig) -> tuple[Key, ...]:
-    """The keys at a dotted path: several where variants of a section mean different things by it."""
+    """Return the keys at a dotted path: several if variants of a section mean different things by it."""
     return tuple(key for key in all_keys(root) if key.path == path)
 
 
 def join(section: str, name: str) -> str:
-    """The dotted path of a name in a section."""
+    """Return the dotted path of a name in a section."""
     return f"{section}.{name}" if section else name
 
 
 def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
-    """A type annotation as a user would say it: ``whole number >= 1``, ``list of text``.
+    """Return a type annotation in a user's words: ``whole number >= 1``, ``list of text``.
 
     Raises:
-        TypeError: a type for which there are no words yet.
+        TypeError: the type has no words yet.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -127,20 +124,20 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """A value as it would be written in YAML, on one line; ``unset`` for None."""
+    """Return a value as written in YAML, on one line; ``unset`` for None."""
     if value is None:
         return "unset"
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def paths_named(name: str, root: type[BaseModel] = LachesisConfig) -> list[str]:
-    """Dotted paths of all keys and sections whose last part is ``name``."""
+    """Return the dotted paths of all keys and sections whose last part is ``name``."""
     paths = [section.path for section in all_sections(root)] + [key.path for key in all_keys(root)]
     return list(dict.fromkeys(path for path in paths if path.rpartition(".")[2] == name and path))
 
 
 def nearest_path(word: str, root: type[BaseModel] = LachesisConfig) -> str | None:
-    """The path most like ``word`` in the whole tree, by its full or by its last name."""
+    """Return the path most similar to ``word`` in the whole tree, by its full or its last name; None if none is."""
     paths = [path for section in all_sections(root) if (path := section.path)]
     paths += [key.path for key in all_keys(root)]
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
@@ -151,7 +148,7 @@ def nearest_path(word: str, root: type[BaseModel] = LachesisConfig) -> str | Non
 def unknown_key_hint(
     *, section: str, name: str, kind: str | None = None, root: type[BaseModel] = LachesisConfig
 ) -> str:
-    """How to go on after the unknown key ``name`` in ``section``, whose variant is ``kind``."""
+    """Return a hint for the unknown key ``name`` in ``section``, whose variant is ``kind``."""
     info = find_section(section, root)
     if info is None:
         return f"{section} has no keys of its own"
@@ -173,7 +170,7 @@ def unknown_key_hint(
 
 
 def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None) -> Iterator[SectionInfo]:
-    """The section at ``path``, which one of ``models`` describes, and everything below it."""
+    """Yield the section at ``path``, which ``models`` describe as its variants, and all sections below it."""
     kinds = tuple(kind for model in models if (kind := _kind_of(model)))
     nested = {
         name: (child_models, child)
@@ -197,7 +194,7 @@ def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | No
 def _merge(
     *, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None, kinds: tuple[str, ...]
 ) -> Iterator[Key]:
-    """The keys of all variants; what several variants share appears once."""
+    """Yield the keys of all variants; a key that several variants share appears once."""
     if kinds:
         yield Key(
             path=join(path, "kind"),
@@ -233,7 +230,7 @@ def _key(path: str, name: str, field: FieldInfo) -> Key:
 
 
 def _kind_of(model: type[BaseModel]) -> str | None:
-    """The tag of a variant: the only value its ``kind`` may have."""
+    """Return the tag of a variant, the only value that its ``kind`` may have."""
     field = model.model_fields.get("kind")
     choices = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
     return choices[0] if len(choices) == 1 else None
@@ -247,7 +244,7 @@ def _default_kind(field: FieldInfo | None, kinds: tuple[str, ...]) -> str | None
 
 
 def _description(models: Sequence[type[BaseModel]]) -> str:
-    """The docstring; where there are several variants, each with its kind before it."""
+    """Return the docstring of a section; for several variants all of them, each after its kind."""
     texts = [" ".join(inspect.cleandoc(model.__doc__ or "").split()) for model in models]
     if len(models) == 1:
         return texts[0]
@@ -255,10 +252,10 @@ def _description(models: Sequence[type[BaseModel]]) -> str:
 
 
 def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
-    """A document without the nulls of keys that cannot be null: they are as good as not written.
+    """Return a document without the nulls of keys that cannot be null, because null counts as unset.
 
     Args:
-        data: of a section of one of ``models``; anything but a mapping comes back as it is.
+        data: the data of a section that ``models`` describe; anything but a mapping is returned unchanged.
     """
     if not is_object(data):
         return data
@@ -286,7 +283,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _branches(annotation: Any) -> Iterator[Any]:
-    """The types that a union is of; a type that is none is its only one."""
+    """Yield the members of a union; a type that is not a union is its own only member."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
         for argument in get_args(annotation):
             yield from _branches(argument)
@@ -295,7 +292,7 @@ def _branches(annotation: Any) -> Iterator[Any]:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Constraints, also those wrapped in a Field of an Annotated alias."""
+    """Return the constraints, including those wrapped in a Field of an Annotated alias."""
     flat: list[Any] = []
     for item in metadata:
         flat += item.metadata if isinstance(item, FieldInfo) else [item]

@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML and overrides in, an immutable, resolved tree or one clear error out."""
+"""Loading of configurations: YAML and overrides in, an immutable, resolved tree or one clear error out."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = logging.getLogger("lachesis")
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration whose paths are absolute, and the directory of the file that it came from.
+    """A configuration with absolute paths, and the directory of its file.
 
-    ``findings`` are what is to be said about keys of another trainer's that mean something else here, or nothing.
-    ``located`` adds to a message about keys of ours where they are in the file that was read, in its own names; that
-    file is ``name``.
+    ``findings`` are notes and warnings on another trainer's keys that mean something else or nothing here.
+    ``located`` adds to our keys in a message their place in the file that was read, in its own names; that file is
+    ``name``.
     """
 
     config: LachesisConfig
@@ -75,11 +75,11 @@ def load_document(
     keys: Mapping[str, Any] | None = None,
     complete: bool = True,
 ) -> LoadedConfig:
-    """As :func:`load_config`, of a document that is read; relative paths in it are those of ``base_dir``.
+    """Load a document as :func:`load_config` does a file; relative paths in it are relative to ``base_dir``.
 
     Args:
-        keys: canonical sections that are laid over what the document says, as it is or as it was translated.
-        complete: whether it has to say all that a run needs; else what the schema needs is enough.
+        keys: canonical sections that are laid over the document, translated or not.
+        complete: require all keys that a run needs, not only those that the schema requires.
     """
     cwd = Path.cwd()
     dialect = dialect_of(document)
@@ -116,7 +116,7 @@ def load_document(
 
 
 def dialect_of(document: Document) -> DialectName:
-    """Return whose keys a document is in. A file in our keys alone does not load the dialects.
+    """Return the dialect of a document's keys; a file in our keys alone does not load the dialects.
 
     Raises:
         ConfigError: as :func:`lachesis.plugins.dialects.recognize`.
@@ -130,7 +130,7 @@ def dialect_of(document: Document) -> DialectName:
 
 
 def put_stages(source: Document, target: Document) -> None:
-    """Write ``stages`` of the top of a file where it belongs, as ``run.stages`` of ``target``."""
+    """Move ``stages`` from the top level of ``source`` to ``run.stages`` of ``target``."""
     stages = source.data.pop("stages", None)
     if stages is None:
         return
@@ -146,7 +146,7 @@ def put_stages(source: Document, target: Document) -> None:
 
 
 def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
-    """Put ``keys`` into ``data``, section by section; what is no section replaces what was there."""
+    """Merge ``keys`` into ``data`` section by section; other values replace the old ones."""
     for name, value in keys.items():
         below = data.get(name)
         if isinstance(value, dict) and isinstance(below, dict):
@@ -158,10 +158,10 @@ def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
 def load_argv(
     argv: Sequence[str], *, overrides: Sequence[str] = (), engine: ManagedEngine | None = None
 ) -> LoadedConfig:
-    """The Atropos trainer's flags as a configuration; paths in them are relative to the current directory.
+    """Load a configuration from the Atropos trainer's flags; paths in them are relative to the current directory.
 
     Args:
-        engine: what the run starts, as :func:`lachesis.plugins.dialects.atropos.translate_argv`.
+        engine: the engine that the run starts, as for :func:`lachesis.plugins.dialects.atropos.translate_argv`.
 
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
@@ -179,23 +179,23 @@ def load_argv(
 
 
 def log_findings(findings: Iterable[Finding]) -> None:
-    """What a configuration made one say: notes to the log, warnings to the screen too."""
+    """Log the findings about a configuration: notes to the log only, warnings to the screen too."""
     for finding in findings:
         logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
 
 
 def dump_config(config: LachesisConfig) -> str:
-    """The whole tree, defaults included, as YAML that loads back equal."""
+    """Return the whole tree, defaults included, as YAML that loads back equal."""
     return to_yaml(config.model_dump(mode="python"))
 
 
 def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
-    """Check a document against the schema, strictly: text is no number, a number is no text.
+    """Check a document against the schema, strictly: text is not taken for a number, nor a number for text.
 
-    ``complete`` asks for all that a run needs: its length, and for the local source data and rewards.
+    ``complete`` requires all keys that a run needs: its length, and data and rewards for the local source.
 
     Raises:
-        ConfigError: with everything that is wrong, a line each.
+        ConfigError: the document has problems; the message has a line for each.
     """
     repeated = [f"{text}; remove one" for text in document.repeated]
     missing = missing_problems(document) if complete else []
@@ -212,7 +212,7 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
 
 
 def _said_twice(document: Document, overrides: Sequence[str]) -> list[str]:
-    """Keys of ours that ``--set`` writes, and has written already by the name that the file's own dialect has."""
+    """Return a problem for each of our keys that ``--set`` writes and also sets by its name in the file's dialect."""
     paths = (override.partition("=")[0].strip() for override in overrides)
     said = ((path, document.origins.get(tuple(path.split(".")), "")) for path in paths)
     return [
@@ -221,7 +221,7 @@ def _said_twice(document: Document, overrides: Sequence[str]) -> list[str]:
 
 
 def _is_theirs(override: str, dialect: DialectName) -> bool:
-    """Whether an override names a key of the file's dialect, or at least none of ours."""
+    """Return True if an override names a key of the file's dialect, or at least not one of ours."""
     from lachesis.plugins.dialects import keys_of
 
     path = override.partition("=")[0].strip()
@@ -229,14 +229,14 @@ def _is_theirs(override: str, dialect: DialectName) -> bool:
 
 
 def row_sections(dialect: DialectName) -> frozenset[str]:
-    """The keys of another trainer's file that are lists of mappings."""
+    """Return the keys of another trainer's file that are lists of mappings."""
     from lachesis.plugins.dialects import keys_of
 
     return keys_of(dialect).row_sections
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:
-    """Tagged sections, which are all at the top, get their default kind where they say none, as any other key does."""
+    """Return the data with the default ``kind`` in each tagged section (all at the top level) that has none."""
     kinds = {section.path: section.default_kind for section in all_sections() if section.discriminated}
     return {
         name: {"kind": kinds[name], **value} if kinds.get(name) is not None and isinstance(value, dict) else value

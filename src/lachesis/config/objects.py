@@ -1,4 +1,4 @@
-"""A configuration from Python: the keys of the YAML, with functions and datasets as objects in their values."""
+"""Configurations from Python: the keys of the YAML, with functions and datasets as objects in their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = "the keys given from Python"
 
 @dataclass(frozen=True, slots=True)
 class GivenConfig:
-    """A configuration, and the objects that it names, which are there as long as ``given`` is kept."""
+    """A configuration, and the objects that it names, which exist as long as ``given`` is kept."""
 
     loaded: LoadedConfig
     given: tuple[Given, ...]
@@ -42,7 +42,7 @@ def load_objects(
             ``rewards`` the functions alone, and parts of :mod:`lachesis.config.custom` go by their own names. Where a
             path to data or the name of a function belongs, the object may stand. Keys of another trainer's are taken
             where ``config`` is in that trainer's.
-        complete: whether a run has to be possible with it.
+        complete: require all keys that a run needs.
 
     Raises:
         ConfigError: as :func:`lachesis.config.load.load_config`, or a value is an object that no key takes.
@@ -73,7 +73,7 @@ def _document(config: str | Path | Mapping[str, Any] | None, giving: Giving) -> 
 
 
 def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> dict[str, Any]:
-    """The keys as plain data; objects are named. What cannot be is added to the document's problems."""
+    """Return the keys as plain data with names for objects; add values that no key takes to the document's problems."""
     data: dict[str, Any] = {}
     for name, value in keys.items():
         if name in BY_SHORT and not isinstance(value, Mapping) and "." not in name:
@@ -91,7 +91,7 @@ def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> 
 
 
 def _short_part(kind: Kind, value: Any, document: Document, giving: Giving) -> dict[str, Any]:
-    """The section of a part that was given by its own name."""
+    """Return the section of a part that was given by its own name."""
     section, _, name = kind.key.partition(".")
     plain = _plain(_listed(value) if kind.several else value, (section, name), document, giving)
     return {section: dict(kind.needs) | {name: plain}}
@@ -123,7 +123,7 @@ def _plain(value: Any, place: Place, document: Document, giving: Giving) -> Any:
 
 
 def require_steps(config: LachesisConfig) -> LachesisConfig:
-    """The configuration with a number of steps, for those who write the loop themselves and count their own.
+    """Return the configuration with a number of steps, for users who write the loop and count steps themselves.
 
     Raises:
         ConfigError: the learning rate depends on the number of steps, and there is none.

@@ -1,4 +1,4 @@
-"""One rule for paths: they are relative to the directory of the configuration file.
+"""Resolution of paths, which are relative to the directory of the configuration file.
 
 The exception is ``run.dir``, which is relative to the current directory, as results belong where one works. In a
 file of another trainer's all paths are relative to the current directory, as they are there; what is not found
@@ -38,17 +38,17 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def resolve_path(base_dir: Path, value: str) -> Path:
-    """``value`` as an absolute path: ``~`` expanded, relative ones taken from the absolute ``base_dir``."""
+    """Return ``value`` as an absolute path: ``~`` expanded, relative paths taken from the absolute ``base_dir``."""
     return Path(os.path.abspath(base_dir / os.path.expanduser(value)))
 
 
 def is_model_spec(spec: str) -> bool:
-    """Whether a reward is a model, by directory or hub id, and no function."""
+    """Return True if a reward is a model, by directory or hub id, and not a function."""
     return "/" in spec and ".py:" not in spec
 
 
 def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_theirs: bool = False) -> LachesisConfig:
-    """The same configuration with every path absolute, so that it can be used from anywhere.
+    """Return the same configuration with every path absolute, so that it can be used from anywhere.
 
     Args:
         base_dir: directory of the configuration file, absolute.
@@ -96,7 +96,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
 
 
 def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
-    """The section with these of its keys resolved: each item of a list; what is unset or empty stays so."""
+    """Return the section with these keys resolved, lists item by item; unset or empty keys stay so."""
     values = {name: getattr(section, name) for name in resolvers if name in type(section).model_fields}
     changes = {
         name: [resolvers[name](item) for item in value] if is_list(value) else resolvers[name](value)
@@ -108,7 +108,7 @@ def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where relative paths and modules are looked for: ``first``, then ``second`` (paths only with ``both``)."""
+    """Directories searched for relative paths and modules: ``first``, then ``second`` (paths only with ``both``)."""
 
     first: Path
     second: Path
@@ -136,21 +136,21 @@ class _Places:
         return spec
 
     def part(self, given: CustomPart) -> CustomPart:
-        """What names a part of the user's own, by itself or with its arguments."""
+        """Resolve the name of a custom part, alone or in a mapping with its arguments."""
         if isinstance(given, str):
             return self.function(given)
         name = given.get("function")
         return {**given, "function": self.function(name)} if isinstance(name, str) else given
 
     def tool(self, given: str | McpServerConfig) -> str | McpServerConfig:
-        """A function, or a server with the files of its command."""
+        """Resolve a tool: a function, or a server with the files of its command."""
         return self.function(given) if isinstance(given, str) else _resolved(given, command=self.program)
 
     def module(self, value: str) -> str:
         return self.path(value) if value.endswith(".py") else self.function(value)
 
     def program(self, argument: str) -> str:
-        """A part of a command: where a file of that name is there, its path. A whole program is too long for a name."""
+        """Resolve an argument of a command to the path of the file with that name, if there is one."""
         path = self.path(argument)
         return path if argument and os.path.isfile(path) else argument
 
@@ -169,7 +169,7 @@ class _Places:
         return path if _looks_like_path(value) or value.endswith(DATA_SUFFIXES) or Path(path).exists() else value
 
     def address(self, value: str) -> str:
-        """Of servers: an address, or a file of them."""
+        """Resolve an entry of ``engine.urls``: a file of addresses; an address stays as it is."""
         file = value.removeprefix(SERVERS_FILE)
         return value if file == value else f"{SERVERS_FILE}{self.path(file)}"
 

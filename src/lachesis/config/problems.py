@@ -1,4 +1,4 @@
-"""What the schema found wrong with a document, a line each: key, place, what is wrong, what is right."""
+"""Problems that the schema finds in a document, a line each: key, place, what is wrong, what is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"
 
 
 def config_error(name: str, problems: list[str]) -> ConfigError:
-    """One error for all problems of a configuration, a line each."""
+    """Return one error for all problems of a configuration, with a line each."""
     if len(problems) == 1:
         message = f"{name}: {problems[0]}"
     else:
@@ -29,10 +29,10 @@ def config_error(name: str, problems: list[str]) -> ConfigError:
 
 
 def located(message: str, document: Document) -> str:
-    """The message with the place of each key of ours that it names, in the lines and names of the user's file.
+    """Return the message with the place of each of our keys in it, in the lines and names of the user's file.
 
-    ``rewards.weights`` becomes ``rewards.weights (line 40: reward_weights)``; of a file of another trainer's that does
-    not write it, ``(TRL's reward_weights)``.
+    ``rewards.weights`` becomes ``rewards.weights (line 40: reward_weights)``, or ``(TRL's reward_weights)`` if another
+    trainer's file does not set it.
     """
     said: set[str] = set()
 
@@ -50,7 +50,7 @@ def located(message: str, document: Document) -> str:
 
 
 def missing_problems(document: Document) -> list[str]:
-    """What a run needs besides what the schema requires: its length, and for the local source data and rewards."""
+    """Return problems for keys that a run needs beyond the schema's: its length; data and rewards of a local source."""
     needed = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
     if _kind("source", document, LachesisConfig) in ("local", "agent"):
         needed += [("data", "path"), ("rewards", "functions")]
@@ -62,7 +62,7 @@ def missing_problems(document: Document) -> list[str]:
 
 
 def schema_problems(error: ValidationError, document: Document, root: type[BaseModel] = LachesisConfig) -> list[str]:
-    """Every problem in the document's own keys and lines; one per key, or one per item of its list."""
+    """Return every problem in the document's own keys and lines: one per key, or one per item of its list."""
     found: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         place, index = _place(detail["loc"], root)
@@ -77,7 +77,7 @@ def schema_problems(error: ValidationError, document: Document, root: type[BaseM
 
 
 def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Place, int | None]:
-    """The key that an error is about, and the item of its list.
+    """Return the key that an error is about, and the index in its list.
 
     The validator also names the variant of a tagged section and the branch of a union; the file does not.
     """
@@ -96,7 +96,7 @@ def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Plac
 
 
 def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document: Document) -> tuple[str, str] | None:
-    """A problem inside one of a list of mappings, as ``data.more[0].split``; None where it is elsewhere."""
+    """Return a problem inside a list of mappings, such as ``data.more[0].split``; None if it is elsewhere."""
     rest = detail["loc"][len(place) :]
     of_mappings = any("list of mappings" in key.type for key in find_keys(".".join(map(str, place))))
     if not of_mappings or len(rest) != 2 or not isinstance(rest[0], int) or not isinstance(rest[1], str):
@@ -110,7 +110,7 @@ def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document
 def _problems(
     detail: Mapping[str, Any], *, place: Place, index: int | None, document: Document, root: type[BaseModel]
 ) -> list[tuple[str, str]]:
-    """Pairs of a dotted key and what to say after it."""
+    """Return pairs of a dotted key and the text that follows it."""
     path = ".".join(map(str, place))
     section, keys = find_section(path, root), find_keys(path, root)
     match detail["type"]:
@@ -137,7 +137,7 @@ def _problems(
 
 
 def _required(section: SectionInfo, root: type[BaseModel]) -> list[Key]:
-    """The keys that a missing section would need at least."""
+    """Return the keys that a missing section would need at least."""
     return [key for key in all_keys(root) if key.section == section.path and key.default is None]
 
 
@@ -161,14 +161,14 @@ def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
 
 
 def _kind(section: str, document: Document, root: type[BaseModel]) -> str | None:
-    """The variant of a section: what the document says, else the default."""
+    """Return the variant of a section: the document's, else the default."""
     written = _lookup(document.data, (*section.split("."), "kind"))
     info = find_section(section, root)
     return written if isinstance(written, str) else info and info.default_kind
 
 
 def _wrong(key: Key, *, place: Place, document: Document, index: int | None = None) -> tuple[str, str]:
-    """Expected and got, in plain words, with a likely correction."""
+    """Return the key and what was expected and found, in plain words, with a likely correction."""
     value = _lookup(document.data, place)
     item, item_place = value, place
     if index is not None and is_list(value) and index < len(value):

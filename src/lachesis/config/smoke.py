@@ -1,4 +1,4 @@
-"""A short trial of any configuration: whether it runs, and not what it learns."""
+"""A short trial of any configuration, which shows that it runs, not what it learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "-smoke"
 
 
 def trial(loaded: LoadedConfig) -> LoadedConfig:
-    """The same for two steps, with few held-out problems, no uploads, and a name of its own."""
+    """Return the configuration cut to two steps and few held-out problems, without uploads, under another name."""
     config = loaded.config
     run = config.run.model_copy(update={"steps": STEPS, "epochs": None, "name": f"{config.run.name}{NAME}"})
     most = min(PROBLEMS, config.evaluation.max_problems or PROBLEMS) if config.data.evaluates else None

@@ -1,4 +1,4 @@
-"""Counting: the length of a run in steps, how old samples become that are generated ahead, and what divides."""
+"""Arithmetic of steps: the length of a run, the age of samples generated ahead, and divisors."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from lachesis.config.schema import LachesisConfig
 
 
 def prompts_per_generation(config: LachesisConfig) -> int:
-    """Prompts of what is generated at once."""
+    """Return the number of prompts that are generated at once."""
     return config.batch.prompts_per_step * config.batch.steps_per_generation
 
 
 def steps_per_batch(config: LachesisConfig) -> int:
-    """Optimizer steps on what is generated at once."""
+    """Return the number of optimizer steps on the samples that are generated at once."""
     return config.batch.steps_per_generation * config.algorithm.num_iterations
 
 
 def steps_of(config: LachesisConfig, *, epochs: float, problems: int) -> int:
-    """Optimizer steps that train on each problem ``epochs`` times; at least one, the last epoch rounded up."""
+    """Return the optimizer steps that train on each problem ``epochs`` times; at least one, rounded up."""
     batches = max(1, math.ceil(round(epochs * problems / prompts_per_generation(config), 9)))
     return batches * steps_per_batch(config)
 
 
 def total_steps(config: LachesisConfig) -> int:
-    """The number of optimizer steps of a run, those of a supervised start included."""
+    """Return the number of optimizer steps of a run, including those of a supervised start."""
     return config.sft_steps + rollout_steps(config)
 
 
 def rollout_steps(config: LachesisConfig) -> int:
-    """Those of ``run.steps``, once :func:`with_steps` has set it."""
+    """Return ``run.steps``, which :func:`with_steps` has to have set."""
     assert config.run.steps is not None, "with_steps sets it"
     return config.run.steps
 
 
 def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
-    """The same configuration counted in steps, once it is known how many problems there are to train on.
+    """Return the configuration with lengths in steps, given the number of problems to train on.
 
-    That is ``run.steps``, and how often there are checkpoints and evaluations.
+    These are ``run.steps`` and the intervals of checkpoints and evaluations.
 
     Raises:
         ConfigError: warm-up would take longer than the run.
@@ -68,7 +68,7 @@ def _with_length(config: LachesisConfig, *, problems: int) -> LachesisConfig:
 
 
 def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
-    """Weight versions between the oldest sample and the policy of the last step that trains on it, at most.
+    """Return the most weight versions between a sample and the policy of the last step that trains on it.
 
     ``depth`` batches of ``iterations`` steps each go before its own, weights travel every ``every_steps`` steps,
     and its own batch has ``iterations`` - 1 further steps.
@@ -77,10 +77,10 @@ def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
 
 
 def batches_ahead(*, every_steps: int, depth: int, iterations: int, max_staleness: int | None) -> int:
-    """How many batches may be generated ahead, at most ``depth``, so that no sample is older than ``max_staleness``.
+    """Return how many batches, at most ``depth``, may be generated ahead with no sample older than ``max_staleness``.
 
-    With 0 generation and training alternate; what is older even then is so because weights travel seldom, or because
-    a batch is used often.
+    With 0, generation and training alternate; samples that are older even then come from infrequent transfers or
+    from several steps on a batch.
     """
     if max_staleness is None:
         return depth
@@ -89,13 +89,13 @@ def batches_ahead(*, every_steps: int, depth: int, iterations: int, max_stalenes
 
 
 def nearest_multiples(value: int, *, of: int) -> tuple[int, ...]:
-    """The multiples of ``of``, at least one, next below and above ``value``; ``value`` itself if it is one."""
+    """Return the multiples of ``of``, at least one, next below and above ``value``; ``value`` itself if it is one."""
     below, above = value // of * of, -(-value // of) * of
     return tuple(dict.fromkeys(number for number in (below, above) if number >= of))
 
 
 def nearest_divisors(value: int, near: int) -> tuple[int, ...]:
-    """The divisors of ``value`` from 2 on that are next below and above ``near``."""
+    """Return the divisors of ``value`` from 2 on that are next below and above ``near``."""
     divisors = [number for number in range(2, value + 1) if value % number == 0]
     below = [number for number in divisors if number <= near][-1:]
     above = [number for number in divisors if number >= near][:1]

@@ -1,4 +1,4 @@
-"""Checks across sections, before anything is loaded. They never change a value.
+"""Checks across sections, made before anything is loaded; they never change a value.
 
 A rule says what it finds, under its function's name: a ``problem`` is a combination that cannot work or does nothing
 that was asked for, a ``warning`` one that works otherwise than most would expect, a ``note`` a fact worth knowing.
@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERV
 def check(
     config: LachesisConfig, *, located: Callable[[str], str] = str, name: str = "the configuration"
 ) -> list[Finding]:
-    """The warnings and notes of all rules.
+    """Return the warnings and notes of all rules.
 
     Args:
         config: the configuration.

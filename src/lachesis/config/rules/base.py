@@ -1,4 +1,4 @@
-"""What rules are made of."""
+"""The building blocks of rules."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from lachesis.common.types import Level
 from lachesis.config.schema import LachesisConfig, Section
 
 Said = tuple[Level, str]
-"""How bad it is, and what it is."""
+"""A level and a message."""
 
 Rule = Callable[[LachesisConfig], Iterator[Said]]
-"""A check; what it says goes by the name of its function."""
+"""A check, whose findings go by the name of its function."""
 
 
 def problem(message: str) -> Said:
-    """A combination that cannot work, or does nothing that was asked for."""
+    """Return a problem: a combination that cannot work, or does not do what was asked for."""
     return "problem", message
 
 
 def warning(message: str) -> Said:
-    """One that works otherwise than most would expect."""
+    """Return a warning: a combination that works differently from what most would expect."""
     return "warning", message
 
 
 def note(message: str) -> Said:
-    """A fact worth knowing."""
+    """Return a note: a fact worth knowing."""
     return "note", message
 
 
 def changed(config: LachesisConfig, section: str, *names: str) -> list[str]:
-    """Those keys of a section that are not at their defaults, as dotted paths."""
+    """Return the dotted paths of the keys of a section that differ from their defaults."""
     part: Section = getattr(config, section)
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(part).model_fields.items()}
     return [f"{section}.{name}" for name in names if getattr(part, name) != defaults[name]]

@@ -1,4 +1,4 @@
-"""What cannot be done by several ranks."""
+"""Checks of features that several ranks cannot use."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
 
 
 def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str, str]) -> str | None:
-    """Which rank of this machine has a card that ``engine.devices`` names, in a sentence; None where none has.
+    """Return a sentence on the rank of this machine whose card ``engine.devices`` names; None if there is none.
 
-    Where the weights are shared by their bytes it has to be so.
+    Bridges that share the weights' memory need one card for both, and are not reported.
 
     Args:
-        ranks: on this machine.
-        environment: may say which cards they see.
+        ranks: the number of ranks on this machine.
+        environment: its CUDA_VISIBLE_DEVICES says which cards they see.
     """
     engine, bridge = config.engine, config.bridge
     shared = isinstance(bridge, SharedBridgeConfig) or getattr(bridge, "share_base", False)
@@ -47,7 +47,7 @@ def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str,
 
 
 def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
-    """See that a configuration can be trained by that many ranks.
+    """Raise unless a configuration can be trained by ``ranks`` ranks.
 
     Raises:
         ConfigError: it cannot.
@@ -103,7 +103,7 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
 
 
 def require_colocatable(config: LachesisConfig, *, ranks: int, here: int) -> None:
-    """See that the engine can be on the GPUs of so many ranks, ``here`` of them on this machine, where it is to be.
+    """Raise if a colocated engine does not fit on the GPUs of ``ranks`` ranks, ``here`` of them on this machine.
 
     Raises:
         ConfigError: it cannot.

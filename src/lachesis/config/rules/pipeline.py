@@ -37,7 +37,7 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
-    """Whether samples can be young enough at the last step that uses them, and how far ahead they may be made."""
+    """Check that samples can be young enough at the last step that uses them, and how far ahead they may be made."""
     every, iterations = getattr(config.bridge, "every_steps", 1), steps_per_batch(config)
     depth = config.pipeline.prefetch_depth
     oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)
@@ -164,7 +164,7 @@ def _kept_tokens(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _epochs(config: LachesisConfig) -> Iterator[Said]:
-    """What is counted in epochs has no meaning where there is no dataset."""
+    """Refuse keys that count epochs if there is no dataset."""
     for section, steps in (("run", "steps"), ("checkpoint", "every_steps"), ("evaluation", "every_steps")):
         epochs = "epochs" if section == "run" else "every_epochs"
         if getattr(getattr(config, section), epochs) is not None:
@@ -175,7 +175,7 @@ def _epochs(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _environment(config: LachesisConfig) -> Iterator[Said]:
-    """What does nothing, or cannot work, where an environment has tasks and rewards of its own."""
+    """Check keys that do nothing, or cannot work, if an environment has its own tasks and rewards."""
     kind = config.source.kind
     if kind == "verifiers":
         yield from _kept_tokens(config)
@@ -202,7 +202,7 @@ def _environment(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
-    """What does something else, or nothing, where environments push the groups."""
+    """Check keys that do something else, or nothing, if environments push the groups."""
     source, pipeline, data = config.source, config.pipeline, config.data
     if source.kind != "atropos":
         return

@@ -1,4 +1,4 @@
-"""Rules about what generates, and how weights reach it."""
+"""Rules about engines, and the way of the weights to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
 def _bridge(config: LachesisConfig) -> Iterator[Said]:
-    """Whether the bridge fits the engine and what is trained, by what it declares."""
+    """Check that the bridge fits the engine and the adapter, by the capabilities it declares."""
     kind, capabilities = config.bridge.kind, config.bridge.capabilities
     engine, place = config.engine.kind, config.engine.place
     if kind == "in_process" and place != "trainer":
@@ -55,7 +55,7 @@ def _bridge(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _addresses(config: LachesisConfig) -> Iterator[Said]:
-    """Whether what is to be an address is one: a run would wait for it."""
+    """Check that addresses are valid, because a run would wait for a wrong one."""
     named: dict[str, str] = {}
     if config.engine.kind == "http":
         urls = [url for url in config.engine.urls if not url.startswith(SERVERS_FILE)]
@@ -70,7 +70,7 @@ def _addresses(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _devices(config: LachesisConfig) -> Iterator[Said]:
-    """Whether they are CUDA's: vLLM would see no GPU, which is not what it says then."""
+    """Check that devices are named as CUDA does; with other names vLLM sees no GPU, and its error does not say so."""
     if config.engine.kind == "vllm" and config.engine.devices is not None:
         wrong = [device for device in config.engine.devices.split(",") if not _DEVICE.fullmatch(device.strip())]
         if wrong:
@@ -81,7 +81,7 @@ def _devices(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _shared(config: LachesisConfig) -> Iterator[Said]:
-    """Single copy: the trainer's parameters and the engine's are the same tensors."""
+    """Check bridges with a single copy of the weights, in which trainer and engine share tensors."""
     bridge, engine = config.bridge, config.engine
     shares_base = (bridge.kind == "lora_only" or bridge.kind == "lora_nccl") and bridge.share_base
     if bridge.kind != "shared_vllm" and not shares_base:
@@ -146,7 +146,7 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _quorum(config: LachesisConfig) -> Iterator[Said]:
-    """Whether so many servers can be there."""
+    """Check that the quorum is not above the number of servers."""
     engine = config.engine
     if not isinstance(engine, HttpEngineConfig | VllmEngineConfig) or engine.quorum is None:
         return
@@ -166,7 +166,7 @@ def _quorum(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _sleep(config: LachesisConfig) -> Iterator[Said]:
-    """An engine that sleeps while the trainer computes generates for nobody meanwhile."""
+    """Check that nobody needs an engine while it sleeps, which is while the trainer computes."""
     engine = config.engine
     if engine.kind != "vllm" or not engine.enable_sleep_mode:
         return
@@ -192,7 +192,7 @@ def _sleep(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _rounded(config: LachesisConfig) -> Iterator[Said]:
-    """An engine that computes in 8 bits holds other weights than the trainer's, or other keys and values."""
+    """Check engines that compute in 8 bits, whose weights or keys and values differ from the trainer's."""
     engine, bridge = config.engine, config.bridge
     if engine.kind != "vllm" or not engine.rounds:
         return
@@ -223,7 +223,7 @@ def _rounded(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _speculative(config: LachesisConfig) -> Iterator[Said]:
-    """vLLM verifies guesses without some kinds of sampling, and one of its ways to verify them is none."""
+    """Check speculative decoding against sampling options and settings that vLLM cannot verify guesses with."""
     engine = config.engine
     if engine.kind != "vllm" or engine.speculative is None:
         return
@@ -256,7 +256,7 @@ def _speculative(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) -> Iterator[Said]:
-    """Weights that guess are not the policy's: nobody sends new ones."""
+    """Check draft models, whose weights are not the policy's and are never updated."""
     key = f"engine.speculative.method {speculative.method}"
     if speculative.method in _GUESSING_MODELS and speculative.model is None:
         yield problem(f"{key} guesses with a model of its own; name it in engine.speculative.options.model")
@@ -272,7 +272,7 @@ def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) ->
 
 
 def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
-    """Whether each copy of the model has GPUs of its own."""
+    """Check that each copy of the model has its own GPUs."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
     words = (
         f"engine.data_parallel_size {engine.data_parallel_size} starts that many servers with "
@@ -290,7 +290,7 @@ def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
 
 
 def _crowded(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
-    """Several servers on a GPU of theirs."""
+    """Check several servers on one GPU that is not the trainer's."""
     where = f"engine.devices {engine.devices} puts several servers on one GPU"
     if engine.tensor_parallel_size > 1:
         yield problem(f"{where}, and with engine.tensor_parallel_size each worker needs one; name each GPU once")
@@ -301,7 +301,7 @@ def _crowded(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]
 
 
 def _context(config: LachesisConfig) -> Iterator[Said]:
-    """Whether the engine takes sequences as long as they may become."""
+    """Check that the engine accepts the longest possible sequences."""
     engine, source = config.engine, config.source
     if (engine.kind != "vllm" and engine.kind != "embedded_server") or engine.max_model_len is None:
         return

@@ -113,7 +113,7 @@ class LachesisConfig(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:
-        """An engine that computes in 8 bits samples from another policy: the loss is weighted, unless told not to."""
+        """Set the sampler correction if the engine computes in 8 bits, so from another policy, and the key is unset."""
         rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds > 0
         if not rounds or "sampler_correction" in self.algorithm.model_fields_set:
             return self
@@ -122,27 +122,27 @@ class LachesisConfig(Section):
 
     @property
     def forgets_weights(self) -> bool:
-        """Whether an engine that sleeps drops its weights, because all of the policy's come anew after each step."""
+        """Return True if a sleeping engine drops its weights, because all of them are sent again after each step."""
         if not isinstance(self.engine, VllmEngineConfig) or not self.engine.enable_sleep_mode:
             return False
         return not self.bridge.capabilities.adapter_only and getattr(self.bridge, "every_steps", 1) == 1
 
     @property
     def sft_steps(self) -> int:
-        """Optimizer steps before those of ``run.steps``."""
+        """Return the number of optimizer steps before those of ``run.steps``."""
         return self.sft.steps if "sft" in self.run.stages else 0
 
     @property
     def checkpoint_interval(self) -> int:
-        """After how many steps a resumable checkpoint is saved; 0 for only on stop.
+        """Return the number of steps between resumable checkpoints; 0 saves on stop only.
 
-        ``every_epochs`` is not among it until it is known how many steps an epoch has (``with_steps``).
+        ``every_epochs`` does not count until the steps of an epoch are known (``with_steps``).
         """
         return self.checkpoint.every_steps or 0
 
     @property
     def checkpoint_share(self) -> float:
-        """The share of the time that saving resumable checkpoints may take; 0 where it does not decide."""
+        """Return the share of the time that saving resumable checkpoints may take; 0 if it does not decide."""
         checkpoint = self.checkpoint
         if checkpoint.every_steps is not None or checkpoint.every_epochs is not None:
             return 0.0
@@ -154,6 +154,6 @@ class LachesisConfig(Section):
 
     @property
     def saves_on_the_way(self) -> bool:
-        """Whether there are resumable checkpoints without anyone asking for them."""
+        """Return True if the run saves resumable checkpoints without a request."""
         by_time = self.checkpoint_share > 0
         return by_time or self.checkpoint_interval > 0 or self.checkpoint.every_epochs is not None

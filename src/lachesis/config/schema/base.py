@@ -1,4 +1,4 @@
-"""What all sections are built from."""
+"""The types and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: strict about keys, immutable."""
+    """Base of all sections, strict about keys and immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,4 +1,4 @@
-"""How the ranks of a run are laid out: one mesh of named dimensions, derived from configuration and number of ranks."""
+"""The layout of a run's ranks: one mesh of named dimensions, derived from configuration and number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a mesh ``replicate x shard x context x tensor``, numbered so that the last dimension turns fastest.
+    """A mesh of ranks ``replicate x shard x context x tensor``, numbered so that the last dimension varies fastest.
 
     Attributes:
         replicate: groups of ranks that have the whole model each; gradients are added up over them.
@@ -37,46 +37,46 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """All there are."""
+        """Return the number of all ranks."""
         return self.parts * self.alike
 
     @property
     def parts(self) -> int:
-        """In so many a batch is divided: what data-parallel ranks compute at a time."""
+        """Return the number of data-parallel parts that a batch is divided into."""
         return self.replicate * self.shard
 
     @property
     def alike(self) -> int:
-        """So many ranks have the same part of a batch, and compute it together."""
+        """Return the number of ranks that have the same part of a batch and compute it together."""
         return self.context * self.tensor
 
     @property
     def cut(self) -> int:
-        """Ways in which each parameter, its gradient and its optimizer states are cut, but for those by ``tensor``."""
+        """Return how many ways each parameter, its gradient and its optimizer states are cut, ``tensor`` aside."""
         return 1 if self.whole else self.shard * self.context
 
     @property
     def words(self) -> str:
-        """For a screen; empty where data-parallel ranks that are all alike are the only dimension."""
+        """Return the dimensions in words; empty if plain data parallelism is the only one."""
         sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
         dimensions = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         said = len(dimensions) > 1 or self.alike > 1 or self.expert > 1
         return " x ".join(dimensions) * said + f", experts over {self.expert}" * (self.expert > 1)
 
     def of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """The part of each rank, of one for each part of a batch."""
+        """Return the part of each rank, given one for each part of a batch."""
         return [part for part in parts for _ in range(self.alike)]
 
     def of_parts(self, values: Sequence[T]) -> list[T]:
-        """The reverse: of what ranks of one part have alike, that of the first."""
+        """Return one value for each part of a batch, that of its first rank: the reverse of :meth:`of_ranks`."""
         return list(values[:: self.alike])
 
 
 def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
-    """The mesh of so many ranks. One alone has no groups to shard over, whatever their sizes are to be.
+    """Return the mesh of ``ranks`` ranks; a single rank has no groups to shard over, whatever sizes are set.
 
     Raises:
-        ConfigError: the sizes that are asked for do not divide the ranks, or do not go together.
+        ConfigError: the configured sizes do not divide the ranks, or do not go together.
     """
     context, tensor = distributed.context_parallel_size, distributed.tensor_parallel_size
     alike = context * tensor
@@ -127,7 +127,7 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
 
 
 def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
-    """See that attention's heads can be shared out among the ranks of a mesh.
+    """Raise if the attention heads cannot be divided among the ranks of a mesh.
 
     Raises:
         ConfigError: they cannot.
@@ -151,7 +151,7 @@ def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
 
 
 def require_experts(mesh: Mesh, *, experts: int) -> None:
-    """See that the experts of a layer, 1 of a model that is no mixture, can be shared out among the ranks of a mesh.
+    """Raise if the experts of a layer (1 for a dense model) cannot be divided among the ranks of a mesh.
 
     Raises:
         ConfigError: they cannot, or ranks that share matrices would each compute all of them.
