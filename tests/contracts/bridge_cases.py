@@ -91,7 +91,6 @@ EMBEDDED = [
     Case("embedded", {"kind": "lora_nccl", "share_base": True}, lora=True),
     Case("embedded", {"kind": "broadcast"}),
     Case("embedded", {"kind": "broadcast"}, lora=True),
-    Case("embedded", {"kind": "broadcast", "staging": "none"}),
     Case("embedded", {"kind": "reload"}),
     Case("embedded", {"kind": "lora_only"}, lora=True, two=True),
     Case("embedded", {"kind": "lora_nccl"}, lora=True, two=True),
@@ -111,7 +110,6 @@ VLLM = [
 # Once through, with two real servers of vLLM.
 TWO_VLLM = [
     Case("vllm", {"kind": "broadcast"}, exact=False, two=True),
-    Case("vllm", {"kind": "broadcast", "staging": "none"}, exact=False, two=True),
     Case("vllm", {"kind": "lora_nccl"}, lora=True, two=True),
     Case("vllm", {"kind": "lora_only"}, lora=True, two=True),
 ]
@@ -119,11 +117,6 @@ TWO_VLLM = [
 MORTAL = [
     Case("vllm", {"kind": "broadcast"}, exact=False, two=True, owned=True),
     Case("vllm", {"kind": "lora_only"}, lora=True, owned=True),
-]
-# An update breaks off while it is loaded.
-UNSTAGED = [
-    Case(engine, {"kind": "broadcast", "staging": "none"}, exact=engine == "embedded", owned=True)
-    for engine in ("embedded", "vllm")
 ]
 
 

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import lachesis.bridges.broadcast
 from lachesis.bridges.broadcast import BroadcastBridge
 from lachesis.bridges.external import ExternalBridge
 from lachesis.bridges.in_process import InProcessBridge
@@ -43,7 +41,6 @@ from lachesis.train.model.forward import plan_forward, target_logprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
-from lachesis.transport.channel import Channel
 from tests.contracts.bridge_cases import (
     CANARY,
     EMBEDDED,
@@ -53,7 +50,6 @@ from tests.contracts.bridge_cases import (
     TINY,
     TOLERANCE,
     TWO_VLLM,
-    UNSTAGED,
     VLLM,
     Case,
     Live,
@@ -243,35 +239,6 @@ def served_again(live: Live, url: str) -> bool:
     live.update()
     row = next(row for row in live.side.rows() if row.url == url)
     return row.state is State.SERVING and row.version == live.version
-
-
-@pytest.mark.parametrize("case", params(*UNSTAGED))
-@pytest.mark.usefixtures("environment")
-def test_an_update_that_breaks_off_while_it_is_loaded_ends_the_engine_and_another_takes_its_place(
-    case: Case,
-    request: pytest.FixtureRequest,
-    models: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    with bridged(case, request, models, tmp_path_factory) as live:
-        first, weights = live.engine.health().session_id, lachesis.bridges.broadcast.full_weights
-
-        def half(model: torch.nn.Module, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            monkeypatch.setattr(lachesis.bridges.broadcast, "full_weights", weights)
-            every = list(weights(model, **how))
-            yield from every[: len(every) // 2]
-            raise EngineError("the trainer broke off")
-
-        # So that some have been loaded by then.
-        monkeypatch.setattr(Channel, "send", partialmethod(Channel.send, bucket_bytes=1024))
-        live.update()
-        check_engine(live)
-        assert live.engine.health().session_id == first
-        monkeypatch.setattr(lachesis.bridges.broadcast, "full_weights", half)
-        live.update()
-        check_engine(live)
-        assert live.engine.health().session_id != first, "what held two versions has not come back"
 
 
 def check_each_server(live: Live) -> None:

@@ -335,12 +335,6 @@ def test_updates_after_the_first_are_copied_to_their_places(architecture: str, s
         assert (status.updates, status.copied) == (4, 3)
 
 
-def test_updates_that_are_kept_aside_nowhere_arrive(tmp_path: Path):
-    model = write_model(tmp_path / "model", "qwen2")
-    with live(model, tmp_path, bridge={"kind": "broadcast", "staging": "none"}) as (side, policy):
-        check_updates(side, policy)
-
-
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [

@@ -148,8 +148,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         pack_buckets: with ``ipc``, if the engine is on the GPUs of several ranks: each of them packs what the worker
             on its GPU reads.
         sender_ranks: the trainer's ranks that may send; each of them listens at a separate free port.
-        staging: where an engine keeps an update before it is complete. With ``none``, an aborted update ends the
-            engines that have begun to load it.
+        staging: where an engine keeps an update before it is complete.
     """
 
     def __init__(
@@ -169,7 +168,6 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._pack_buckets = pack_buckets
         self._sender_ranks = sender_ranks
         self._staging: Staging = staging
-        self._loading = False  # engines load without staging: they end where the transfer does not
         self._source = source
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
@@ -194,7 +192,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 self._plan = self._planned(deadline)
             assert self._plan is not None
             self._exchange(version, self._plan, deadline=deadline)
-            self._connected, self._loading = servers, False
+            self._connected = servers
         except BaseException as error:
             self._disconnect()
             if len(servers) == 1 or not isinstance(error, EngineError | DeadlineExceeded):
@@ -307,7 +305,6 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._connect(plan, deadline)
         channel = self._channel
         assert channel is not None
-        self._loading = self._staging == "none"
         received = self._threads.submit(
             self.engine.on_all, self._noting(lambda server: self._receive(server, version, deadline))
         )
@@ -326,15 +323,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _receive(self, server: ServerControl, version: int, deadline: Deadline) -> None:
         began = time.perf_counter()
-        try:
-            server.receive(version, deadline=deadline)
-        except StaleWeights as error:
-            if self._staging != "none":
-                raise
-            raise EngineError(  # it has ended itself: one in its place gets the weights
-                f"the engine at {server.url} ends, for its weights are of two versions: {error.message}",
-                remedy="bridge.staging: auto keeps an update aside until all of it is there",
-            ) from error
+        server.receive(version, deadline=deadline)
         self._engine_seconds[urlsplit(server.url).netloc] = time.perf_counter() - began
 
     def _send_tensors(
@@ -356,16 +345,6 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             pairs = ", ".join(f"{worker} of rank {rank}" for worker, rank in sorted(channel.read_ranks.items()))
             logger.info("[NCCL] The engine's workers read in place, on their own GPUs, what ranks pack: %s", pairs)
         return sent[0]
-
-    def recover(self, error: EngineError) -> None:
-        """Recover as :meth:`ExternalBridge.recover`.
-
-        Engines of the run's own that end by themselves are not waited for.
-        """
-        if self._loading and self._owned is not None:
-            self._owned.stop()
-        self._loading = False
-        super().recover(error)
 
     def renew(self) -> None:
         self._disconnect()

@@ -3,9 +3,6 @@
 So the engine goes on generating until all of an update is there, and is held up only by loading it. Where several ranks
 of the trainer send, each has a channel of its own, with its share of the tensors.
 
-Without staging an update is kept nowhere: the engine loads each tensor as it arrives, and stands still meanwhile. What
-breaks off in the midst leaves it with a part of one version and a part of another: its process ends, for no session of
-it may serve again.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -91,8 +87,7 @@ class Receiver:
         seconds are needed (``None`` waits for them). Once there are tensors, they are to be loaded
         inside of :meth:`loading`.
 
-        They are all there, in the order of the announcement. Without staging the first of them is, and asking for
-        others waits for them, in any order, and raises as this does.
+        They are all there, in the order of the announcement.
 
         Raises:
             Refused: (409) the channels are not connected.
@@ -101,8 +96,7 @@ class Receiver:
         if self._update is None:
             if self._state != "connected":
                 raise Refused(f"the receiver is {self._state}: {self._detail}", status=409, remedy="start a receiver")
-            kind = _Passing if self.spec.staging == "none" else _Staged
-            self._update = kind(self._lanes, keep=self._room.staging_device(self.spec.tensors))
+            self._update = _Update(self._lanes, keep=self._room.staging_device(self.spec.tensors))
         update = self._update
         if not update.arrived.wait(wait_s):
             return None
@@ -213,10 +207,10 @@ class _Lane:
             self.error = _ours(error, "the weight channel could not be joined")
 
 
-class _Update(ABC):
+class _Update:
     """One update: taken off each channel in a thread, all of which then wait to be told how loading went.
 
-    ``arrived`` is set once :meth:`tensors` can be loaded, or there is an ``error``.
+    ``arrived`` is set once all of it is there, or there is an ``error``.
     """
 
     def __init__(self, lanes: Sequence[_Lane], *, keep: torch.device) -> None:
@@ -224,6 +218,7 @@ class _Update(ABC):
         self.error: LachesisError | None = None
         self._lanes = lanes
         self._keep = keep
+        self._shares: dict[int, Mapping[str, Tensor]] = {}
         self._lock = threading.Lock()
         self._settled = threading.Event()
         self._failure: Exception | None = None
@@ -234,13 +229,10 @@ class _Update(ABC):
         for thread in self._threads:
             thread.start()
 
-    @abstractmethod
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Those of these names."""
-
-    @abstractmethod
-    def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        """All that one lane brings, in its thread."""
+        """Return the tensors of these names, in this order."""
+        held = {name: tensor for share in self._shares.values() for name, tensor in share.items()}
+        return ((name, held[name]) for name in names)
 
     def give_up(self, reason: str) -> None:
         """End what is still under way."""
@@ -271,6 +263,15 @@ class _Update(ABC):
         except Exception as error:
             self._note_failure(_ours(error, "an update could not be received"))
 
+    def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep what one lane brings, in its thread."""
+        share = dict(arriving)
+        self._lanes[number].stream.synchronize()
+        with self._lock:
+            self._shares[number] = share
+            if len(self._shares) == len(self._lanes):
+                self.arrived.set()
+
     def _note_failure(self, error: LachesisError) -> None:
         with self._lock:
             first = self.error is None
@@ -280,99 +281,6 @@ class _Update(ABC):
             self.give_up(str(error))
         self.arrived.set()
         self._settled.set()
-
-
-class _Staged(_Update):
-    """All of it is kept aside until it is there."""
-
-    def __init__(self, lanes: Sequence[_Lane], *, keep: torch.device) -> None:
-        self._shares: dict[int, Mapping[str, Tensor]] = {}
-        super().__init__(lanes, keep=keep)
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        held = {name: tensor for share in self._shares.values() for name, tensor in share.items()}
-        return ((name, held[name]) for name in names)
-
-    def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        share = dict(arriving)
-        self._lanes[number].stream.synchronize()
-        with self._lock:
-            self._shares[number] = share
-            if len(self._shares) == len(self._lanes):
-                self.arrived.set()
-
-
-class _Passing(_Update):
-    """Nothing is kept: each tensor is loaded as it arrives, from whichever sender, and then the next is taken.
-
-    Senders gather for one another, so that none may have to wait until another's share is through.
-    """
-
-    def __init__(self, lanes: Sequence[_Lane], *, keep: torch.device) -> None:
-        self._passage = _Passage(len(lanes))
-        super().__init__(lanes, keep=keep)
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._passage)
-
-    def settle(self, failure: Exception | None) -> None:
-        self._passage.close(failure or EngineError("the engine did not take all tensors of the update"))
-        super().settle(failure)
-
-    def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        self.arrived.set()
-        for item in arriving:
-            self._lanes[number].stream.synchronize()
-            self._passage.hand(item)
-        self._passage.end()
-
-    def _note_failure(self, error: LachesisError) -> None:
-        super()._note_failure(error)
-        self._passage.close(error)
-
-
-class _Passage:
-    """Through which threads hand tensors, one at a time, to the one that iterates."""
-
-    def __init__(self, givers: int) -> None:
-        self._changed = threading.Condition()
-        self._giving = givers
-        self._held: tuple[str, Tensor] | None = None
-        self._closed: Exception | None = None
-
-    def hand(self, item: tuple[str, Tensor]) -> None:
-        """Return once the one before is loaded. Raises what the passage was closed with."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._held is None or self._closed is not None)
-            if self._closed is not None:
-                raise self._closed
-            self._held = item
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """A giver has no more."""
-        with self._changed:
-            self._giving -= 1
-            self._changed.notify_all()
-
-    def close(self, error: Exception) -> None:
-        """Whoever waits, or comes later, gets this error; the first one stays."""
-        with self._changed:
-            self._closed = self._closed or error
-            self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        while (item := self._next()) is not None:
-            yield item
-
-    def _next(self) -> tuple[str, Tensor] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._held is not None or self._giving == 0 or self._closed is not None)
-            if self._closed is not None:
-                raise self._closed
-            item, self._held = self._held, None
-            self._changed.notify_all()
-            return item
 
 
 class _Stream:
@@ -409,10 +317,10 @@ class _Room:
         self._enough = False
 
     def staging_device(self, tensors: Sequence[ReceivedTensor]) -> torch.device:
-        """That of an update of these tensors; without staging, of those that are on their way into the model."""
+        """Return the device where an update of these tensors is kept."""
         if self._staging == "host":
             return torch.device("cpu")
-        if self._device.type != "cuda" or self._staging in ("device", "none"):
+        if self._device.type != "cuda" or self._staging == "device":
             return self._device
         if not self._enough:
             free, _ = torch.cuda.mem_get_info(self._device)

@@ -15,7 +15,7 @@ from lachesis.common.errors import EngineError
 from lachesis.common.json_values import is_list
 
 ChannelBackend = Literal["nccl", "gloo", "ipc"]
-Staging = Literal["auto", "device", "host", "none"]
+Staging = Literal["auto", "device", "host"]
 """Where an engine keeps an update aside until all of it is there: on its device, on the host, on the device if there is
 room, or nowhere: each tensor goes into the model as it arrives."""
 

@@ -245,8 +245,8 @@ def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
     except RuntimeError as error:
         raise EngineError(
             f"an update is kept on the host, and pinned memory for it cannot be had: {first_line(error)}",
-            remedy="give the engine's machine or container as much memory as the model has, leave room for the update "
-            "on its GPU (engine.gpu_memory_utilization), or set bridge.staging: none",
+            remedy="give the engine's machine or container as much memory as the model has, or leave room for the "
+            "update on its GPU (engine.gpu_memory_utilization)",
         ) from error
 
 

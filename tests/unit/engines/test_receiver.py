@@ -65,7 +65,7 @@ def taken(receiver: Receiver) -> dict[str, torch.Tensor]:
     return dict(tensors)
 
 
-@pytest.mark.parametrize(("staging", "where"), [("device", "cuda"), ("none", "cuda"), ("host", "cpu")])
+@pytest.mark.parametrize(("staging", "where"), [("device", "cuda"), ("host", "cpu")])
 def test_where_an_update_is_kept_aside_may_be_asked_for(staging, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("nobody is to look"))
     assert Room(torch.device("cuda", 0), staging).staging_device(SPEC.tensors).type == where
@@ -167,10 +167,10 @@ def test_stopping_ends_an_update_that_was_not_loaded():
     assert channel.told == ["failed: the receiver was stopped"]
 
 
-def both(*channels: FakeChannel, staging: str = "auto") -> Receiver:
+def both(*channels: FakeChannel) -> Receiver:
     """A receiver of two senders, each of one tensor."""
     tensors = (ReceivedTensor("w", (3,), "float32"), ReceivedTensor("v", (3,), "float32"))
-    update = {"tensors": tensors, "senders": ("tcp://h:2",), "sender_of": (1, 0), "staging": staging}
+    update = {"tensors": tensors, "senders": ("tcp://h:2",), "sender_of": (1, 0)}
     spec = SPEC.model_copy(update=update)
     by_address = dict(zip(spec.addresses, channels, strict=True))
     receiver = Receiver(
@@ -228,65 +228,3 @@ def test_where_one_sender_cannot_be_joined_the_others_are_left():
     receiver._thread.join(LONG_S)
     assert cancelled.is_set() and channel.closed
     assert receiver.status.state == "error" and "nobody there" in receiver.status.detail
-
-
-def test_without_staging_what_has_come_is_loaded_while_other_senders_are_waited_for():
-    first, second = FakeChannel(), FakeChannel()
-    second.buffer *= 2
-    receiver = both(first, second, staging="none")
-    assert receiver.take(0.0) is None
-    first.sent.set()
-    tensors = receiver.take(LONG_S)
-    assert tensors is not None
-    with receiver.loading():
-        name, tensor = next(tensors)
-        assert (name, tensor.tolist()) == ("v", [1, 1, 1])
-        second.sent.set()
-        assert [(name, tensor.tolist()) for name, tensor in tensors] == [("w", [2, 2, 2])]
-        assert first.told == second.told == []
-    assert first.told == second.told == ["loaded"] and receiver.updates == 1
-    receiver.close()
-
-
-def test_without_staging_an_update_that_breaks_off_ends_loading():
-    first, second = FakeChannel(), FakeChannel()
-    receiver = both(first, second, staging="none")
-    first.sent.set()
-    tensors = receiver.take(LONG_S)
-    assert tensors is not None
-    with pytest.raises(EngineError, match="the trainer died"), receiver.loading():
-        next(tensors)
-        second.breaks_with = EngineError("the trainer died")
-        second.sent.set()
-        next(tensors)
-    assert first.told == ["failed: the trainer died"] and first.closed and second.closed
-    assert receiver.status.state == "error" and receiver.updates == 0
-
-
-@pytest.mark.parametrize("taken_first", [0, 1])
-def test_without_staging_tensors_that_the_engine_leaves_are_an_error(taken_first):
-    channel = FakeChannel()
-    channel.sent.set()
-    spec = SPEC.model_copy(
-        update={"staging": "none", "tensors": tuple(ReceivedTensor(n, (3,), "float32") for n in "wvu")}
-    )
-    receiver = Receiver(spec, rank=1, device=torch.device("cpu"), connect=lambda **_: channel)
-    receiver._thread.join(LONG_S)
-    tensors = receiver.take(LONG_S)
-    assert tensors is not None
-    with pytest.raises(EngineError, match="did not take all"), receiver.loading():
-        for _ in range(taken_first):
-            next(tensors)
-    assert channel.told == ["failed: the engine did not take all tensors of the update"] and channel.closed
-
-
-def test_without_staging_stopping_ends_loading():
-    channel = FakeChannel()
-    channel.sent.set()
-    receiver = both(channel, FakeChannel(), staging="none")
-    tensors = receiver.take(LONG_S)
-    assert tensors is not None
-    next(tensors)
-    threading.Timer(0.05, receiver.close).start()
-    with pytest.raises(EngineError, match="the receiver was stopped"), receiver.loading():
-        next(tensors)

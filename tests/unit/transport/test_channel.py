@@ -630,4 +630,4 @@ def test_an_engine_that_dies_in_the_middle_is_an_error_in_the_trainer_which_can_
 def test_pinned_memory_that_cannot_be_had_is_an_error_that_says_what_to_do():
     with pytest.raises(EngineError, match="kept on the host") as caught:
         pinned(torch.Size([4]), dtype=torch.uint8)
-    assert caught.value.remedy is not None and "staging: none" in caught.value.remedy
+    assert caught.value.remedy is not None and "engine.gpu_memory_utilization" in caught.value.remedy

@@ -330,11 +330,10 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
         description="Ranks of a trainer of several devices that send, each its share and at the same time. "
         "Two have run over NCCL, with engines on two further GPUs; more over gloo. With `ipc` one does.",
     )
-    staging: Literal["auto", "device", "host", "none"] = Field(
+    staging: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the engine keeps an update aside until all of it is there: on its `device`, on the `host`, "
-        "on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it), or nowhere "
-        "(`none`): tensors are loaded as they arrive, and an update that breaks off ends the engine.",
+        "or on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it).",
     )
 
 

@@ -190,8 +190,7 @@ class ReceiverSpec(Request):
     Where several ranks of the trainer send, the others are at ``senders``, each on a channel of its own with the same
     ranks, and ``sender_of`` says for each tensor who sends it: 0 is the one at ``init_method``.
 
-    ``staging`` is where the engine keeps an update aside until all of it is there. With ``none`` it loads tensors as
-    they arrive, and after an update that broke off it serves nothing more; an adapter is loaded as a whole.
+    ``staging`` is where the engine keeps an update aside until all of it is there.
     """
 
     also = ("param_metadata",)
@@ -251,8 +250,6 @@ class ReceiverSpec(Request):
         if (self.kind == "lora") != (self.lora is not None):
             there = "set" if self.lora else "absent"
             raise Refused(f"kind {self.kind!r} does not go with lora {there}", remedy="send both or none")
-        if self.lora is not None and self.staging == "none":
-            raise Refused("an adapter is loaded as a whole: staging none is for all weights", remedy="send auto")
         if not self.tensors or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise Refused("param_names is empty or has a name twice", remedy="name every tensor once")
         senders = set(range(len(self.addresses))) if self.senders else set[int]()

@@ -257,7 +257,7 @@ class ServedVllm:
             received = await self._receive()
         except BaseException as error:
             if isinstance(error, EngineError) and self._engine.errored:
-                end_this_process()  # as after an update that broke off while it was loaded: no session comes back
+                end_this_process()  # no session of a dead engine comes back
             await self._update_receiver()
             raise
         self._receiver = replace(self._receiver, updates=received["updates"], copied=received["copied"])

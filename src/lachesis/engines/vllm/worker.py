@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -309,18 +307,11 @@ class WorkerWeights:
         if tensors is None or not load:
             return {"arrived": tensors is not None, "loaded": False}
         lora = self._receiver.spec.lora
-        try:
-            with self._receiver.loading():
-                if lora is not None:
-                    self._need_slots().load(dict(tensors), lora)
-                elif self._receiver.spec.staging == "none":
-                    self._load_base(tensors)
-                else:
-                    self._load_update(dict(tensors))
-        except StaleWeights as error:
-            if self._receiver.spec.staging == "none":
-                _end(error)
-            raise
+        with self._receiver.loading():
+            if lora is not None:
+                self._need_slots().load(dict(tensors), lora)
+            else:
+                self._load_update(dict(tensors))
         return self.receiver() | {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
 
     def stop_receiver(self) -> None:
@@ -397,12 +388,6 @@ class WorkerWeights:
         if self._slots is None:
             raise Refused("this server was started without LoRA", status=409, remedy="start it with --enable-lora")
         return self._slots
-
-
-def _end(error: StaleWeights) -> None:
-    """End this worker, and vLLM's engine with it, before another step: what it would compute is of no version."""
-    logger.error("this engine ends: %s", error.message)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _uncut(name: str) -> Refused:

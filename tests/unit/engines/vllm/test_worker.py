@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -103,8 +101,8 @@ def test_sharing_that_cannot_be_is_refused_with_the_reason(device, size, reason)
 class FakeReceiver:
     """Gives one tensor, and is told how loading it went."""
 
-    def __init__(self, staging: str) -> None:
-        self.spec = SimpleNamespace(lora=None, staging=staging)
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(lora=None)
         self.status = SimpleNamespace(state="connected", detail="", updates=0)
         self.failed: Exception | None = None
         self.given = torch.ones(3)
@@ -121,7 +119,7 @@ class FakeReceiver:
             raise
 
 
-def loaded_by_vllm(monkeypatch: pytest.MonkeyPatch, *, staging: str = "auto", puts: str = "as they are"):
+def loaded_by_vllm(monkeypatch: pytest.MonkeyPatch, *, puts: str = "as they are"):
     """A worker whose parameter is loaded by ``reload_weights``; how often that was, and a receiver of more updates."""
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(3))
@@ -134,17 +132,17 @@ def loaded_by_vllm(monkeypatch: pytest.MonkeyPatch, *, staging: str = "auto", pu
             model.w.data.copy_(tensor if puts == "as they are" else tensor.flip(0))
 
     held._worker.reload_weights = reload
-    receiver = FakeReceiver(staging)
+    receiver = FakeReceiver()
     held._receiver = receiver  # type: ignore[assignment]
     return held, model, calls, receiver
 
 
 @pytest.mark.parametrize(
-    ("staging", "puts", "by_vllm"),
-    [("auto", "as they are", 1), ("auto", "in another order", 3), ("none", "as they are", 3)],
+    ("puts", "by_vllm"),
+    [("as they are", 1), ("in another order", 3)],
 )
-def test_updates_are_copied_once_vllms_loader_has_shown_where(staging, puts, by_vllm, monkeypatch):
-    held, model, calls, receiver = loaded_by_vllm(monkeypatch, staging=staging, puts=puts)
+def test_updates_are_copied_once_vllms_loader_has_shown_where(puts, by_vllm, monkeypatch):
+    held, model, calls, receiver = loaded_by_vllm(monkeypatch, puts=puts)
     for update in range(3):
         receiver.given = torch.arange(3.0) + update
         answer = held.receive(0.0, load=True)
@@ -163,19 +161,15 @@ def test_a_copy_that_fails_leaves_stale_weights(monkeypatch):
     assert isinstance(receiver.failed, StaleWeights)
 
 
-@pytest.mark.parametrize("staging", ["auto", "none"])
-def test_a_worker_whose_update_broke_off_while_it_was_loaded_computes_nothing_more(staging, monkeypatch):
+def test_an_update_that_breaks_off_while_it_is_loaded_leaves_stale_weights():
     def reload(weights_iterator) -> None:
         raise RuntimeError("half of it")
 
-    killed: list[object] = []
-    monkeypatch.setattr("lachesis.engines.vllm.worker.os.kill", lambda *arguments: killed.append(arguments))
-    held, receiver = weights(), FakeReceiver(staging)
+    held, receiver = weights(), FakeReceiver()
     held._worker.reload_weights, held._receiver = reload, receiver  # type: ignore[assignment]
     with pytest.raises(StaleWeights, match="half of it"):
         held.receive(0.0, load=True)
     assert isinstance(receiver.failed, StaleWeights), "the trainer has heard of it by then"
-    assert killed == ([] if staging == "auto" else [(os.getpid(), signal.SIGKILL)])
 
 
 class Packer:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -195,15 +195,13 @@ class ServedEmbedded(ServedEngine):
                 raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
             tensors = receiver.take(None)
             assert tensors is not None  # it waits for them
-            # What is loaded as it arrives holds generation up from the first tensor to the last.
-            with self._engine.exclusive() if receiver.spec.staging == "none" else nullcontext():
-                try:
-                    with receiver.loading():
-                        self._weights.apply(tensors, receiver.spec)
-                except StaleWeights:
-                    self._engine.close()  # no token is made of weights of two versions
-                    self._end()
-                    raise
+            try:
+                with receiver.loading():
+                    self._weights.apply(tensors, receiver.spec)
+            except StaleWeights:
+                self._engine.close()  # no token is made of weights of two versions
+                self._end()
+                raise
 
         await self._in_thread(receive)
 
