@@ -56,6 +56,10 @@ _Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 )
 
 
+# What the errors call keys that are in no file.
+FROM_PYTHON = "the keys given from Python"
+
+
 @dataclass(slots=True)
 class Document:
     """The data of a file, the place of each value (``line 7``, ``--set a.b``), and the problems found.
@@ -78,6 +82,12 @@ class Document:
             if place[:length] in self.origins:
                 return f" ({self.origins[place[:length]]})"
         return ""
+
+    def setting(self, key: str, value: str) -> str:
+        """Return how the user gives a value: ``--set run.steps=10``, or an argument in Python, ``run.steps=10``."""
+        if self.name != FROM_PYTHON:
+            return f"--set {key}={value}"
+        return f"{key}={value}" if "." not in key else f'"{key}": {value}'
 
 
 def dotted(place: Place) -> str:

@@ -11,15 +11,13 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.objects import Given, Giving
 from lachesis.common.run_files import run_paths
 from lachesis.config.custom import BY_SHORT, Kind
-from lachesis.config.document import Document, Place, describe, dotted, read_document
+from lachesis.config.document import FROM_PYTHON, Document, Place, dotted, read_document
 from lachesis.config.load import LoadedConfig, lay_over, load_document
 from lachesis.config.schema import LachesisConfig
 
 # What may be given as it is, in place of its section: the section's key for it.
 _SHORT = {"model": "path", "data": "path", "rewards": "functions"}
 _DATASETS = {"path", "eval_path"}
-# What the errors call keys that are in no file.
-_NAME = "the keys given from Python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +59,9 @@ def load_objects(
 
 def _document(config: str | Path | Mapping[str, Any] | None, giving: Giving) -> tuple[Document, Path]:
     if config is None:
-        return Document(_NAME, {}), Path.cwd()
+        return Document(FROM_PYTHON, {}), Path.cwd()
     if isinstance(config, Mapping):
-        document = Document(_NAME, {})
+        document = Document(FROM_PYTHON, {})
         document.data = _plain_keys(config, document, giving)
         return document, Path.cwd()
     path = Path(config)
@@ -118,7 +116,10 @@ def _plain(value: Any, place: Place, document: Document, giving: Giving) -> Any:
         return giving.give(str(getattr(value, "__name__", type(value).__name__)), value)
     if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
         return value.item()
-    document.problems.append(f"{dotted(place)}: {describe(value)} ({type(value).__name__}) is nothing that a key takes")
+    document.problems.append(
+        f"{dotted(place)}: an object of the type {type(value).__name__} cannot be given there; give plain values "
+        "(numbers, texts, lists, mappings), or a function where the argument takes one"
+    )
     return None
 
 

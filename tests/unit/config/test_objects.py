@@ -69,7 +69,7 @@ def test_the_errors_are_those_of_a_file(tmp_path: Path):
 
 
 def test_an_object_that_no_key_takes_is_named():
-    with pytest.raises(ConfigError, match=r"run\.seed: .* \(complex\) is nothing that a key takes"):
+    with pytest.raises(ConfigError, match=r"run\.seed: an object of the type complex cannot be given there"):
         config_of(**{**KEYS, "run": {"steps": 3, "seed": 1j}}, rewards=right)
 
 
@@ -122,3 +122,15 @@ def test_a_loop_needs_no_number_of_steps():
     assert require_steps(config).run.steps == 1
     with pytest.raises(ConfigError, match="needs to know how many steps"):
         require_steps(config_of(model="hub/model", optimizer={"schedule": "cosine"}, complete=False))
+
+
+def test_errors_and_notes_from_python_name_arguments():
+    def right(completions: list[str], **rest: object) -> list[float]:
+        return [1.0 for _ in completions]
+
+    theirs = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": right, "max_steps": 2}
+    with pytest.raises(ConfigError, match=r"my_own.* my_own=None trains") as caught:
+        load_objects(theirs | {"my_own": 3}, {})
+    assert "--set" not in str(caught.value)
+    told = load_objects(theirs, {}).loaded.findings
+    assert told and not [finding for finding in told if "--set" in finding.message]

@@ -101,7 +101,11 @@ def _old_version(translation: Translation) -> list[Finding]:
     before = "trl." if translation.dialect.name == "Axolotl" else ""
     if not translation.has(f"{before}vllm_device"):
         return []
-    keys = [f"--set {before}{key}={there}" for key, there in _UP_TO_017.items() if not translation.has(before + key)]
+    keys = [
+        translation.document.setting(before + key, there)
+        for key, there in _UP_TO_017.items()
+        if not translation.has(before + key)
+    ]
     loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_LOSS_UP_TO_017}"
     if not keys and not loss:
         return []
@@ -120,7 +124,7 @@ def default_findings(translation: Translation) -> list[Finding]:
     old = _old_version(translation)
     name = translation.dialect.name
     keys = [
-        f"--set {key}={difference.written}"
+        translation.document.setting(key, difference.written)
         for table in (DIFFERENT, IN_CODE)
         for key, difference in table.get(name, {}).items()
         if difference.written

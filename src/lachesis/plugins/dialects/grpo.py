@@ -371,7 +371,7 @@ def _say_processes(translation: Translation, name: str, processes: int, completi
     translation.warning(
         name,
         f"one process would make no whole groups of {group}, so {processes} are counted, the fewest that do: {step}; "
-        f"--set {_PROCESSES}=N counts others",
+        f"{translation.document.setting(_PROCESSES, 'N')} counts others",
     )
 
 
@@ -484,7 +484,10 @@ def _put_device(translation: Translation, name: str) -> None:
     """``cuda:N`` as CUDA_VISIBLE_DEVICES has it; ``auto`` was the first GPU that nothing trains on."""
     value = translation.value(name)
     if value == "auto":
-        translation.note(name, "the engine is on the trainer's own GPU; --set engine.devices=N is another")
+        translation.note(
+            name,
+            f"the engine is on the trainer's own GPU; {translation.document.setting('engine.devices', 'N')} is another",
+        )
     elif value not in (None, "cuda"):
         number = re.fullmatch(r"cuda:(\d+)", str(value))
         if number is None:

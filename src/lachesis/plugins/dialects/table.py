@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
-from lachesis.config.document import Document, Place, describe, dotted
+from lachesis.config.document import FROM_PYTHON, Document, Place, describe, dotted
 
 Convert = Callable[[Any], Any]
 Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]
@@ -269,7 +269,9 @@ class Translation:
         closest = self.dialect.nearest(name)
         hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else "."
         if not self.dialect.prefix:
-            hint += f" If it is for a trainer of your own, --set {name}=null trains without what it does there"
+            null = "None" if self.document.name == FROM_PYTHON else "null"
+            without = self.document.setting(name, null)
+            hint += f" If it is for a trainer of your own, {without} trains without what it does there"
         self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:
