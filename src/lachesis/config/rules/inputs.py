@@ -1,4 +1,4 @@
-"""Rules about what comes in: run, model, data, rewards, sampling."""
+"""Rules about inputs: run, model, data, rewards, sampling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _function_spec(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
-    """Whether each name of a part of the user's own could be one; that it is there shows when it is loaded."""
+    """Check the form of the names of custom parts; only loading shows that the parts exist."""
     for kind, key, given in custom_parts(config):
         spec = given if isinstance(given, str) else given.get("function")
         if not isinstance(spec, str) or (is_object(given) and not _is_call(given)):

@@ -18,7 +18,7 @@ _ORDINARY_WEIGHT = 0.02  # the usual standard deviation of initialization, and n
 
 
 def learning_rate(config: LachesisConfig) -> float:
-    """The peak learning rate: the configured one, or 1e-6, or 1e-5 with LoRA."""
+    """Return the peak learning rate: the configured one, or 1e-6, or 1e-5 with LoRA."""
     if config.optimizer.learning_rate is not None:
         return config.optimizer.learning_rate
     return DEFAULT_LORA_LEARNING_RATE if config.adapter.kind == "lora" else DEFAULT_LEARNING_RATE
@@ -77,7 +77,7 @@ def _learning_rate(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _vanishing_updates(config: LachesisConfig) -> Iterator[Said]:
-    """An update is lost below half the spacing of a weight's neighbours.
+    """Warn of updates that rounding loses: those below half the spacing of a weight's neighbours.
 
     With p significand bits the neighbours of w are between 2^-p·|w| and 2^(1-p)·|w| apart (IEEE 754), and
     an AdamW step is about the learning rate. So every weight above ``learning_rate · 2^(p+1)`` stands still.
@@ -221,7 +221,7 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Said]:
-    """Who the teacher is, and whether it can give what is asked of it."""
+    """Check that the teacher is named, and that its kind can give what is asked of it."""
     key = "algorithm.teacher"
     needed = {"model": teacher.model, "url": teacher.url}
     if needed.get(teacher.kind, "") is None:
@@ -273,7 +273,7 @@ def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _router_replay(config: LachesisConfig) -> Iterator[Said]:
-    """Whether samples come with the experts that they were sampled with. That a model has any shows when it is read."""
+    """Check that samples come with the experts used; that the model has experts shows when it is loaded."""
     if not config.algorithm.router_replay:
         return
     key = "algorithm.router_replay"

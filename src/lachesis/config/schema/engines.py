@@ -1,4 +1,4 @@
-"""What generates, and how weights reach it."""
+"""Sections about engines and bridges, the ways of the weights to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 
 class BaseEngineConfig(Section):
-    """What all engines have.
+    """Keys that all engines have.
 
     ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
     servers that run ``elsewhere``.
@@ -62,7 +62,7 @@ class EmbeddedServerConfig(BaseEngineConfig):
 
 
 class SpeculativeConfig(Section):
-    """Guess several tokens at a time, and let one pass of the model verify them."""
+    """Speculative decoding: guess several tokens at a time, and verify them with one pass of the model."""
 
     method: Annotated[str, Field(min_length=1)] = Field(
         default="ngram",
@@ -77,18 +77,18 @@ class SpeculativeConfig(Section):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the guesses come from weights, and not from what sequences hold."""
+        """Return True if the guesses come from weights, not from the sequences themselves."""
         return self.method not in ("ngram", "ngram_gpu", "suffix")
 
     @property
     def model(self) -> str | None:
-        """The model that guesses, where it is one of its own."""
+        """Return the draft model, or None if the method has none."""
         named = self.options.get("model")
         return named if isinstance(named, str) and self.has_weights else None
 
     @property
     def argument(self) -> str:
-        """As `--speculative-config` takes it."""
+        """Return the value of `--speculative-config`."""
         return json.dumps({"method": self.method, "num_speculative_tokens": self.tokens, **self.options})
 
 
@@ -143,44 +143,44 @@ class VllmEngineConfig(BaseEngineConfig):
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
 
     def servers_on_card(self, *, devices: int) -> int:
-        """How many of its servers share a card of the trainer's, which takes so many ``devices``.
+        """Return how many of its servers share a card with a trainer of ``devices`` devices.
 
-        All copies, where one process trains and they have no others.
+        These are all copies if a single process trains and ``engine.devices`` is unset.
         """
         return self.data_parallel_size if devices == 1 and self.devices is None else 1
 
     def usual_share(self, *, devices: int) -> float:
-        """Of a card of the trainer's for each server on it, in whole hundredths, if none is set and that fits."""
+        """Return the default memory share of each server on a card of the trainer's, in whole hundredths."""
         return math.floor(SHARED_GPU_UTILIZATION * 100 / self.servers_on_card(devices=devices)) / 100
 
     @property
     def flags(self) -> dict[str, str]:
-        """The words of ``extra_args`` that begin with a dash, by their flag's name as vLLM's help has it."""
+        """Return the words of ``extra_args`` that begin with a dash, by flag name as in vLLM's help."""
         words = (word for word in self.extra_args if word.startswith("-"))
         return {word.partition("=")[0].replace("_", "-"): word for word in words}
 
     @property
     def servers_on_own_card(self) -> int:
-        """How many of its servers are on one of ``devices``, at most."""
+        """Return the largest number of its servers on one of ``devices``."""
         named = [] if self.devices is None else [device.strip() for device in self.devices.split(",")]
         return max(Counter(named).values(), default=1)
 
     @property
     def own_share(self) -> float:
-        """Of a card that is not the trainer's for each server on it, in whole hundredths, if none is set."""
+        """Return the default memory share of each server on a card without the trainer, in whole hundredths."""
         return math.floor(OWN_GPU_UTILIZATION * 100 / self.servers_on_own_card) / 100
 
     @property
     def rounds(self) -> int:
-        """How much of it computes in 8 bits, so that it samples from another policy than the trained one.
+        """Return how many of two parts compute in 8 bits: the weights, and the keys and values.
 
-        Weights, or keys and values, or both (2).
+        Above 0 the engine samples from a policy that differs from the trained one.
         """
         return (self.quantization != "none") + (self.kv_cache_dtype != "auto")
 
 
 class HttpEngineConfig(BaseEngineConfig):
-    """Servers that run already: `lachesis serve`, here or on other machines."""
+    """Servers that already run (`lachesis serve`), here or on other machines."""
 
     place = "elsewhere"
     kind: Literal["http"] = "http"
@@ -201,7 +201,7 @@ class HttpEngineConfig(BaseEngineConfig):
 
 
 class CustomEngineConfig(BaseEngineConfig):
-    """An engine of your own in the trainer's process, around the model that is trained."""
+    """A custom engine in the trainer's process, around the model that is trained."""
 
     place = "trainer"
     kind: Literal["custom"] = "custom"
@@ -219,8 +219,8 @@ class BridgeCapabilities:
     """The properties of a bridge that the rest of the configuration has to fit, known before anything is loaded.
 
     Args:
-        adapter_only: it can transfer an adapter and nothing else.
-        owns_engine: it starts and stops the engine itself.
+        adapter_only: the bridge can transfer adapters only.
+        owns_engine: the bridge starts and stops the engine itself.
         shares_storage: the engine reads the trainer's own tensors, so the optimizer step is the transfer.
     """
 
@@ -230,7 +230,7 @@ class BridgeCapabilities:
 
 
 class BaseBridgeConfig(Section):
-    """What all bridges have."""
+    """Keys that all bridges have."""
 
     capabilities: ClassVar[BridgeCapabilities] = BridgeCapabilities()
     proof: bool = Field(default=True, description="Prove after each update that the engine has the trainer's weights.")
@@ -260,7 +260,7 @@ class SharedBridgeConfig(BaseBridgeConfig):
 
 
 class SavedBridgeConfig(BaseBridgeConfig):
-    """What bridges have that save weights for the engine to load."""
+    """Keys of bridges that save weights for the engine to load."""
 
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
@@ -287,7 +287,7 @@ class LoraRestartBridgeConfig(SavedBridgeConfig):
 
 
 class ChannelBridgeConfig(BaseBridgeConfig):
-    """What bridges have that send tensors straight into the engine."""
+    """Keys of bridges that send tensors straight into the engine."""
 
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     init_method: str | None = Field(
@@ -303,7 +303,7 @@ class ChannelBridgeConfig(BaseBridgeConfig):
 
 
 class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
-    """LoRA tensors are sent straight into the engine, nothing touches the disk."""
+    """LoRA tensors are sent straight into the engine, without the disk."""
 
     capabilities = BridgeCapabilities(adapter_only=True)
     kind: Literal["lora_nccl"] = "lora_nccl"
@@ -352,7 +352,7 @@ class ReloadBridgeConfig(SavedBridgeConfig):
 
 
 class CustomBridgeConfig(BaseBridgeConfig):
-    """A bridge of your own to the engine's servers."""
+    """A custom bridge to the engine's servers."""
 
     kind: Literal["custom"] = "custom"
     function: CustomPart = Field(description="Import path or `FILE.py:NAME` of what makes it.")

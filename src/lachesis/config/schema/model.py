@@ -1,4 +1,4 @@
-"""What is trained."""
+"""Sections about the run, the model and the adapter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     @property
     def directory(self) -> Path:
-        """DIR/NAME."""
+        """Return the run directory, DIR/NAME."""
         return Path(self.dir) / self.name
 
 
@@ -105,7 +105,7 @@ class ModelConfig(Section):
 
     @property
     def kept_activations(self) -> Activations:
-        """``activations``, by either of the keys that say it."""
+        """Return ``activations``, as either of the two keys sets it."""
         return "recompute" if self.gradient_checkpointing else self.activations
 
 

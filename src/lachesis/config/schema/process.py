@@ -139,7 +139,7 @@ class MlflowConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is written while the run goes on."""
+    """Logs, metrics and reports that a run writes."""
 
     every_steps: PositiveInt = Field(
         default=1, description="Plain console lines every N steps (where there is no terminal)."
@@ -238,7 +238,7 @@ class EnvironmentServiceConfig(Section):
 
 
 class ServicesConfig(Section):
-    """What `lachesis run` starts besides engine and trainer; of it other commands read `restarts` only."""
+    """Services that `lachesis run` starts besides engine and trainer; other commands read only `restarts`."""
 
     api: ApiServiceConfig | None = Field(
         default_factory=ApiServiceConfig, description="The rollout API; null where it runs already."
@@ -255,7 +255,7 @@ class ServicesConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where `lachesis run` starts the processes of a run: here, or on the nodes of a Ray cluster."""
+    """The place where `lachesis run` starts the processes of a run: here, or on the nodes of a Ray cluster."""
 
     kind: Literal["auto", "local", "ray"] = Field(
         default="auto", description="`auto` is `ray` where the environment variable RAY_ADDRESS is set, else `local`."

@@ -1,4 +1,4 @@
-"""Where groups come from, and their way to a batch: data, sampling, rewards, pipeline."""
+"""Sections about groups from their source to the batch: data, sampling, rewards, pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DatasetConfig(Section):
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     path: str | None = Field(
         default=None,
@@ -108,7 +108,7 @@ class DataConfig(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out problems."""
+        """Return True if there are held-out problems."""
         return self.eval_path is not None or self.eval_split is not None or self.eval_size > 0
 
 
@@ -227,7 +227,7 @@ class AtroposSourceConfig(Section):
 
 
 class EpisodesSourceConfig(Section):
-    """What environments with tasks of their own have in common: `data` and `rewards` are out."""
+    """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
 
     max_tasks: PositiveInt | None = Field(
         default=None, description="Use the first N tasks only; needed where an environment has no end of them."
@@ -246,7 +246,7 @@ class EpisodesSourceConfig(Section):
 
 
 class VerifiersSourceConfig(EpisodesSourceConfig):
-    """An environment of the library verifiers, with its own tasks, tools and rubric: `data` and `rewards` are out."""
+    """An environment of the library verifiers, whose tasks, tools and rubric replace `data` and `rewards`."""
 
     kind: Literal["verifiers"] = "verifiers"
     environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
@@ -313,7 +313,7 @@ NAMED_REWARDS = (
 
 
 class RewardsConfig(Section):
-    """How completions are scored."""
+    """The scoring of completions."""
 
     functions: list[str | dict[str, Any]] = Field(
         default_factory=list[str | dict[str, Any]],
@@ -359,7 +359,7 @@ class RewardsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How completions are sampled in training."""
+    """The sampling of completions in training."""
 
     num_generations: Annotated[int, Field(ge=2)] = Field(default=8, description="Completions per prompt (group size).")
     max_completion_length: PositiveInt = Field(default=256, description="Longest completion in tokens.")
@@ -385,7 +385,7 @@ class SamplingConfig(Section):
     )
 
     def params(self) -> SamplingParams:
-        """What is asked of an engine, for any number of completions."""
+        """Return the sampling parameters of a request to an engine."""
         return SamplingParams(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -404,7 +404,7 @@ class SamplingConfig(Section):
 
 
 class PipelineConfig(Section):
-    """How generation, scoring and training overlap, and what happens to groups without signal."""
+    """The overlap of generation, scoring and training, and the treatment of groups without signal."""
 
     async_prefetch: bool = Field(
         default=False,

@@ -178,23 +178,23 @@ class AlgorithmConfig(Section):
 
     @property
     def upper_epsilon(self) -> float:
-        """The bound above: ``epsilon_high``, or where that is unset ``epsilon`` (CISPO: 5)."""
+        """Return the upper bound: ``epsilon_high`` or, if that is unset, ``epsilon`` (CISPO: 5)."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
 
     @property
     def ignores_zero_advantage(self) -> bool:
-        """Whether a row whose advantage is 0 has no gradient and bears on no other row's.
+        """Return True if a row with advantage 0 has no gradient and does not affect any other row's.
 
-        A KL term, an entropy bonus or a teacher moves it all the same, and the entropy quantile is one of all tokens.
+        A KL term, an entropy bonus or a teacher gives it a gradient, and the entropy quantile is taken over all tokens.
         """
         alone = not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
         return alone and self.teacher is None
 
 
 class BatchConfig(Section):
-    """How much goes into one optimizer step, and into one forward pass."""
+    """The size of one optimizer step and of one forward pass."""
 
     prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
     steps_per_generation: PositiveInt = Field(

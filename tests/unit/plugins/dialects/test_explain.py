@@ -56,7 +56,7 @@ def test_an_ambiguous_name_lists_all():
 def test_a_section_lists_its_keys_and_those_of_sections_in_it():
     answer = explain("logging")
     assert answer.meaning == "section"
-    assert answer.description == "What is written while the run goes on."
+    assert answer.description == "Logs, metrics and reports that a run writes."
     paths = [found.path for found in answer.explanations]
     assert "logging.tape" in paths and "logging.wandb.project" in paths
     assert all(path.startswith("logging.") for path in paths)
