@@ -49,6 +49,7 @@ from lachesis.run.parts import (
     build_evaluation,
     build_kept,
     build_policy,
+    compiles,
     with_start,
 )
 from lachesis.run.pause import RequestedPause
@@ -197,6 +198,8 @@ def _train_once(
             log_findings(parts.findings)
             for finding in (*findings, *parts.findings):
                 log.print(f"{finding.level}: {finding.message}", markup=False)
+            compiled = "compiled" if compiles(config, device=parts.policy.device) else "not compiled"
+            log.print(f"model: {parts.policy.plan.told}; its layers are {compiled}", markup=False)
             if leadership is not None:
                 leadership.job.note_begun(run.path)
             run.update(owner=parts.place.owner)

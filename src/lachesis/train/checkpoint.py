@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, crc32_of, restore_replaced
 from lachesis.train.distributed.sharded_checkpoint import INDEX, WEIGHTS, Written, read_whole, saved_tensors
+from lachesis.train.model.saved_check import check_saved, contents_to_save
 
 logger = logging.getLogger("lachesis")
 
@@ -257,14 +258,15 @@ def save_model(
     """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
 
     A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or not at
-    all; an earlier model in its place is replaced.
+    all, after its tensors were read back and compared; an earlier model in its place is replaced.
 
     Args:
         weights: whole tensors by the model's names, if its own parameters are sharded.
         write: writes the whole content of the directory instead of the model's and the tokenizer's own methods.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written, or the directory holds something else.
+        CheckpointError: the disk is full or cannot be written, the directory holds something else, or a tensor in the
+            files is not what was to be saved.
     """
     directory = Path(directory)
     holds_model = any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
@@ -279,6 +281,8 @@ def save_model(
                 write(temporary)
                 return
             model.save_pretrained(str(temporary), **({} if weights is None else {"state_dict": dict(weights)}))
+            if (expected := contents_to_save(model, weights)) is not None:
+                check_saved(temporary, expected)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(temporary))
 

@@ -49,7 +49,7 @@ class ForwardPlan:
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
     ``context``: the ranks that share the tokens of a micro-batch, where there are several; ``tensor``: those that
-    share the matrices of its layers.
+    share the matrices of its layers. ``told``: how the model is run, and why not faster, in a line.
     """
 
     attention: AttentionKind
@@ -57,6 +57,7 @@ class ForwardPlan:
     softcap: float | None = None
     context: ContextGroup | None = field(default=None, compare=False)
     tensor: TensorGroup | None = field(default=None, compare=False)
+    told: str = field(default="", compare=False)
 
     @property
     def packed(self) -> bool:
@@ -229,8 +230,7 @@ def plan_forward(
             plan = replace(candidate, context=context, tensor=tensor)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
-                _tell(model, plan, differences)
-                return plan
+                return _told(model, plan, differences)
         model.set_attn_implementation(before)
     if context is not None:
         raise ModelError(
@@ -249,8 +249,7 @@ def plan_forward(
         differences[plan.words] = difference = _difference(model, plan, probe, device)
         if not difference:
             why = {} if takes_attention or packing == "padded" else {"packed": "its attention cannot be replaced"}
-            _tell(model, plan, why | differences)
-            return plan
+            return _told(model, plan, why | differences)
     if tensor is not None:
         raise ModelError(
             f"{type(model).__name__} cannot be trained by devices that share the matrices of its layers: its logits "
@@ -263,12 +262,14 @@ def plan_forward(
     )
 
 
-def _tell(model: PreTrainedModel, plan: ForwardPlan, differences: Mapping[str, str]) -> None:
-    """Log in one line how a model is run, and why not faster."""
+def _told(model: PreTrainedModel, plan: ForwardPlan, differences: Mapping[str, str]) -> ForwardPlan:
+    """Return the plan with one line on how the model is run, and why not faster, and log that line."""
     shared = "packed, a group's prompt computed once" if plan.packed else "padded, prompts not shared"
     not_taken = {words: difference for words, difference in differences.items() if difference}
     why = f"; not taken: {_tried(not_taken)}" if not_taken else ""
-    logger.info("%s trains %s, %s%s", type(model).__name__, shared, plan.words, why)
+    told = f"{type(model).__name__} trains {shared}, {plan.words}{why}"
+    logger.info("%s", told)
+    return replace(plan, told=told)
 
 
 def _tried(differences: Mapping[str, str]) -> str:

@@ -45,6 +45,7 @@ from lachesis.train.model.quantization import (
     settle,
 )
 from lachesis.train.model.repeatable import make_repeatable
+from lachesis.train.model.saved_check import Content, check_saved, noting
 from lachesis.train.model.saved_rows import SavedRows, find_rows, tensor_files, untouched
 from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole
 
@@ -95,9 +96,14 @@ def write_whole(
     weights: Iterable[tuple[str, Tensor]],
     directory: Path,
 ) -> None:
-    """Write a checkpoint of these weights, within the one that the model is a part of, if there is such."""
-    saved = as_saved(model, weights)
-    write_checkpoint(directory, saved if whole is None else whole.tensors(saved))
+    """Write a checkpoint of these weights, within the one that the model is a part of, if there is such.
+
+    Raises:
+        CheckpointError: a tensor that was read back is not what was to be saved.
+    """
+    saved, contents = as_saved(model, weights), dict[str, Content]()
+    write_checkpoint(directory, noting(saved if whole is None else whole.tensors(saved), contents))
+    check_saved(directory, contents)
     save_companions(model, tokenizer, directory)
     if whole is not None:
         whole.write_companions(directory)

@@ -68,7 +68,10 @@ def check_against_plain(model, groups: list[Group], *, max_tokens: int) -> None:
 def test_logprobs_equal_those_of_plain_passes(architecture):
     model = tiny_model(architecture)
     check_against_plain(model, random_groups(groups=4, samples=4, longest=9), max_tokens=60)
-    assert plan_forward(model, packing="auto").packed == (architecture in PACKED)
+    plan = plan_forward(model, packing="auto")
+    assert plan.packed == (architecture in PACKED)
+    assert f"{type(model).__name__} trains {'packed' if plan.packed else 'padded'}, " in plan.told
+    assert plan.packed or "; not taken: " in plan.told
 
 
 def test_the_softcap_that_sdpa_leaves_out_is_applied():
