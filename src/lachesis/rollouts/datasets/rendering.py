@@ -88,11 +88,15 @@ def tokenize(
     return token_ids
 
 
+# What public data sets call the question, as GSM8K does.
+_QUESTIONS = ("question", "problem", "query", "instruction", "input")
+
+
 def _missing_prompt(problem: Problem) -> DataError:
     column = problem.column
     others = [name for name, value in problem.columns.items() if value is not None and name != column]
-    close = nearest(column, others, cutoff=0.5)
-    hint = f"set data.prompt_column to {close!r}" if close else "set data.prompt_column, or mend that line"
+    close = nearest(column, others, cutoff=0.5) or next((name for name in _QUESTIONS if name in others), None)
+    hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or mend that line"
     return DataError(
         f"{problem.place}: no prompt in column {column!r}; the columns there are: {', '.join(others) or 'none'}",
         remedy=hint,

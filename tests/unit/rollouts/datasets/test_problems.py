@@ -128,7 +128,13 @@ class TestBadFiles:
     def test_missing_prompt_column_names_the_columns_and_the_nearest(self, write, tokenizer):
         path = write({"promt": "1", "answer": "2"})
         error = self.refuse(path, tokenizer, "line 1: no prompt in column 'prompt'.*there are: promt, answer")
-        assert error.remedy == "set data.prompt_column to 'promt'"
+        assert error.remedy == "set `data.prompt_column: promt`"
+
+    @pytest.mark.parametrize("question", ["question", "query"])
+    def test_the_question_of_public_data_sets_is_named(self, write, tokenizer, question: str):
+        path = write({question: "1 + 1?", "answer": "#### 2"})
+        error = self.refuse(path, tokenizer, "no prompt in column 'prompt'")
+        assert error.remedy == f"set `data.prompt_column: {question}`"
 
     def test_prompt_missing_in_one_line(self, write, tokenizer):
         path = write({"prompt": "1", "answer": "1"}, {"answer": "2"})
