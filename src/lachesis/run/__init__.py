@@ -1,1 +1,1 @@
-"""One run, put together from a configuration and watched to its end: the place that names concrete classes."""
+"""Runs, each built from a configuration and watched to its end; the only room that names concrete classes."""

@@ -1,4 +1,4 @@
-"""A run's model on the Hugging Face hub, with a card that says how it was trained."""
+"""Upload of a run's model to the Hugging Face hub, with a card that says how it was trained."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write_card(run_dir: Path, *, repo: str | None = None) -> Path:
     """Write the card of a run beside its final model, with ``repo`` as its id on the hub.
 
     Raises:
-        CheckpointError: it has no model, or what says its step is malformed.
-        DataError: there is no run, or its metrics are malformed.
+        CheckpointError: the run has no model, or the file that notes the model's step is malformed.
+        DataError: the directory holds no run, or its metrics are malformed.
     """
     model = run_paths(run_dir)["final"]
     is_adapter = (model / "adapter_config.json").is_file()
@@ -48,11 +48,11 @@ def write_card(run_dir: Path, *, repo: str | None = None) -> Path:
 
 
 def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | None = None) -> str:
-    """Upload the final model or adapter with its card; what is there already becomes an earlier commit.
+    """Upload the final model or adapter with its card; existing files stay in an earlier commit.
 
     Args:
         repo: ``name`` or ``owner/name``; made if it is not there.
-        private: where it is made.
+        private: make a new repository private.
         revision: the branch, made if it is not there; the main one if unset.
 
     Returns:
@@ -81,10 +81,10 @@ def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | Non
 
 
 def push_final(run_dir: Path, hub: HubConfig) -> str:
-    """Upload the model of a run that has ended, as its configuration asks; returns the address of the commit.
+    """Upload the model of a finished run as its configuration asks; return the address of the commit.
 
     Raises:
-        ConfigError: it could not be uploaded; the message says where the model is, and the remedy how to try again.
+        ConfigError: the upload failed; the message says where the model is, and the remedy how to try again.
     """
     try:
         return push(run_dir, repo=hub.repo, private=hub.private, revision=hub.revision)
@@ -101,7 +101,7 @@ def _command(run_dir: Path, hub: HubConfig) -> str:
 
 
 def warn_of_missing_login(hub: HubConfig) -> None:
-    """Say before a run that its model will not be taken: nobody is logged in to the hub on this machine."""
+    """Warn before a run that the hub will refuse its model if no user is logged in on this machine."""
     if get_token() is None:
         logger.warning(
             "checkpoint.hub: nobody is logged in to the Hugging Face hub, so it will not take the model for %s when "

@@ -1,4 +1,4 @@
-"""How much of a card a vLLM server gets beside the trainer, and whether it keeps updates there, if nobody says so."""
+"""Defaults for a vLLM server on the trainer's card: its share of the memory, and the staging of updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("lachesis")
 
 
 def with_share(config: LachesisConfig) -> LachesisConfig:
-    """With ``engine.gpu_memory_utilization`` set, where it is not and the server is on the trainer's GPU.
+    """Set ``engine.gpu_memory_utilization`` if it is unset and the server is on the trainer's GPU.
 
     Raises:
         ConfigError: as :func:`require_room`.
@@ -40,13 +40,13 @@ def with_share(config: LachesisConfig) -> LachesisConfig:
 
 
 def with_room_aside(config: LachesisConfig) -> LachesisConfig:
-    """As :func:`with_staging`, where the server is on the trainer's GPU."""
+    """Apply :func:`with_staging` if the server is on the trainer's GPU."""
     card = _shared_card(config)
     return config if card is None else with_staging(config, card_bytes=card, devices=world_size(os.environ))
 
 
 def _shared_card(config: LachesisConfig) -> int | None:
-    """Bytes of the GPU that trainer and server share, where they do."""
+    """Return the bytes of the GPU that trainer and server share; None if they do not share one."""
     engine = config.engine
     if engine.kind != "vllm" or engine.devices is not None or resolve_device(config.model.device).type != "cuda":
         return None
@@ -54,7 +54,7 @@ def _shared_card(config: LachesisConfig) -> int | None:
 
 
 def with_staging(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> LachesisConfig:
-    """With ``bridge.staging: host``, which is said, where that is ``auto`` and ``plan`` counts no room on the card.
+    """Set ``bridge.staging: host``, with a warning, if it is ``auto`` and ``plan`` counts no room on the card.
 
     The engine would look for room at the first update, before the trainer has taken what it trains with.
     """
@@ -74,12 +74,12 @@ def with_staging(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -
 
 
 def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None:
-    """See that an engine on the GPUs of the ranks fits there beside them, by what ``plan`` counts.
+    """Raise if an engine on the GPUs of the ranks does not fit beside them, as ``plan`` counts.
 
-    Where a share was given, or the engine sleeps, that it does not is a warning: ``plan`` may count too much.
+    If a share was given, or the engine sleeps, this is only a warning, because ``plan`` may count too much.
 
     Raises:
-        ConfigError: it does not, and would hold its share while they train.
+        ConfigError: the engine does not fit, and would hold its share while the ranks train.
     """
     found = find_shape(config.model.path, revision=config.model.revision)
     if found is None or config.engine.kind != "vllm":
@@ -105,7 +105,7 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
 
 
 def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> LachesisConfig:
-    """With the ranks' cards as ``engine.devices``, where the engine is on them: each copy gets its own."""
+    """Set ``engine.devices`` to the ranks' cards if the engine is on them, so that each copy gets its own."""
     ranks = world_size(environment)
     if config.engine.kind != "vllm" or not is_colocated(config, ranks=ranks):
         return config
@@ -114,10 +114,10 @@ def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> L
 
 
 def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> float:
-    """The usual share where it fits by what ``plan`` counts, else what the trainer leaves, which is said.
+    """Return the usual share if it fits as ``plan`` counts; else the share that the trainer leaves, and log it.
 
-    ``devices`` train together, of which the server is beside the first. Several servers beside one have the usual
-    share together.
+    ``devices`` train together, and the server is beside the first. Several servers on one card divide the usual
+    share.
     """
     engine, found = config.engine, find_shape(config.model.path, revision=config.model.revision)
     assert isinstance(engine, VllmEngineConfig), "no other engine has a share"

@@ -1,4 +1,4 @@
-"""How a run stands, read from its directory: nothing is loaded, and nothing is asked of its process."""
+"""The status of a run, read from its directory without loading anything or asking its process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class NamedEngine:
 
 
 class _StateFile(BaseModel):
-    """What is read of state.json."""
+    """The fields of state.json that are read."""
 
     model_config = _STRICT
 
@@ -91,7 +91,7 @@ class _StateFile(BaseModel):
 
 
 class _LiveFile(BaseModel):
-    """What is read of live.json."""
+    """The fields of live.json that are read."""
 
     model_config = _STRICT
 
@@ -106,7 +106,7 @@ FileT = TypeVar("FileT", _StateFile, _LiveFile)
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a run stands. ``None`` is what is not known (yet); times are in seconds.
+    """The status of a run; ``None`` means not known (yet), and times are in seconds.
 
     Args:
         state: ``gone`` is a process that ended without a last word, ``suspended`` one that a signal has stopped,
@@ -144,15 +144,15 @@ class RunStatus:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run works, as far as can be seen from here."""
+        """Return True if the run works, as far as its files and this machine show."""
         return self.state in _GOING_ON
 
 
 def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
-    """How the run in ``run_dir`` stands at ``now`` (seconds since 1970; the present, if ``None``).
+    """Read the status of the run in ``run_dir`` at ``now`` (seconds since 1970; the present, if ``None``).
 
     Raises:
-        ConfigError: it is no directory of a run, or state.json or live.json is damaged.
+        ConfigError: ``run_dir`` is not a run directory, or state.json or live.json is damaged.
         DataError: metrics.jsonl is damaged.
     """
     files = run_paths(run_dir)
@@ -205,7 +205,7 @@ def _read_state(run_dir: Path, path: Path) -> _StateFile:
 
 
 def _read(path: Path, kind: type[FileT]) -> FileT | None:
-    """A file whose values have to be of the kind that they should be; None where it is not there."""
+    """Read a file and check its values against ``kind``; return None if the file does not exist."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -224,7 +224,7 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 
 def _state(facts: _StateFile) -> tuple[RunState, str]:
-    """The state, and what else is to be said of it."""
+    """Return the state and a note on it, which may be empty."""
     state: RunState = "loading" if facts.status == "starting" else facts.status
     if state not in _GOING_ON:
         return state, ""
@@ -245,7 +245,7 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
 
 
 def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended", "gone"]:
-    """Of the process that has worked as ``pid`` since ``began``. A process of another program with its id is none."""
+    """Return the condition of the process ``pid`` of the run; a later process with the same id counts as gone."""
     try:
         process = psutil.Process(pid)
         if began is not None and process.create_time() > began + CLOCK_SLACK_S:
@@ -268,33 +268,33 @@ def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -
 
 
 def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
-    """The last word of each rule over the whole run: the worst first, and last what was resolved."""
+    """Return the last finding of each rule over the whole run, the worst first and resolved ones last."""
     last = {finding.rule: finding for line in lines for finding in line.findings}
     return tuple(sorted(last.values(), key=lambda found: (found.resolved is not None, -LEVELS.index(found.level))))
 
 
 def _last_checkpoint(directory: Path) -> Path | None:
-    """Those that are there are whole: they are renamed into their place."""
+    """Return the last checkpoint; existing ones are complete, because they are renamed into place."""
     found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
 def status_json(status: RunStatus) -> str:
-    """All of it as JSON; what is not finite is null."""
+    """Return the status as JSON, with null for values that are not finite."""
     values = {name: value if math.isfinite(value) else None for name, value in status.values.items()}
     content = asdict(status) | {"values": values, "goes_on": status.goes_on}
     return json.dumps(content, indent=2, default=str, allow_nan=False)
 
 
 def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[str, str]]:
-    """What people want to know of it, as a title and a text a line; an empty title goes on with the one before."""
+    """Return the status for people, a title and a text for each line; an empty title continues the one before."""
     now = time.time() if now is None else now
     lines = [*fact_lines(status), *_titled(*wait_lines(status, now=now))]
     return [*lines, *_titled("engines", _engine_texts(status.engines)), *log_lines(status)]
 
 
 def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
-    """How it stands, but for what it waits for and its engines."""
+    """Return the lines of the status without its waits, engines and logs."""
     of = "" if status.steps is None else f" of {status.steps}"
     version = "" if status.weight_version is None else f", weight version {status.weight_version}"
     lines = [("state", f"{status.state}, step {status.step}{of}{version}")]
@@ -312,13 +312,13 @@ def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def wait_lines(status: RunStatus, *, now: float) -> tuple[str, list[str]]:
-    """A title, and a text for each wait of a run that has not ended; or one which says that there is none."""
+    """Return a title, and a text for each wait of an unfinished run or one that says there is none."""
     under_way = status.state in (*_GOING_ON, "suspended", "gone")
     return "waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now) if under_way else []
 
 
 def log_lines(status: RunStatus) -> list[tuple[str, str]]:
-    """Where the run's logs are."""
+    """Return lines with the paths of the run's logs."""
     return _titled("logs", [str(path) for path in status.logs])
 
 
