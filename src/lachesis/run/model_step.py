@@ -1,4 +1,4 @@
-"""Of which step of its run a saved model is, by a small file beside its weights."""
+"""The step of the run that a saved model is of, noted in a small file beside its weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _FILE = "lachesis.json"
 
 
 def note_step(model: Path, step: int) -> None:
-    """Say in the directory of a model which step it is of."""
+    """Note in the directory of a model the step that it is of."""
     write_atomic(model / _FILE, json.dumps({"step": step}) + "\n")
 
 
 def noted_step(model: Path) -> int | None:
-    """The step that the model is of; ``None`` where nothing says so, as in runs of earlier versions.
+    """Return the step that the model is of; ``None`` if it was not noted.
 
     Raises:
         CheckpointError: the file is malformed.

@@ -1,4 +1,4 @@
-"""What others may ask of a run that goes on: files in its directory, which it looks for between its steps."""
+"""Requests to a running run: files in its directory, which it looks for between its steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def ask(run_dir: Path, request: Request) -> None:
 
 
 def is_asked(run_dir: Path, request: Request) -> bool:
-    """Whether somebody has."""
+    """Return True if the request was made and not yet taken."""
     return (run_paths(run_dir)["requests"] / request).exists()
 
 
 def take(run_dir: Path, request: Request) -> bool:
-    """The same, once."""
+    """Remove a request; return True if there was one."""
     with suppress(FileNotFoundError):
         (run_paths(run_dir)["requests"] / request).unlink()
         return True
@@ -35,5 +35,5 @@ def take(run_dir: Path, request: Request) -> bool:
 
 
 def either(*asked: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether any says so."""
+    """Return a function that returns True if any of ``asked`` does."""
     return lambda: any(one() for one in asked)
