@@ -10,13 +10,12 @@ from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, RewardError
-from lachesis.common.group_codec import decode_group
 from lachesis.common.types import Group
 from lachesis.metrics.meters import Seconds, TimeAverage
 from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
-from lachesis.rollouts.base import Draw, GroupwiseSource
+from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES, all_failed
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 
@@ -263,10 +262,6 @@ class AsynchronousFeed(Feed[BatchT]):
         if "line" in state:
             self._line.load_state_dict(state["line"])
             self._training = list(state.get("training", ()))
-        for line in state.get("left", ()):  # of a checkpoint of version 0.1: groups that a batch had too many of
-            group = decode_group(line)
-            (place,) = self._line.admit([Draw(group.prompt, -1)])
-            self._line.finish(place.number, group)
         if "version" in state:
             self.collector.report_version(int(state["version"]))
 

@@ -176,7 +176,7 @@ class RepeatedFeed(Feed[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises CheckpointError if its batch was to be used another number of times."""
         groups = [decode_group(group) for group in state["groups"]]
-        sizes = state.get("sizes", [len(groups)] if groups else [])  # of version 0.1: one part
+        sizes = state["sizes"]
         if groups and state["uses"] >= self._num_iterations * len(sizes):
             raise CheckpointError(
                 f"the checkpoint's batch was used {state['uses']} times and num_iterations is {self._num_iterations}",

@@ -15,7 +15,6 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, RewardError
-from lachesis.common.group_codec import encode_group
 from lachesis.common.types import Group
 from lachesis.pipeline.collect import Collector, Reroll
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
@@ -437,14 +436,6 @@ class TestCheckpoints:
         second.advance(1)
         assert second.next() == ["2", "3"]
         assert other.drawn[4:] == ["4", "5"]
-
-    def test_checkpoints_of_version_0_1_have_left_over_groups(self, make_feed: MakeFeed):
-        source = ScriptedSource()
-        left = source._next()
-        feed = make_feed(ScriptedSource())
-        feed.load_state_dict({"source": {"position": 3}, "left": [encode_group(left)], "version": 7})
-        assert feed.source.version == 7  # type: ignore[attr-defined]
-        assert train(feed, 2) == [["0", "3"], ["4", "5"]]
 
     def test_a_synchronous_run_takes_the_prompts_that_were_in_line(self, make_feed: MakeFeed):
         source = ScriptedSource()

@@ -120,18 +120,13 @@ class CustomLoss:
 
 
 def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | None) -> SimpleNamespace:
-    """Return the keys of the algorithm section, and what losses written for version 0.1 may read beside them."""
-    corrects = algorithm.sampler_correction != "none"
+    """Return the keys of the algorithm section, with the bounds and lengths that follow from them and the run."""
     own = {"epsilon_high": algorithm.upper_epsilon} if algorithm.loss_type == "cispo" else {}
     return SimpleNamespace(
         **{**dict(algorithm), **own},
         upper_epsilon=algorithm.upper_epsilon,
         ignores_zero_advantage=algorithm.ignores_zero_advantage,
         max_completion_length=max_completion_length,
-        vllm_importance_sampling_correction=corrects,
-        vllm_importance_sampling_mode=algorithm.sampler_correction if corrects else "sequence_mask",
-        vllm_importance_sampling_clip_min=algorithm.sampler_correction_min,
-        vllm_importance_sampling_clip_max=algorithm.sampler_correction_max,
     )
 
 

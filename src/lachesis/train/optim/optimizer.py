@@ -170,7 +170,7 @@ class PolicyOptimizer:
         if self._noise is not None:
             self._noise.set_state(state["noise"])
         self._step = state["step"]
-        self._skipped = state.get("skipped", 0)  # checkpoints of 0.1 before this lack it
+        self._skipped = state["skipped"]
 
     def _require_fitting(self, state: Mapping[str, Any]) -> None:
         for key, expected in self._signature().items():

@@ -72,7 +72,7 @@ def test_it_is_given_what_it_names(tmp_path: Path):
     assert seen["scale"] == 1.0
 
 
-def test_its_options_are_the_algorithm_section_and_have_the_names_of_version_0_1(tmp_path: Path):
+def test_its_options_are_the_algorithm_section(tmp_path: Path):
     loss = write(
         tmp_path,
         "seen = []\ndef loss(logprobs, *, options):\n    seen.append(options)\n    return -logprobs\n",
@@ -84,8 +84,8 @@ def test_its_options_are_the_algorithm_section_and_have_the_names_of_version_0_1
     for name in set(AlgorithmConfig.model_fields) - {"epsilon_high"}:
         assert getattr(seen, name) == getattr(options, name), name
     assert (seen.epsilon_high, seen.upper_epsilon, seen.max_completion_length) == (5.0, 5.0, 8)
-    assert (seen.vllm_importance_sampling_correction, seen.vllm_importance_sampling_mode) == (True, "token_mask")
-    assert (seen.vllm_importance_sampling_clip_min, seen.vllm_importance_sampling_clip_max) == (0.5, 3.0)
+    assert seen.sampler_correction == "token_mask"
+    assert (seen.sampler_correction_min, seen.sampler_correction_max) == (0.5, 3.0)
     assert seen.ignores_zero_advantage
 
 
