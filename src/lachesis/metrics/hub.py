@@ -28,11 +28,13 @@ _SECONDS = ("generation_time", "reward_time", "hidden_reward_time")
 
 
 class Sink(ABC):
-    """Sink that receives every step record in order.
+    """Sink that receives every step record in order. A sink that raises is reported once and dropped, never fatal.
 
-    A sink that raises is reported once and dropped, never fatal. A sink that raises is reported once and dropped, never
-    fatal.
+    Attributes:
+        waited_for: the next step waits until the sink has been told, as what it says may end the run.
     """
+
+    waited_for = False
 
     @abstractmethod
     def write(self, record: StepRecord) -> None:
@@ -66,6 +68,11 @@ class MetricsHub:
     def sinks(self) -> tuple[Sink, ...]:
         """Return the sinks that still work."""
         return tuple(self._sinks)
+
+    @property
+    def waited_for(self) -> bool:
+        """Return True if training waits until the sinks have been told of a step."""
+        return any(sink.waited_for for sink in self._sinks)
 
     def emit(self, record: StepRecord) -> StepRecord:
         """Give a finished step to every sink; return the record as they got it, findings included."""
@@ -175,6 +182,8 @@ class HubTelemetry:
             measured.append({"gpu_memory_gb": Mean(allocated / 1e9), "gpu_memory_reserved_gb": Mean(reserved / 1e9)})
         told = partial(self._tell, measured, counters=counters)
         self._telling = self._beside.submit(told, StepRecord(step, {}, groups, evaluation, ended=time.time()))
+        if self._hub.waited_for:
+            self.flush()
 
     def flush(self) -> None:
         """Wait until the sinks have all that was reported.

@@ -47,13 +47,16 @@ def write_card(run_dir: Path, *, repo: str | None = None) -> Path:
     return model / CARD
 
 
-def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | None = None) -> str:
+def push(
+    run_dir: Path, *, repo: str, private: bool = False, revision: str | None = None, message: str | None = None
+) -> str:
     """Upload the final model or adapter with its card; existing files stay in an earlier commit.
 
     Args:
         repo: ``name`` or ``owner/name``; made if it is not there.
         private: make a new repository private.
         revision: the branch, made if it is not there; the main one if unset.
+        message: of the commit; names the run if unset.
 
     Returns:
         The address of the commit.
@@ -68,7 +71,7 @@ def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | Non
         made = api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(made.repo_id, branch=revision, exist_ok=True)
-        words = f"The model of the run {Path(run_dir).resolve().name}"
+        words = message or f"The model of the run {Path(run_dir).resolve().name}"
         done = api.upload_folder(repo_id=made.repo_id, folder_path=model, commit_message=words, revision=revision)
     except (HfHubHTTPError, *_NO_ANSWER, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -1,0 +1,149 @@
+"""Objects that a TRL script passes, as what a configuration names: models in directories, LoRA as its keys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.files import write_atomic
+from lachesis.rollouts.datasets.rows import read_file, read_object
+
+# Fields of LoraConfig that are translated, or say nothing of what is trained.
+_LORA = frozenset(
+    {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "base_model_name_or_path", "peft_type"}
+    | {"inference_mode", "peft_version", "revision", "auto_mapping", "runtime_config", "fan_in_fan_out"}
+)
+
+
+def model_path(model: Any, processing_class: Any, *, place: Path) -> tuple[str, str | None]:
+    """Return where the model is, and where its tokenizer is if that is another place.
+
+    A model object is saved into ``place``, as the script has made it.
+
+    Raises:
+        ConfigError: it is neither a path nor a model of transformers, or has an adapter already.
+    """
+    if isinstance(model, str | Path):
+        tokenizer = None if processing_class is None else save_tokenizer(processing_class, place)
+        return str(model), tokenizer
+    if isinstance(model, PeftModel):
+        raise ConfigError(
+            "model: a PeftModel has its adapter already, which Lachesis makes itself",
+            remedy="pass the base model, and the LoraConfig as peft_config",
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model: {type(model).__name__} is no model of transformers", remedy="pass one, its hub id or its directory"
+        )
+    model.save_pretrained(str(place))
+    save_tokenizer(processing_class or AutoTokenizer.from_pretrained(model.name_or_path), place)
+    return str(place), None
+
+
+def save_tokenizer(processing_class: Any, place: Path) -> str:
+    """Save a tokenizer object, or that of a processor. Returns where."""
+    getattr(processing_class, "tokenizer", processing_class).save_pretrained(str(place))
+    return str(place)
+
+
+def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
+    """Return TRL's keys for a ``LoraConfig``; none where there is none.
+
+    Raises:
+        ConfigError: it is of another kind, or asks for more than plain LoRA.
+    """
+    if peft_config is None:
+        return {}
+    if not isinstance(peft_config, LoraConfig):
+        raise ConfigError(
+            f"peft_config: {type(peft_config).__name__} is no LoraConfig", remedy="Lachesis trains LoRA; pass that"
+        )
+    plain = LoraConfig()
+    asked = [
+        one.name
+        for one in fields(peft_config)
+        if one.name not in _LORA and getattr(peft_config, one.name) != getattr(plain, one.name)
+    ]
+    if asked:
+        raise ConfigError(
+            f"peft_config: Lachesis trains plain LoRA, and has no {', '.join(asked)}",
+            remedy="leave these fields out of the LoraConfig",
+        )
+    targets = peft_config.target_modules or _usual_targets(model)
+    return {
+        "use_peft": True,
+        "lora_r": peft_config.r,
+        "lora_alpha": peft_config.lora_alpha,
+        "lora_dropout": peft_config.lora_dropout,
+        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }
+
+
+def _usual_targets(model: str) -> list[str]:
+    """Return the modules that peft adapts in a model of this architecture."""
+    kind = str(AutoConfig.from_pretrained(model).model_type)
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+    if targets is None:
+        raise ConfigError(
+            f"peft_config: peft has no usual target_modules for models of type {kind}",
+            remedy='name them, or give target_modules="all-linear"',
+        )
+    return list(targets)
+
+
+def reward_list(reward_funcs: Any, processing_classes: Any, *, place: Path) -> list[Any]:
+    """Return the reward functions as a list, with model objects saved beside ``place`` and named by directory.
+
+    Raises:
+        ConfigError: there are more or fewer processing classes than functions, or a model cannot judge.
+    """
+    functions: list[Any] = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    alone = not isinstance(processing_classes, list | tuple)
+    tokenizers: list[Any] = [processing_classes] * len(functions) if alone else list(processing_classes)
+    if len(tokenizers) != len(functions):
+        raise ConfigError(
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(functions)} reward functions",
+            remedy="give one for each, None for functions",
+        )
+    return [
+        _saved_reward(function, tokenizer, place.with_name(f"{place.name}-{index}"))
+        if isinstance(function, PreTrainedModel)
+        else function
+        for index, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True))
+    ]
+
+
+def _saved_reward(model: PreTrainedModel, tokenizer: Any, place: Path) -> str:
+    model.save_pretrained(str(place))
+    return save_tokenizer(tokenizer or AutoTokenizer.from_pretrained(model.name_or_path), place)
+
+
+def write_tasks(train_dataset: Any, eval_dataset: Any, *, place: Path) -> tuple[str, int]:
+    """Write the rows of both datasets to a file, those of the second last. Returns the file and how many those are.
+
+    Raises:
+        DataError: a dataset is none, or a row cannot be written as JSON.
+    """
+    train, held_out = ([] if one is None else _rows(one) for one in (train_dataset, eval_dataset))
+    try:
+        lines = [json.dumps(row) for row in (*train, *held_out)]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"train_dataset: a row cannot be written as JSON: {error}", remedy="keep to texts, numbers, lists, mappings"
+        ) from error
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(place, "\n".join(lines) + "\n")
+    return str(place), len(held_out)
+
+
+def _rows(dataset: Any) -> list[dict[str, Any]]:
+    is_path = isinstance(dataset, str | Path)
+    rows = read_file(Path(dataset)) if is_path else read_object(dataset, name="train_dataset")[0]
+    return [dict(row.columns) for row in rows]

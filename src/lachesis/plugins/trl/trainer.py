@@ -1,0 +1,246 @@
+"""``GRPOTrainer``: TRL's constructor and methods over a run of Lachesis."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from lachesis.common.errors import ConfigError
+from lachesis.plugins.trl.arguments import GRPOConfig
+from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
+from lachesis.plugins.trl.given import lora_keys, model_path, reward_list, write_tasks
+from lachesis.run.evaluation import evaluate_model
+from lachesis.run.export import export
+from lachesis.run.handle import Run
+from lachesis.run.library import load
+from lachesis.run.push import push
+from lachesis.run.requests import ask
+
+logger = logging.getLogger("lachesis")
+
+
+class GRPOTrainer:
+    """Trains as TRL's ``GRPOTrainer`` would, as a run of Lachesis in ``args.output_dir``.
+
+    Models and tokenizers that are passed as objects are saved beside that directory, where the run reads them.
+
+    Args:
+        model: id on the hub, directory, or a model of transformers.
+        reward_funcs: functions, ids or directories of reward models, or such models; one or a list.
+        args: the arguments; those of ``GRPOConfig("GRPO")`` if unset.
+        train_dataset, eval_dataset: a ``Dataset``, rows, or a path.
+        processing_class: the tokenizer; that of ``model`` if unset.
+        reward_processing_classes: the tokenizers of reward models.
+        callbacks: of transformers. They hear of a step when it has ended, and may stop the run or save a checkpoint.
+        peft_config: a plain ``LoraConfig``.
+        tools, rollout_func, environment_factory: as TRL's. With environments the rows are written to a file beside
+            the run directory.
+
+    Raises:
+        ConfigError: an argument, or a field of ``args``, cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Callable[..., Any] | None = None,
+    ) -> None:
+        self.args = args or GRPOConfig("GRPO")
+        if any(one is not None for one in optimizers):
+            raise ConfigError(
+                "optimizers: Lachesis makes the optimizer and its schedule",
+                remedy="name them in args (optim, learning_rate, lr_scheduler_type)",
+            )
+        if train_dataset is None:
+            raise ConfigError("train_dataset is missing", remedy="pass a Dataset or a list of rows")
+        place = Path(f"{str(self.args.output_dir).rstrip('/')}-given")
+        path, tokenizer = model_path(model, processing_class, place=place / "model")
+        self._keys: dict[str, Any] = {
+            **self.args.to_mapping(),
+            **lora_keys(peft_config, path),
+            "model_name_or_path": path,
+            "reward_funcs": reward_list(reward_funcs, reward_processing_classes, place=place / "reward"),
+        }
+        self._sections: dict[str, Any] = {} if tokenizer is None else {"model": {"tokenizer": tokenizer}}
+        if environment_factory is not None:
+            tasks, held_out = write_tasks(train_dataset, eval_dataset, place=place / "tasks.jsonl")
+            steps = {"kind": "steps", "environment": environment_factory, "tasks": tasks, "eval_tasks": held_out}
+            turns = self.args.max_tool_calling_iterations
+            self._sections["source"] = steps if turns is None else steps | {"max_turns": turns + 1}
+        else:
+            held_out = {} if eval_dataset is None else {"eval_path": eval_dataset, "eval_split": None}
+            self._sections["data"] = {"path": train_dataset, **held_out}
+            played = {"tools": list(tools) if tools else None, "rollout_func": rollout_func}
+            if any(played.values()):
+                self._sections["source"] = {name: value for name, value in played.items() if value}
+        counted = hasattr(train_dataset, "__len__") and not isinstance(train_dataset, str)
+        self._rows = len(train_dataset) if counted else 0
+        if self.args.load_best_model_at_end:
+            self._sections["checkpoint"] = {"keep_last": 1_000_000}  # until the best one is known
+        self._best = _best_model(self.args)
+        self.state, self.control = TrainerState(), TrainerControl()
+        chosen = [DefaultFlowCallback, *(callbacks or [])]
+        self.callback_handler = CallbackHandler(chosen, model, processing_class, None, None)
+        self._sink: CallbackSink | None = None
+        self._run = load(self._keys, sinks=[self._make_sink], **self._sections)
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    @property
+    def run(self) -> Run:
+        """The run of Lachesis: its metrics, rollouts, report."""
+        return self._run
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell this callback, too. A class is called without arguments."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell this callback nothing more."""
+        self.callback_handler.remove_callback(callback)
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train to the end, or until a callback stops it. A run that is in ``args.output_dir`` already is replaced.
+
+        Args:
+            resume_from_checkpoint: go on from the last checkpoint of that run instead.
+
+        Raises:
+            LachesisError: one of its subclasses, where the run failed. What a callback raised is raised as it is.
+        """
+        self.state.max_steps = max(0, self.args.max_steps)  # with epochs it is known when the data have been read
+        self.state.num_train_epochs = int(self.args.num_train_epochs)
+        self.state.logging_steps = int(self.args.logging_steps)
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        resume = bool(resume_from_checkpoint)
+        self._run.start(resume=resume, overwrite=not resume)
+        summary = self._run.wait()
+        if self._sink is not None and self._sink.error is not None:
+            raise self._sink.error
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        losses = [line.values["loss"] for line in self._run.log.steps if "loss" in line.values]
+        metrics = {"train_runtime": summary.seconds, "train_loss": sum(losses) / len(losses) if losses else 0.0}
+        return TrainOutput(summary.steps, metrics["train_loss"], metrics)
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Return reward and accuracy of the model as it is now, on ``eval_dataset`` or that of the constructor.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        sections = {**self._sections}
+        if eval_dataset is not None and "data" not in sections:
+            raise ConfigError(
+                "evaluate: eval_dataset cannot be changed where environments play", remedy="pass it to the trainer"
+            )
+        if eval_dataset is not None:
+            sections["data"] = {**sections["data"], "eval_path": eval_dataset, "eval_split": None}
+        wanted = load(self._keys, **sections)
+        metrics = evaluation_metrics(evaluate_model(wanted.config, self._trained(merge=True)))
+        self.state.log_history.append({**metrics, "step": self.state.global_step})
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the trained model, or adapter, with its tokenizer; with ``load_best_model_at_end`` the best one.
+
+        Raises:
+            CheckpointError: nothing has been trained, or the disk cannot be written.
+        """
+        target = Path(output_dir or str(self.args.output_dir))
+        trained = self._trained()
+        if trained is None:
+            raise ConfigError("save_model: nothing has been trained yet", remedy="call train() first")
+        shutil.copytree(trained, target, dirs_exist_ok=True)
+
+    def push_to_hub(self, commit_message: str | None = None, **card: Any) -> str:
+        """Upload the final model with Lachesis's card; returns the address of the commit.
+
+        Args:
+            commit_message: the run's name if unset.
+            **card: what TRL would write into its own card (``dataset_name`` and so on), which is not used.
+
+        Raises:
+            ConfigError: the hub refuses, or does not answer.
+        """
+        repo = self.args.hub_model_id or self._run.directory.name
+        return push(self._run.directory, repo=repo, private=bool(self.args.hub_private_repo), message=commit_message)
+
+    def log(self, logs: Mapping[str, float]) -> None:
+        """Add to the history, and tell callbacks."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: a script is one process."""
+        return True
+
+    def _trained(self, *, merge: bool = False) -> Path | None:
+        """Return the directory of what was trained, the best where that is asked for; an adapter is merged on request.
+
+        ``None`` before anything has been trained.
+        """
+        if self._sink is None:
+            return None
+        directory, best = self._run.directory, self._best
+        merge = merge and self._run.config.adapter.kind != "none"
+        if self.args.load_best_model_at_end and best is not None and best.step not in (None, 0, self.state.global_step):
+            return export(directory / "checkpoints" / f"step_{best.step:06d}", merge=merge)
+        final = directory / "final"
+        # A run that was stopped has a checkpoint only.
+        return final if final.is_dir() and not merge else export(directory, merge=merge)
+
+    def _make_sink(self, run_dir: Path, *, settings: Mapping[str, Any], resume_step: int | None = None) -> CallbackSink:
+        if resume_step is None:
+            self.state.log_history.clear()
+        self.state.max_steps = int(settings["run"]["steps"])
+        prompts = int(settings["batch"]["prompts_per_step"])
+        self._sink = CallbackSink(
+            self.callback_handler,
+            args=self.args,
+            state=self.state,
+            control=self.control,
+            best=self._best,
+            epoch_of=lambda step: step * prompts / self._rows if self._rows else None,
+            stop=self._run.stop,
+            save=lambda: ask(run_dir, "checkpoint"),
+            keep=partial(_keep_best, run_dir / "checkpoints") if self.args.load_best_model_at_end else None,
+        )
+        return self._sink
+
+
+def _best_model(args: GRPOConfig) -> BestModel | None:
+    """By what the best evaluation is told; reward, where the arguments name no metric or the loss."""
+    metric = args.metric_for_best_model
+    if metric is None:
+        return None
+    if metric in ("loss", "eval_loss"):
+        logger.warning("metric_for_best_model: GRPO has no loss on held-out problems; eval_reward is taken")
+        args.metric_for_best_model, args.greater_is_better = "reward", True
+    return BestModel(str(args.metric_for_best_model), greater_is_better=args.greater_is_better is not False)
+
+
+def _keep_best(checkpoints: Path, best: int) -> None:
+    """Remove all checkpoints but that of the best step and the two latest, of which one may be under way."""
+    names = sorted(path.name for path in checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit())
+    for name in names[:-2]:
+        if int(name.removeprefix("step_")) != best:
+            shutil.rmtree(checkpoints / name, ignore_errors=True)

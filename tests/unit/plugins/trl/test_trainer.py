@@ -1,0 +1,231 @@
+"""TRL's trainer over runs of Lachesis: its objects, callbacks, methods and state, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+
+from lachesis.common.errors import ConfigError
+from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
+from lachesis.plugins.trl.given import lora_keys
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROWS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+
+def ones(completions: list[str], **columns: Any) -> list[float]:
+    assert all(isinstance(text, str) for text in completions), "a text prompt has text completions in TRL"
+    return [float(text.count("1")) for text in completions]
+
+
+def nothing(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def arguments(place: Path, **further: Any) -> GRPOConfig:
+    fields: dict[str, Any] = {"max_steps": 4, "logging_steps": 2, "learning_rate": 1e-4, "use_cpu": True, "bf16": False}
+    batch = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
+    fields |= batch | further
+    return GRPOConfig(str(place / "run"), **fields)
+
+
+def trainer(place: Path, *, args: GRPOConfig | None = None, **further: Any) -> GRPOTrainer:
+    given: dict[str, Any] = {"model": tiny_model("qwen2"), "processing_class": tiny_tokenizer(), "reward_funcs": ones}
+    given |= {"train_dataset": ROWS} | further
+    return GRPOTrainer(args=args or arguments(place), **given)
+
+
+class Told(TrainerCallback):
+    """Keeps what it is told, in order."""
+
+    def __init__(self, *, stop_at: int = 0) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._stop_at = stop_at
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.events.append(("begin", state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.events.append(("step", state.global_step))
+        control.should_training_stop = state.global_step == self._stop_at
+
+    def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.events.append(("log", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.events.append(("end", state.global_step))
+
+
+def test_a_script_trains_and_saves_with_objects(tmp_path: Path):
+    told = Told()
+    made = trainer(tmp_path, callbacks=[told])
+    output = made.train()
+    assert output.global_step == 4 and output.metrics["train_runtime"] > 0
+    steps = [("step", 1), ("step", 2), ("log", 2), ("step", 3), ("step", 4), ("log", 4)]
+    assert told.events == [("begin", 0), *steps, ("end", 4)]
+    assert [line["step"] for line in made.state.log_history] == [2, 4]
+    assert {"reward", "loss", "frac_reward_zero_std", "completions/mean_length"} <= made.state.log_history[0].keys()
+    assert made.state.log_history[-1]["epoch"] == pytest.approx(4 / len(ROWS))
+    made.save_model(str(tmp_path / "saved"))
+    model, started = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "saved", made_of(tmp_path)))
+    assert not model.lm_head.weight.equal(started.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("1")["input_ids"] == tiny_tokenizer()("1")["input_ids"]
+
+
+def made_of(place: Path) -> Path:
+    """Return where the model object was saved."""
+    return place / "run-given" / "model"
+
+
+def test_a_callback_stops_the_run_after_its_step(tmp_path: Path):
+    told = Told(stop_at=2)
+    made = trainer(tmp_path, callbacks=[told])
+    assert made.train().global_step == 2
+    assert ("step", 3) not in told.events
+    made.save_model()
+    assert (tmp_path / "run" / "model.safetensors").is_file(), "the stopped run's checkpoint, as a model"
+
+
+def test_what_a_callback_raises_ends_the_run(tmp_path: Path):
+    class Broken(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            raise ZeroDivisionError(f"at step {state.global_step}")
+
+    made = trainer(tmp_path, callbacks=[Broken])
+    with pytest.raises(ZeroDivisionError, match="at step 2"):
+        made.train()
+    assert made.run.status.step == 2
+
+
+def test_early_stopping_and_the_best_model(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=12, metric_for_best_model="reward", save_steps=2, **EVALUATED)
+    patience = EarlyStoppingCallback(early_stopping_patience=2)
+    made = trainer(tmp_path, args=args, eval_dataset=ROWS[:4], reward_funcs=nothing, callbacks=[patience])
+    assert made.train().global_step == 6, "the evaluation of step 2 is the best, and two more bring nothing"
+    assert (made.state.best_global_step, made.state.best_metric) == (2, 0.0)
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
+    assert "step_000002" in kept
+    made.save_model(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "lachesis.json").read_text()) == {"step": 2}
+    evaluated = [line for line in made.state.log_history if "eval_reward" in line]
+    assert [line["step"] for line in evaluated] == [2, 4, 6]
+
+
+def test_evaluate_is_of_the_model_as_it_is(tmp_path: Path):
+    made = trainer(tmp_path, eval_dataset=ROWS[:4], peft_config=LoraConfig(r=4))
+    before = made.evaluate()
+    made.train()
+    after, other = made.evaluate(), made.evaluate(ROWS[:2])
+    assert before["eval_problems"] == after["eval_problems"] == 4 and other["eval_problems"] == 2
+    last = made.run.log.evaluations[-1]
+    assert after["eval_reward"] == pytest.approx(last.mean_reward)
+    assert (tmp_path / "run" / "final" / "adapter_config.json").is_file()
+    with pytest.raises(ConfigError, match="no held-out problems"):
+        trainer(tmp_path / "without").evaluate()
+
+
+class Counter:
+    """An environment of TRL's kind."""
+
+    def reset(self, **columns: Any) -> str | None:
+        self.count = int(columns["start"])
+        return None
+
+    def add(self, number: int) -> str:
+        """Add to the count.
+
+        Args:
+            number: how many.
+        """
+        self.count += number
+        return str(self.count)
+
+
+def test_environments_of_a_factory_are_played_and_rewarded(tmp_path: Path):
+    def count(environments: list[Counter], **columns: Any) -> list[float]:
+        return [float(environment.count) for environment in environments]
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}="
+    rows = [{"prompt": [{"role": "user", "content": "1"}], "start": 7}] * 4
+    made = trainer(
+        tmp_path,
+        args=arguments(tmp_path, max_steps=1),
+        processing_class=tokenizer,
+        train_dataset=rows,
+        reward_funcs=count,
+        environment_factory=Counter,
+    )
+    made.train()
+    assert made.state.log_history[-1]["reward"] == 7.0
+
+
+def test_rollout_functions_are_called(tmp_path: Path):
+    calls: list[int] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+        calls.append(len(prompts))
+        ids = [[5, 6]] * len(prompts)
+        return {"prompt_ids": [[4]] * len(prompts), "completion_ids": ids, "logprobs": [[-1.0, -1.0]] * len(prompts)}
+
+    trainer(tmp_path, args=arguments(tmp_path, max_steps=1), rollout_func=rollout).train()
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
+        ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
+        ({"peft_config": {"r": 4}}, "peft_config: dict is no LoraConfig"),
+        ({"model": 3}, "model: int is no model of transformers"),
+        ({"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward functions"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict[str, Any], said: str):
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, **given)
+    assert re.search(said, str(caught.value))
+
+
+def test_a_model_with_an_adapter_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="pass the base model"):
+        trainer(tmp_path, model=get_peft_model(tiny_model("qwen2"), LoraConfig(r=4)))
+
+
+def test_lora_without_targets_adapts_what_peft_would(tmp_path: Path):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    keys = lora_keys(LoraConfig(r=4, lora_alpha=8), str(tmp_path))
+    assert keys == {
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+
+
+def test_only_what_the_script_sets_is_translated(tmp_path: Path):
+    args = GRPOConfig(str(tmp_path), beta=0.04, load_best_model_at_end=False)
+    args.epsilon = 0.3
+    mapping = args.to_mapping()
+    assert mapping["beta"] == 0.04 and mapping["epsilon"] == 0.3 and mapping["bf16"] is True
+    assert not {"num_iterations", "generation_batch_size", "load_best_model_at_end", "seed"} & mapping.keys()
+
+
+def test_a_field_that_cannot_be_honoured_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="optim_target_modules"):
+        trainer(tmp_path, args=arguments(tmp_path, optim_target_modules="all-linear"))
+
+
+def test_scripts_import_it_by_its_public_name():
+    assert import_module("lachesis.trl").GRPOTrainer is GRPOTrainer
