@@ -45,7 +45,7 @@ from lachesis.run.train import train
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
 _YAML_BLOCK = re.compile(r"^```\{?\.?yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SERVED = ("ioi_code", "cf_code")  # by judges on other machines
+SERVED = ("ioi_code", "cf_code")  # by judges on other machines, which Lachesis does not ask
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROW = {
     "prompt": "1 + 1?",

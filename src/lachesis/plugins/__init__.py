@@ -19,8 +19,6 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",
         "binary_code": "sandbox.rewards.open_r1:binary_code_reward",
-        "ioi_code": "sandbox.rewards.piston:get_ioi_code_reward",
-        "cf_code": "sandbox.rewards.piston:get_cf_code_reward",
     },
     "sinks": {
         "tensorboard": "sinks.tensorboard:TensorBoardSink",

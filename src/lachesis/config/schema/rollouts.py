@@ -308,7 +308,7 @@ NAMED_REWARDS = (
     *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"),
     *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "accuracy", "format", "tag_count"),
     *("reasoning_steps", "length", "code", "binary_code", "code_format", "soft_overlong_punishment", "cosine"),
-    *("repetition_penalty", "ioi_code", "cf_code"),
+    "repetition_penalty",
 )
 
 

@@ -33,13 +33,15 @@ def open_r1_names() -> Iterator[Entry]:
     yield together("cosine_max_value_correct", "rewards.functions", "an argument of the reward cosine")
     for name in ("repetition_n_grams", "repetition_max_penalty"):
         yield together(name, "rewards.functions", "an argument of the reward repetition_penalty")
-    for name in ("code_language", "code_eval_test_batch_size", "code_eval_scoring_mode"):
-        yield together(name, "rewards.functions", "an argument of rewards for code")
+    yield together("code_language", "rewards.functions", "an argument of the reward code_format")
+    yield from nothing(
+        "an argument of ioi_code or cf_code, which ask Piston servers and are not rewards of Lachesis",
+        *("code_eval_test_batch_size", "code_eval_scoring_mode", "ioi_provider"),
+    )
     yield from nothing(
         "rewards for code run in a sandbox on this machine (rewards.sandbox)",
         *("parallel_code_exec_per_proc", "code_provider", "e2b_router_url", "morph_router_url"),
     )
-    yield together("ioi_provider", "rewards.functions", "piston: $PISTON_ENDPOINTS has the addresses")
     yield from nothing(
         "the model is uploaded once, at the end (push_to_hub, hub_revision); `lachesis push` uploads it again",
         *("hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),

@@ -36,12 +36,9 @@ _ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "soft_punish_cache": ("soft_punish_cache", 4096),
     },
     "code_format": {"language": ("code_language", "python")},
-    "ioi_code": {"test_batch_size": ("code_eval_test_batch_size", 1)},
-    "cf_code": {
-        "test_batch_size": ("code_eval_test_batch_size", 1),
-        "scoring_mode": ("code_eval_scoring_mode", "weighted_sum"),
-    },
 }
+# Rewards of open-r1 that ask judges of competitive programming on other machines.
+_JUDGED_ELSEWHERE = ("ioi_code", "cf_code")
 
 
 def put_open_r1_rewards(translation: Translation, recipe: str) -> None:
@@ -106,10 +103,10 @@ def _of_registry(translation: Translation, named: Sequence[Any], script: Script)
 
 def _with_arguments(translation: Translation, name: Any) -> Any:
     """A reward of open-r1's registry with the arguments that its recipes give it at the top, and its defaults."""
+    if name in _JUDGED_ELSEWHERE:
+        translation.problem(_NAME, f"{name} asks Piston servers, which Lachesis does not; name a function that does")
     if not isinstance(name, str) or name not in _ARGUMENTS:
         return name
-    if name == "ioi_code" and translation.value("ioi_provider", "piston") != "piston":
-        translation.problem("ioi_provider", "ioi_code asks Piston servers here; write piston")
     given = {key: translation.value(theirs, default) for key, (theirs, default) in _ARGUMENTS[name].items()}
     characters = {"in_tokens": False} if name in ("cosine", "repetition_penalty") else {}
     return {"function": name, "kwargs": {**given, **characters}}

@@ -173,8 +173,6 @@ FACTORIES: Mapping[str, Callable[..., Reward]] = {
     "cosine": get_cosine_scaled_reward,
     "repetition_penalty": get_repetition_penalty_reward,
     "code_format": get_code_format_reward,
-    "ioi_code": lambda **arguments: load("rewards", "ioi_code")(**arguments),
-    "cf_code": lambda **arguments: load("rewards", "cf_code")(**arguments),
 }
 
 
