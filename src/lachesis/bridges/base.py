@@ -117,7 +117,7 @@ class Bridge(ABC, Generic[PolicyT]):
     def _assemble(self) -> None:
         """Find out, before a transfer, which engines take part.
 
-        Raises EngineError, DeadlineExceeded. Raises EngineError, DeadlineExceeded.
+        Raises EngineError, DeadlineExceeded.
         """
 
     def rest(self) -> None:

@@ -62,11 +62,9 @@ class LoraPair:
     experts: int = 1
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return ``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al.
+        """Return ``scaling * B @ A`` in float32 and in the layout of the layer's weight.
 
-        2021, LoRA, eq. 3). 2021, LoRA, eq. 3).
-
-        ``a`` and ``b`` are the pair's own, whole.
+        The formula is eq. 3 of LoRA (Hu et al., arXiv 2106.09685). ``a`` and ``b`` are the pair's own, whole.
         """
         if self.experts == 1:
             delta = (b.float() * self.scaling) @ a.float()

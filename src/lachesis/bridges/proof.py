@@ -138,7 +138,7 @@ class SyncProof:
         self._history = History(floor=_FLOOR[self.dtype], absorbs=absorbs)
 
     def confirm(self, *, version: int) -> Proved:
-        """Ask both sides and judge their answers. Raises as :meth:`judge`. Raises as :meth:`judge`."""
+        """Ask both sides and judge their answers. Raises as :meth:`judge`."""
         token_ids = self.token_ids()
         if not self.concurrent:
             proved = self.judge(self.ask_engine(token_ids), self.ask_trainer(token_ids), version=version)

@@ -167,7 +167,7 @@ class ShareSender:
     def listen(self, urls: Sequence[str], *, secret: str, host: str) -> str:
         """Wait for new channels from now on, and return the address.
 
-        ``host`` is the name of rank 0's machine. ``host`` is the name of rank 0's machine.
+        ``host`` is the name of rank 0's machine.
 
         Raises:
             EngineError: the engines cannot reach this machine.

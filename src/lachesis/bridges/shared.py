@@ -66,7 +66,7 @@ class EngineWeights:
     def dtype(self) -> torch.dtype:
         """Return the dtype of the engine's weights.
 
-        Opens them, as the other members do. Opens them, as the other members do.
+        Opens them, as the other members do.
         """
         return self._first().dtype
 

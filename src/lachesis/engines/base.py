@@ -121,8 +121,7 @@ class Engine(ABC):
     def close(self) -> None:
         """Release everything.
 
-        Idempotent; later calls of other methods raise EngineError. Idempotent; later calls of other methods raise
-        EngineError.
+        Idempotent; later calls of other methods raise EngineError.
         """
 
 

@@ -42,8 +42,7 @@ class State(StrEnum):
 class EngineRow:
     """Engine as ``lachesis status`` shows it.
 
-    ``version`` is the last that was proved; ``for_s`` in this state. ``version`` is the last that was proved; ``for_s``
-    in this state.
+    ``version`` is the last that was proved; ``for_s`` in this state.
     """
 
     url: str

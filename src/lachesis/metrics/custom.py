@@ -35,7 +35,7 @@ class CustomRule(Protocol):
     def __call__(self, seen: Observation) -> Alarm | None:
         """Return an alarm that says what is wrong and what to change, or None.
 
-        ``seen.values`` are this step's metrics. ``seen.values`` are this step's metrics.
+        ``seen.values`` are this step's metrics.
         """
         ...
 

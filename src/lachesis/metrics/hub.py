@@ -173,7 +173,7 @@ class HubTelemetry:
     ) -> None:
         """Report a finished step to the sinks, once they have the one before.
 
-        Raises as :meth:`flush`. Raises as :meth:`flush`.
+        Raises as :meth:`flush`.
         """
         self.flush()
         measured = [metrics, self._gpus()]  # what is read later is the next step's
@@ -198,7 +198,7 @@ class HubTelemetry:
     def close(self) -> None:
         """Report what is left, and close the sinks.
 
-        Idempotent. Raises as :meth:`flush`. Idempotent. Raises as :meth:`flush`.
+        Idempotent. Raises as :meth:`flush`.
         """
         try:
             self.flush()

@@ -45,7 +45,7 @@ class BusyTime:
 
 
 class TimeAverage:
-    """Average over time of a number that changes now and then. One thread at a time. One thread at a time."""
+    """Average over time of a number that changes now and then. One thread at a time."""
 
     def __init__(self, clock: Seconds = time.monotonic) -> None:
         self._clock = clock

@@ -28,7 +28,7 @@ _ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*
 class Query:
     """Search conditions; all that are set have to hold.
 
-    ``text`` is searched in prompts and completions. ``text`` is searched in prompts and completions.
+    ``text`` is searched in prompts and completions.
     """
 
     text: re.Pattern[str] | None = None
@@ -268,7 +268,7 @@ def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> C
 
 
 def read_steps(words: str | None) -> tuple[int | None, int | None]:
-    """Parse first and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError. Raises DataError."""
+    """Parse first and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError."""
     if words is None:
         return None, None
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", words.strip())

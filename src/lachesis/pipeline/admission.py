@@ -127,7 +127,7 @@ class Admission:
         self._done = self._taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the line in order, with the groups that are finished; JSON-serializable. JSON-serializable."""
+        """Return the line in order, with the groups that are finished; JSON-serializable."""
         return {"taken": self._taken, "done": self._done, "places": [_encode(one) for one in self._places.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -155,7 +155,7 @@ class Reroll:
         return len(prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the waiting prompts; JSON-serializable. JSON-serializable."""
+        """Return the step and the waiting prompts; JSON-serializable."""
         waiting = [encode_group(Group(prompt=prompt, samples=())) for prompt in self._waiting]
         return {"step": self.step, "waiting": waiting}
 

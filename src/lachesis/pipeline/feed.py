@@ -37,7 +37,7 @@ class Feed(ABC, Generic[BatchT]):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume exactly; JSON-serializable. JSON-serializable."""
+        """Return all that is needed to resume exactly; JSON-serializable."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class ReplayBuffer:
             self._kept.remove(min(self._kept, key=score))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups and the state of the generator; JSON-serializable. JSON-serializable."""
+        """Return the groups and the state of the generator; JSON-serializable."""
         version, internal, gauss = self._random.getstate()
         return {"groups": [encode_group(group) for group in self._kept], "random": [version, list(internal), gauss]}
 

@@ -1,4 +1,4 @@
-"""Plan of a run, as arithmetic: batches, steps, memory and disk. Loads nothing. Loads nothing."""
+"""Plan of a run, as arithmetic: batches, steps, memory and disk. Loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shape of a model, which determines its memory, from its config.json. Nothing is loaded. Nothing is loaded."""
+"""Shape of a model, which determines its memory, from its config.json. Nothing is loaded."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def receive(asked: socket.socket) -> Request | None:
 def become_supervisor(request: Request) -> None:
     """Supervise one command to its end.
 
-    Raises Forked in the command's process, which it forks. Raises Forked in the command's process, which it forks.
+    Raises Forked in the command's process, which it forks.
     """
     os.setsid()
     for descriptor in (1, 2):

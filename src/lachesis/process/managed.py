@@ -183,7 +183,7 @@ class ManagedProcess:
         _running.add(self)
 
     def wait_ready(self, *, deadline: Deadline) -> None:
-        """Wait until it is able to serve. Raises as :meth:`start`. Raises as :meth:`start`."""
+        """Wait until it is able to serve. Raises as :meth:`start`."""
         if self._health_url is None:
             return
         assert self._life is not None
@@ -263,7 +263,7 @@ class ManagedProcess:
 def launch_together(processes: Iterable[ManagedProcess]) -> None:
     """Start the processes without waiting, except those that follow another.
 
-    Raises EngineError as one does. Raises EngineError as one does.
+    Raises EngineError as one does.
     """
     for process in processes:
         if process.after is None:
@@ -293,8 +293,7 @@ class _Supervisor(Protocol):
 class _Life:
     """Run of the command, to its end.
 
-    ``code`` is Popen's: negative for a signal, ``None`` if unknown. ``code`` is Popen's: negative for a signal,
-    ``None`` if unknown.
+    ``code`` is Popen's: negative for a signal, ``None`` if unknown.
 
     ``pid`` is the command's, and ``None`` until it has been forked where a fork server is to do that.
     """

@@ -255,7 +255,7 @@ class RunCheckpoints:
     def save_if_asked(self, step: int, *, recorded: Callable[[], object] = lambda: None) -> None:
         """Save step N if a checkpoint was requested since the last one.
 
-        Raises as :meth:`maybe_save`. Raises as :meth:`maybe_save`.
+        Raises as :meth:`maybe_save`.
         """
         self._save(step, wanted=self._asked(), recorded=recorded)
 

@@ -123,7 +123,7 @@ def _aligned(size: int) -> int:
 def num_bytes(tensor: ReceivedTensor) -> int:
     """Return the size of the tensor's elements in bytes.
 
-    Raises EngineError for a dtype that no channel carries. Raises EngineError for a dtype that no channel carries.
+    Raises EngineError for a dtype that no channel carries.
     """
     if tensor.dtype not in _ITEM_BYTES:
         raise EngineError(

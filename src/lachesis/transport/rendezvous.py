@@ -134,7 +134,7 @@ def _own_address(url: SplitResult) -> str:
 def parse_init_method(init_method: str) -> tuple[str, int]:
     """Return host and port of "tcp://host:port".
 
-    Raises EngineError for anything else. Raises EngineError for anything else.
+    Raises EngineError for anything else.
     """
     with suppress(ValueError):
         parts = urlsplit(init_method)

@@ -155,7 +155,7 @@ def export_from_file(tensor: Tensor, file: SharedFile) -> SharedTensor:
 class Attachments:
     """Storages of other processes, each mapped into this one once.
 
-    They live until :meth:`close`. They live until :meth:`close`.
+    They live until :meth:`close`.
 
     Tensors keep their storage alive by themselves; this holds them all, for CUDA may move a mapping that is
     closed and opened again.

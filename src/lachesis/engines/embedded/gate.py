@@ -181,7 +181,7 @@ class TokenGate:
     def _held(self) -> bool:
         """Return True if running calls wait at their next token.
 
-        Those that are to end need no model for it. Those that are to end need no model for it.
+        Those that are to end need no model for it.
         """
         return self.mode == "keep" or (self.asleep and not self.aborting)
 

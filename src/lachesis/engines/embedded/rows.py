@@ -136,7 +136,7 @@ class BatchRows:
     def completions(self) -> Iterator[list[Completion]]:
         """Yield the completions of each share, in order.
 
-        Rows that still grow have the finish reason ``abort``. Rows that still grow have the finish reason ``abort``.
+        Rows that still grow have the finish reason ``abort``.
         """
         return self._completions(self._shares, self.all)
 

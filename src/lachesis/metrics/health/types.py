@@ -60,8 +60,7 @@ class GroupDigest:
 class Observation:
     """Observation of one step for the rules.
 
-    ``history`` holds the values of earlier steps, oldest first. ``history`` holds the values of earlier steps, oldest
-    first.
+    ``history`` holds the values of earlier steps, oldest first.
 
     ``batches`` are the generated groups of the last steps, the newest last; a batch that several steps are trained on
     is there once.
@@ -108,8 +107,7 @@ class Observation:
 class Alarm:
     """Alarm of a rule.
 
-    ``severity`` compares alarms of the same rule: larger is worse. ``severity`` compares alarms of the same rule:
-    larger is worse.
+    ``severity`` compares alarms of the same rule: larger is worse.
     """
 
     level: Level

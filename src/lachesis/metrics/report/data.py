@@ -1,4 +1,4 @@
-"""Files of a run, and the report's texts and figures about it. No HTML here. No HTML here."""
+"""Files of a run, and the report's texts and figures about it. No HTML here."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def render_body(run_dir: Path) -> tuple[str, dict[str, Any]]:
 def report_values(run_dir: Path) -> dict[str, Any]:
     """Return the values of the report's template.
 
-    Raises DataError as :func:`write_report`. Raises DataError as :func:`write_report`.
+    Raises DataError as :func:`write_report`.
     """
     run = read_run(run_dir)
     steps, evaluations = run.log.steps, run.log.evaluations

@@ -127,7 +127,7 @@ def _step_line(line: Mapping[str, Any]) -> StepLine:
 def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield number, text and content of each whole line.
 
-    Only the last may be torn, by a kill or a live writer. Only the last may be torn, by a kill or a live writer.
+    Only the last may be torn, by a kill or a live writer.
     """
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)

@@ -141,7 +141,7 @@ class Leader:
     def tell(self, message: Any) -> None:
         """Send a message to all followers during a turn that needs more than its announcement.
 
-        Raises Gone. Raises Gone.
+        Raises Gone.
         """
         for rank in self._followers:
             self._control.send(message, to=rank, tag=Tag.BUCKET)
@@ -149,7 +149,7 @@ class Leader:
     def hear(self) -> Sequence[Any]:
         """Return each follower's next message during a turn, in the order of ranks.
 
-        Raises Gone, DeadlineExceeded. Raises Gone, DeadlineExceeded.
+        Raises Gone, DeadlineExceeded.
         """
         return [self._await(rank, Tag.BUCKET, "sending weights") for rank in self._followers]
 

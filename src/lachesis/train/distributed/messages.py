@@ -76,7 +76,7 @@ _RECORDS: dict[str, type] = {
 def encode(message: object) -> bytes:
     """Encode records, tensors, mappings, sequences and scalars.
 
-    A meta tensor is its dtype and shape alone. A meta tensor is its dtype and shape alone.
+    A meta tensor is its dtype and shape alone.
     """
     tensors: dict[str, Tensor] = {}
     document = json.dumps(_document(message, tensors)).encode()

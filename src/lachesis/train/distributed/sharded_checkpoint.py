@@ -94,7 +94,7 @@ def whole_bytes(tensors: Mapping[str, Tensor]) -> int:
 class PartsSave:
     """Save of a checkpoint's parts in progress.
 
-    Ranks make it together, and finish it together. Ranks make it together, and finish it together.
+    Ranks make it together, and finish it together.
 
     Args:
         tensors: by name: a DTensor, or a tensor that is this rank's alone.
@@ -242,7 +242,7 @@ def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 def read_whole(directory: Path) -> dict[str, Tensor]:
     """Return all tensors, whole, on the CPU, except those that belong to one rank.
 
-    Raises CheckpointError. Raises CheckpointError.
+    Raises CheckpointError.
     """
     shapes = {name: tensor for name, tensor in saved_tensors(directory).items() if not name.startswith(NOISE)}
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shapes.items()}

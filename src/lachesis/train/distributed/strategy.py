@@ -104,7 +104,7 @@ class Strategy:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a whole tensor of the model (itself if it is not sharded).
 
-        Only rank 0 may use the result. Only rank 0 may use the result.
+        Only rank 0 may use the result.
         """
         return tensor
 

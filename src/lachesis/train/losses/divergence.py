@@ -1,6 +1,6 @@
 """Divergences between a teacher's and the policy's distributions of the next token.
 
-Pure functions, in nats. Pure functions, in nats.
+Pure functions, in nats.
 
 Suffixes are shapes: T tokens, V outcomes. Each row of ``student_TV`` and ``teacher_TV`` is a distribution as
 log-probabilities. Names and formulas are those of on-policy distillation (GKD, arXiv 2306.13649, eq. 1) with TRL's

@@ -107,7 +107,7 @@ def token_mean(rows: Rows, num_sequences: float, num_tokens: float, max_length: 
 
 
 def constant_length(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
-    """Return the weights of 1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783). GRPO, arXiv 2503.20783)."""
+    """Return the weights of 1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783)."""
     if max_length is None:
         raise ConfigError(
             "loss_type='dr_grpo' divides by max_completion_length, which is not set",
@@ -144,7 +144,7 @@ LOSS_TYPES: Mapping[str, LossType] = {
 
 @torch.no_grad()
 def off_policy_keep(terms: Terms, threshold: float) -> Tensor:
-    """Return 1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9). 9).
+    """Return 1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
 
     π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
     """
@@ -180,11 +180,10 @@ def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor 
 
 
 def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """Return k3 = exp(d) - d - 1 with d = log π_ref - log π (J.
+    """Return k3 = exp(d) - d - 1 with d = log π_ref - log π.
 
-    Schulman, "Approximating KL divergence"). Schulman, "Approximating KL divergence").
-
-    The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
+    The estimator is that of J. Schulman, "Approximating KL divergence". The tokens come from π_old; times r
+    (``use_bias_correction_kl``) it estimates the divergence under π.
     """
     difference = given(terms.reference) - terms.logprobs
     kl = difference.expm1() - difference  # exp(d) - 1 would leave rounding errors larger than a small divergence

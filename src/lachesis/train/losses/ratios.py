@@ -58,8 +58,7 @@ class Rows:
 class Terms(NamedTuple):
     """Inputs of a loss.
 
-    All tensors are [T], of one dtype, and 0 (ratios: 1) where the mask is 0. All tensors are [T], of one dtype, and 0
-    (ratios: 1) where the mask is 0.
+    All tensors are [T], of one dtype, and 0 (ratios: 1) where the mask is 0.
 
     Attributes:
         old: log π_old, with the current logprobs (detached) where it was unknown.

@@ -40,7 +40,7 @@ class Reference(ABC):
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Return log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown.
 
-        No gradient. No gradient.
+        No gradient.
         """
 
     def after_step(self, step: int) -> None:

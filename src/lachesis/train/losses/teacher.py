@@ -68,13 +68,13 @@ class Teacher(ABC):
 
     @abstractmethod
     def candidates(self, micro: MicroBatch) -> Candidates:
-        """Return the candidates of each prediction [M], at the samples' temperatures. No gradient. No gradient."""
+        """Return the candidates of each prediction [M], at the samples' temperatures. No gradient."""
 
     @abstractmethod
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Return the logprobs of the targets [M], at the samples' temperatures; NaN where unknown.
 
-        No gradient. No gradient.
+        No gradient.
         """
 
     def known(self, micro: MicroBatch) -> Tensor:

@@ -151,12 +151,11 @@ def expert_load(chosen: Tensor, *, valid: Tensor | None, experts: int) -> Tensor
 
 
 def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor | None = None) -> Tensor:
-    """Return ``experts * sum_e(f_e * P_e)``, 1 * top_k where all experts are alike (Fedus et al.
+    """Return ``experts * sum_e(f_e * P_e)``, which is 1 * top_k where all experts are alike.
 
-    2021, eq. 4 to 6). 2021, Switch, eq. 4 to 6).
-
-    f is the share of tokens that chose an expert, P the mean probability that its router gave it, both over the tokens
-    of all layers, as in transformers.
+    The formula is eq. 4 to 6 of Switch Transformers (Fedus et al., arXiv 2101.03961). f is the share of tokens that
+    chose an expert, P the mean probability that its router gave it, both over the tokens of all layers, as in
+    transformers.
 
     Args:
         logits: [tokens, experts] of each layer.

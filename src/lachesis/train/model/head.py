@@ -247,7 +247,7 @@ def _chunk_forward(
     inverse_temperature: Tensor,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies [C] of one chunk. H(p) = logsumexp(z) - Σ p·z. H(p) = logsumexp(z) - Σ p·z."""
+    """Return logprobs and entropies [C] of one chunk. H(p) = logsumexp(z) - Σ p·z."""
     z = _logits(hidden, weight, bias, inverse_temperature, softcap)
     normalizer = z.logsumexp(-1)
     probabilities = (z - normalizer[:, None]).exp()

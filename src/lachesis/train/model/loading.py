@@ -157,7 +157,7 @@ def made_trainable(
 ) -> LoadedModel:
     """Prepare a model's layers as the configuration says, and add its adapter.
 
-    Raises as :func:`load_model`. Raises as :func:`load_model`.
+    Raises as :func:`load_model`.
     """
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)

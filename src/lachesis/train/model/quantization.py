@@ -84,7 +84,7 @@ def looks_at_inputs(model: nn.Module) -> bool:
 def held_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters, with scales and tables of quantized ones.
 
-    Tied ones count once. Tied ones count once.
+    Tied ones count once.
     """
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     return sum(held.values()) + sum(_statistics_bytes(layer) for layer in quantized_layers(model))

@@ -157,7 +157,7 @@ class RouterReplay:
 
     @torch.no_grad()
     def _formula(self, router: _Router, output: Any) -> Weigh:
-        """Return the known formula by which the router weights its choice. Raises ModelError. Raises ModelError."""
+        """Return the known formula by which the router weights its choice. Raises ModelError."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             raise self._refused(f"its router {router.name} does not give logits, weights and chosen experts")
         logits, weights, own = output

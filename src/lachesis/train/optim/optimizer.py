@@ -46,7 +46,7 @@ class Start(NamedTuple):
 
 
 class PolicyOptimizer:
-    """Optimizer over all trained parameters. Made by :func:`build_optimizer`. Made by :func:`build_optimizer`.
+    """Optimizer over all trained parameters. Made by :func:`build_optimizer`.
 
     Weights keep their storage: whoever reads it (an engine in single-copy mode) sees the update.
     """
@@ -333,8 +333,7 @@ def _partition(
 ) -> list[tuple[list[Named], Precision]]:
     """Group parameters that are updated alike.
 
-    Only slots that cost memory during the step come in buckets. Only slots that cost memory during the step come in
-    buckets.
+    Only slots that cost memory during the step come in buckets.
     """
     by_precision: dict[Precision, list[Named]] = {}
     for name, parameter in trained:

@@ -80,7 +80,7 @@ class Shards:
 
 
 class ShardedOptimizer(PolicyOptimizer):
-    """Optimizer over local parts. Ranks call its methods together. Ranks call its methods together.
+    """Optimizer over local parts. Ranks call its methods together.
 
     Args:
         *args, **options: of :class:`PolicyOptimizer`.
