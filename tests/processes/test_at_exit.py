@@ -15,7 +15,7 @@ from pathlib import Path
 from lachesis.run.at_exit import hold_exit, say
 
 class Going:
-    done = False
+    done = stops = False
 
     @property
     def directory(self):  # read for the first word that is said of it

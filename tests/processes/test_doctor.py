@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.cli import doctor
 from lachesis.cli.doctor import (
     Check,
     inspect_sandbox,
 )
-from lachesis.plugins.sandbox import choice
+from lachesis.plugins.sandbox import choice, escapes
 from lachesis.plugins.sandbox.choice import VARIABLE
 from lachesis.plugins.sandbox.escapes import Attempt
 
@@ -35,7 +34,7 @@ class TestSandbox:
 
     def test_what_holds_nothing_fails(self, monkeypatch: pytest.MonkeyPatch):
         attempts = [Attempt("read files", held=False, detail="read /etc/shadow"), Attempt("use the network", held=True)]
-        monkeypatch.setattr(doctor, "try_escapes", lambda sandbox: attempts)
+        monkeypatch.setattr(escapes, "try_escapes", lambda sandbox: attempts)
         checks = by_subject(inspect_sandbox())
         assert checks["sandbox"].failed
         assert (checks["read files"].failed, checks["use the network"].failed) == (True, False)

@@ -17,7 +17,7 @@ from tests.paths import PACKAGE
 # From the top down, as the package's docstring lists them.
 ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").replace("\n", " ").split(", ")
 # Products beside the core, each a folder; they may import any room of it.
-PLUGINS = ("atropos", "cluster", "dialects", "environments", "sandbox", "sinks", "tinker")
+PLUGINS = ("atropos", "cluster", "dialects", "environments", "sandbox", "sinks", "tinker", "trl")
 # Plug-ins that use another, and why.
 PLUGIN_IMPORTS_PLUGIN = {
     ("atropos", "cluster"): "`lachesis run` places its processes by Ray",

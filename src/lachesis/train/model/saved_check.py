@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,13 +44,16 @@ def contents_to_save(model: object, weights: Mapping[str, Tensor] | None = None)
     Args:
         weights: whole tensors by the model's names, if its own parameters are sharded.
     """
-    if isinstance(model, PeftModel):
-        state: Any = get_peft_model_state_dict(model, state_dict=None if weights is None else dict(weights))
-    elif isinstance(model, PreTrainedModel):
+    state: Any
+    if isinstance(model, PreTrainedModel):
         ignored = set(model._keys_to_ignore_on_save or ())
         found = model.state_dict() if weights is None else weights
         kept = {name: tensor for name, tensor in found.items() if name not in ignored}
         state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
+    elif type(model).__module__.startswith("peft."):
+        from peft import get_peft_model_state_dict  # a second, for runs with an adapter alone
+
+        state = get_peft_model_state_dict(model, state_dict=None if weights is None else dict(weights))
     else:
         return None
     return {name: content_of(tensor) for name, tensor in state.items()}
