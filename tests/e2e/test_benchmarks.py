@@ -79,9 +79,10 @@ OF_A_GPU = [
     "transfer",
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
-OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
+OF_OTHERS = {"environments", "health", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
 NO_SCRIPTS = {
     "architectures",
+    "health_rewards",
     "drawn_lengths",
     "kernel_times",
     "memory_rows",
