@@ -76,7 +76,13 @@ SEARCH_BOOST = {
     "troubleshooting": 2.0,
     "tutorials/": 1.5,
 }
-PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "benchmarks/README.md"]
+PROJECT = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/RESULTS.md",
+    "benchmarks/README.md",
+    "examples/smollm2/README.md",
+]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
 

@@ -101,7 +101,12 @@ DATASET = [
     Bad("malformed line", data(GOOD + '{"prompt": \n'), 3, ("bad.jsonl, line 2: malformed JSON", "one JSON object")),
     Bad("a list", data(GOOD + "[1]\n"), 3, ("line 2", "a list, not an object")),
     Bad("not UTF-8", data(GOOD.encode() + b'{"prompt": "\xff"}\n'), 3, ("line 2", "UTF-8", "save the file")),
-    Bad("another column", data('{"promt": "ab"}\n'), 3, ("line 1", "no prompt in column 'prompt'", "'promt'")),
+    Bad(
+        "another column",
+        data('{"promt": "ab"}\n'),
+        3,
+        ("line 1", "no prompt in column 'prompt'", "data.prompt_column: promt"),
+    ),
     Bad("an empty prompt", data(GOOD + '{"prompt": " "}\n'), 3, ("line 2", "is empty", "mend")),
     Bad("a number as prompt", data('{"prompt": 3}\n'), 3, ("line 1", "a number", "a string or a list of messages")),
     Bad("a conversation without template", data('{"prompt": [{"role": "user", "content": "ab"}]}\n'), 3, ("chat",)),

@@ -288,7 +288,8 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         if not holds_run:
             raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
         return run
-    if path.is_dir() and any(entry.name != LEFT_BEHIND for entry in path.iterdir()):
+    # A start that failed for want of space leaves empty directories.
+    if path.is_dir() and any(not entry.is_dir() and entry.name != LEFT_BEHIND for entry in path.rglob("*")):
         if not holds_run:
             raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
         if not overwrite and not _has_no_step(run):

@@ -452,9 +452,12 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
         # optimizer keeps float32 masters of 16-bit weights anyway.
         model = get_peft_model(transformer, lora, autocast_adapter_dtype=False)
     except ValueError as error:
+        reason, name = first_line(error), type(transformer).__name__
+        nothing = "not found in the base model" in reason
         raise ModelError(
-            f"peft cannot adapt adapter.targets {adapter.targets!r} of {type(transformer).__name__}: "
-            f"{first_line(error)}",
+            f"adapter.targets {adapter.targets!r} match nothing in {name}"
+            if nothing
+            else f"peft cannot adapt adapter.targets {adapter.targets!r} of {name}: {reason}",
             remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
         ) from error
     for parameter in model.parameters():
