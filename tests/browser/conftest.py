@@ -59,7 +59,9 @@ def write_run(directory: Path, *, steps: int, seed: int = 0) -> Path:
     for step in range(1, steps + 1):
         skill = 0.27 + 0.68 / (1 + math.exp(-6.5 * (step / steps - 0.38))) + chance.gauss(0, 0.022)
         skill = min(0.985, max(0.05, skill))
-        groups = tuple(_group(chance, skill, step) for _ in range(6))
+        # In the middle nearly all answers are right for some steps, so that there is a finding to follow.
+        sure = 0 <= step - steps // 2 < 6
+        groups = tuple(_group(chance, 0.985 if sure else skill, step) for _ in range(6))
         evaluation = _evaluation(step, skill - 0.01, chance) if step % max(1, steps // 12) == 0 else None
         values = _values(chance, skill, step, steps)
         now[0] += values["step_time"]
