@@ -296,7 +296,9 @@ def test_a_taken_port_is_noticed_before_the_start(server: Server):
     with socket.create_server(("127.0.0.1", server.port)), pytest.raises(EngineError) as caught:
         server.process.start(deadline=soon())
     assert f"port {server.port}" in caught.value.message and f"pid {os.getpid()}" in caught.value.message
-    assert not server.log.exists() or not server.log.read_text(), "nothing was started"
+    # A forked one imports ahead of its start, which it may have got round to say.
+    said = server.log.read_text() if server.log.exists() else ""
+    assert said in ("", "begins to import\n"), "nothing was started"
 
 
 def test_nobody_to_be_found_on_a_port():
