@@ -212,7 +212,7 @@ class TestAdapter:
         assert not any("lm_head" in name for name in trained)
 
     def test_targets_that_match_nothing_name_the_layers_that_there_are(self):
-        with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] of Qwen2.*not found") as caught:
+        with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] match nothing in Qwen2") as caught:
             add_lora(tiny_model(), LoraAdapterConfig(targets=["query_key_value"]))
         assert "q_proj" in caught.value.remedy
         assert "all-linear" in caught.value.remedy
