@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_adapted(model: object) -> TypeIs[PeftModel]:
-    """Whether ``model`` is a PeftModel, which it can only be once somebody has imported peft."""
+    """Return True if ``model`` is a PeftModel, which it can only be once somebody has imported peft."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel  # waits, where another thread is at it
