@@ -1,17 +1,21 @@
-"""Addresses of servers. No torch."""
+"""HTTP servers in this process, and addresses of servers. No torch."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lachesis.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.requests import Request
 
 _BACKLOG = 2048
+# Clients close idle connections sooner, so that no request arrives on one that the server is closing.
+_KEEP_ALIVE_S = 75
 
 
 def free_port() -> int:
@@ -63,21 +67,88 @@ async def read_body(request: Request, *, limit: int) -> bytes:
     return bytes(parts)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that accepts connections; port 0 takes a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that holds a port but refuses connections until a server listens; port 0 takes a free one.
 
     Raises:
         ConfigError: the port is taken, or the address does not belong to this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
         # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it the body of
         # every answer waits 40 ms for the acknowledgement of its head.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bound
     except OSError as error:
+        bound.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             remedy="choose another --port, or stop what uses this one",
         ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that accepts connections. Takes the arguments of :func:`bind`, and raises what it does."""
+    listener = bind(host, port)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def url_host(host: str) -> str:
+    """Return the host as a URL writes it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the address that a socket is bound to, as in ``http://127.0.0.1:8002``."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{url_host(host)}:{port}"
+
+
+def http_server(app: Any, *, keep_alive_s: int = _KEEP_ALIVE_S, shutdown_s: int = 5) -> uvicorn.Server:
+    """Return the server of an ASGI application, with the options that every server of ours has.
+
+    Args:
+        keep_alive_s: seconds after which an idle connection is closed.
+        shutdown_s: seconds that requests under way have when the server stops.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, http="httptools", ws="none", server_header=False,
+        timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=shutdown_s,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+class LoopServer:
+    """HTTP server on the running event loop, at a free port. ``url`` is empty until it listens.
+
+    Args:
+        app: the ASGI application.
+        host: address to listen on.
+    """
+
+    # Clients of a run's own: a connection that closes as a request arrives on it would be a failed rollout.
+    _IDLE_S = 3600
+
+    def __init__(self, app: Any, *, host: str = "127.0.0.1") -> None:
+        self.url = ""
+        self._host = host
+        self._server = http_server(app, keep_alive_s=self._IDLE_S, shutdown_s=1)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to listen. Raises ConfigError as :func:`bind`."""
+        listener = listen(self._host, 0)
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        self.url = url_of(listener)
+
+    async def stop(self) -> None:
+        """Close the port. Idempotent."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lachesis.common.errors import ConfigError, EngineUnreachable
-from lachesis.common.http import server_url
+from lachesis.common.http import server_url, url_host
 from lachesis.config.schema import SERVERS_DNS, SERVERS_FILE
 
 # The addresses of a host, as text.
@@ -74,8 +74,7 @@ def _of_entry(entry: str, *, resolve: Resolve) -> Iterator[str]:
         url = server_url(entry.removeprefix(SERVERS_DNS))
         parts = urlsplit(url)
         for address in resolve(parts.hostname or ""):
-            host = f"[{address}]" if ":" in address else address
-            yield f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "") + parts.path
+            yield f"{parts.scheme}://{url_host(address)}" + (f":{parts.port}" if parts.port else "") + parts.path
     else:
         yield server_url(entry)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,6 +17,7 @@ from starlette.routing import Route
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.http import LoopServer
 from lachesis.common.routed_experts import joined_routes
 from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
 from lachesis.engines.serving.bodies import Refused, parse
@@ -34,8 +32,6 @@ logger = logging.getLogger(__name__)
 SESSION = "x-session-id"
 """The header that says to which conversation a request belongs."""
 MODEL = "policy"
-# A connection that the server closes as a request comes in on it would be a failed rollout.
-_KEEP_ALIVE_S = 3600
 _FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "detokenize",
@@ -63,25 +59,21 @@ class TurnServer:
 
     def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
         self.calls = calls
-        self.url = ""
         self.failure: LachesisError | None = None
         self._params = params
         self._max_context = max_context
         self._vocab_size = vocab_size
         self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._server: uvicorn.Server | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._server = LoopServer(self.app())
+
+    @property
+    def url(self) -> str:
+        """The address; empty before :meth:`start`."""
+        return self._server.url
 
     async def start(self) -> None:
         """Listen on a free port of this host."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            self.app(), log_config=None, access_log=False, ws="none", lifespan="off", loop="asyncio",
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await self._server.start()
 
     def app(self) -> Starlette:
         """What it serves, to names of this machine only."""
@@ -93,10 +85,7 @@ class TurnServer:
 
     async def stop(self) -> None:
         """Close the port, and wait for the engine's last call. Idempotent."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await self._task
-            self._server = None
+        await self._server.stop()
         await self.calls.ended()
         self.calls.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.http import http_server
 from lachesis.process.workers import ChildProcess, ProcessLimits
 
 DEFAULT_PORT = 8010
@@ -41,12 +42,9 @@ def listen(port: int) -> PageAddress:
 
 def serve(run_dirs: Sequence[Path], listener: socket.socket, token: str) -> None:
     """Serve the page of these runs until the process ends."""
-    import uvicorn
-
     from lachesis.run.watch import Watch
 
-    config = uvicorn.Config(Watch(run_dirs, token=token).app(), log_level="warning")
-    uvicorn.Server(config).run(sockets=[listener])
+    http_server(Watch(run_dirs, token=token).app()).run(sockets=[listener])
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.http import url_host
 from lachesis.common.json_values import is_object
 
 PROTOCOL = 3
@@ -86,8 +87,7 @@ def listen(init_method: str, *, secret: str = "") -> Rendezvous:
             f"Failed to setup NCCL bridge: the trainer cannot listen at {init_method} ({error.strerror or error})",
             remedy="name an address of the trainer's host and a port that is free (port 0 takes any)",
         ) from error
-    shown = f"[{host}]" if ":" in host else host
-    return Rendezvous(f"tcp://{shown}:{listener.getsockname()[1]}", listener, secret)
+    return Rendezvous(f"tcp://{url_host(host)}:{listener.getsockname()[1]}", listener, secret)
 
 
 def call_off(init_method: str, *, secret: str, reason: str) -> None:
@@ -108,8 +108,7 @@ def address_towards(urls: Sequence[str]) -> str:
     # Servers on this machine reach it by any of its addresses.
     apart = {address for address in found if not ipaddress.ip_address(address).is_loopback} or found
     if len(apart) == 1:
-        address = apart.pop()
-        return f"[{address}]" if ":" in address else address
+        return url_host(apart.pop())
     raise EngineError(
         f"the servers reach this machine by different addresses ({', '.join(sorted(apart))})",
         remedy="set bridge.init_method to one that all of them can reach, as tcp://HOST:0",

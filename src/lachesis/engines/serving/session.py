@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from lachesis.common.errors import EngineError
 from lachesis.common.files import write_atomic
+from lachesis.common.http import url_host
 from lachesis.common.json_values import is_object
 from lachesis.process.managed import process_exists
 
@@ -39,11 +40,10 @@ class Session:
 
 def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), token: str | None = None) -> Session:
     """A session of this process, not yet written. The token is ``token``, the environment's, or a random one."""
-    shown = f"[{host}]" if ":" in host else host
     return Session(
         session_id=uuid.uuid4().hex,
         token=token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32),
-        url=f"http://{shown}:{port}",
+        url=f"http://{url_host(host)}:{port}",
         port=port,
         pid=os.getpid(),
         adapter_roots=tuple(Path(root).resolve() for root in adapter_roots),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from lachesis.common.errors import ConfigError, LachesisError, error_of
 from lachesis.common.hosts import VARIABLE as ALLOWED_HOSTS
+from lachesis.common.http import url_host
 from lachesis.config.schema import AtroposSourceConfig, LachesisConfig, ServicesConfig
 from lachesis.plugins.cluster.layout import FINAL, Layout, Machines, of_ranks
 
@@ -237,13 +238,13 @@ def engine_task(job: RayJob, place: Place, *, number: int) -> Task:
 def engine_url(job: RayJob, place: Place, *, number: int) -> str:
     """Where it listens: ports are counted through over all nodes, so that several may be on one."""
     assert job.layout.servers is not None, "there are engines"
-    return f"http://{_shown(place.address)}:{job.layout.servers.port + number}"
+    return f"http://{url_host(place.address)}:{job.layout.servers.port + number}"
 
 
 def api_url_at(job: RayJob, place: Place) -> str:
     """The rollout API's address on that node: the port is that of ``source.url``."""
     assert isinstance(job.config.source, AtroposSourceConfig), "the layout has found so"
-    return f"http://{_shown(place.address)}:{urlsplit(job.config.source.url).port or 80}"
+    return f"http://{url_host(place.address)}:{urlsplit(job.config.source.url).port or 80}"
 
 
 def service_task(job: RayJob, command: Sequence[str], place: Place, *, name: str, log: str) -> Task:
@@ -322,7 +323,3 @@ def _rank_environment(
         "LOCAL_WORLD_SIZE": local_size,
     }
     return {**job.environment, NODE_VARIABLE: own.address, **{name: str(value) for name, value in torchrun.items()}}
-
-
-def _shown(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

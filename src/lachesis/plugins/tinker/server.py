@@ -8,20 +8,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.http import listen
+from lachesis.common.http import http_server, listen, url_of
 from lachesis.config.schema import ModelConfig, NoAdapterConfig
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.plugins.tinker.options import TinkerOptions
 from lachesis.train.model.forward import plan_forward
 from lachesis.train.model.loading import context_length, eos_token_ids, load_model
 
-_KEEP_ALIVE_S = 75
 API_KEY = "TINKER_API_KEY"
 
 
@@ -39,13 +37,8 @@ def serve(options: TinkerOptions, *, on_ready: Callable[[str], None]) -> None:
     listener = listen(options.host, options.port)
     try:
         app = build_app(options, api_key=os.environ.get(API_KEY))
-        host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, http="httptools", ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False,
-        )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listener])
+        on_ready(url_of(listener))
+        http_server(app).run(sockets=[listener])
     finally:
         listener.close()
 

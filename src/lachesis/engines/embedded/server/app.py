@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, ModelError, first_line
 from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.http import bind, http_server
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
@@ -32,8 +31,6 @@ from lachesis.transport.bridge_file import asked_at_start
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_S = 75
-_SHUTDOWN_S = 5
 _MAX_NUM_SEQS, _MAX_LORA_RANK = 64, 64
 
 
@@ -50,7 +47,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
         EngineError: the session file cannot be written.
     """
     _check(options)
-    listener = _listen(options)
+    listener = bind(options.host, options.port)  # connections are accepted once the model is loaded
     session: Session | None = None
     served: ServedEmbedded | None = None
     try:
@@ -66,11 +63,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
         if on_ready is not None:
             on_ready(session.url)
         app = build_app(served, session=session, allowed_hosts=(options.host, *options.allowed_hosts))
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, http="httptools", ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S, server_header=False,
-        )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listener])
+        http_server(app).run(sockets=[listener])
     finally:
         listener.close()
         if served is not None:
@@ -176,24 +169,6 @@ def build_app(served: ServedEmbedded, *, session: Session, allowed_hosts: Sequen
         middleware=[Middleware(OwnHostOnly, allowed=allowed_hosts)],
         exception_handlers={HTTPException: refuse},
     )
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    """The port, taken but refusing connections: those are accepted once the model is loaded."""
-    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((options.host, options.port))
-        # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it the body of
-        # every answer waits 40 ms for the acknowledgement of its head.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return bound
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
-            remedy="choose another --port, or stop what uses this one",
-        ) from error
 
 
 def _check(options: ServeOptions) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.http import listen
+from lachesis.common.http import http_server, listen, url_of
 from lachesis.plugins.atropos.api.dashboard import Dashboard, load_pieces
 from lachesis.plugins.atropos.api.journal import Journal, StoreFailed
 from lachesis.plugins.atropos.api.metrics import INTERVAL_S, History
@@ -33,7 +32,6 @@ from lachesis.plugins.atropos.api.wire import Refusal
 logger = logging.getLogger(__name__)
 
 _SYNC_S = 1.0
-_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +66,10 @@ def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = No
     """
     listener = listen(options.host, options.port)
     try:
-        config = uvicorn.Config(
-            build_app(options), log_config=None, access_log=False, http="httptools", ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False,
-        )  # fmt: skip
+        server = http_server(build_app(options))
         if on_ready is not None:
-            host, port = listener.getsockname()[:2]
-            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        uvicorn.Server(config).run(sockets=[listener])
+            on_ready(url_of(listener))
+        server.run(sockets=[listener])
     finally:
         listener.close()
 

@@ -1,25 +1,15 @@
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from lachesis.common.errors import ModelError
 from lachesis.engines.embedded.server import app
-from lachesis.engines.embedded.server.app import _listen, serve_embedded
+from lachesis.engines.embedded.server.app import serve_embedded
 from lachesis.engines.options import ServeOptions
 from lachesis.transport.bridge_file import read_bridge_file
 from tests.tiny import tiny_model, tiny_tokenizer
-
-
-def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head():
-    with _listen(ServeOptions(model="m", port=0)) as listener:
-        listener.listen()
-        with socket.create_connection(listener.getsockname()):
-            connection, _ = listener.accept()
-            with connection:
-                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_model_that_cannot_run_a_token_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
