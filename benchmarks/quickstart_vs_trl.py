@@ -55,7 +55,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "examples/quickstart/config.yaml"
 WORK = REPOSITORY / ".bench/quickstart"
 TRL_ENVIRONMENT = REPOSITORY / ".bench/trl"
-TRL_REQUIREMENTS = Path(__file__).with_name("trl-requirements.txt")
+TRL_REQUIREMENTS = Path(__file__).parents[1] / "tests" / "envs" / "trl.txt"
 
 OURS, OURS_ALL, TRL = "Lachesis", "Lachesis, no group left out", "TRL"
 DIRECTORIES = {OURS: "lachesis", OURS_ALL: "lachesis-all", TRL: "trl"}
