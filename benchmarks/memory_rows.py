@@ -46,8 +46,11 @@ class Measurement:
         return f"{self.gpu}, {self.packages}, {self.date}"
 
 
-def kept(directory: Path = Path(__file__).parent) -> list[Measurement]:
-    """All files of measurements that are kept beside the benchmarks, the oldest first."""
+RAW = Path(__file__).with_name("raw")
+
+
+def kept(directory: Path = RAW) -> list[Measurement]:
+    """Return all kept files of measurements, the oldest first."""
     return sorted(map(read, directory.glob("memory*.json")), key=lambda one: (one.date, one.path.name))
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--only NAME ...] [--repeats 5] [--out FILE.json]
                                                    [--budgets TOKENS TOKENS ...] [--equal GROUPS | --tree]
-                                                   [--drawn STEPS [--dtype float32]] [--profile]
+                                                   [--profile]
 
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
@@ -13,9 +13,6 @@ a whole step of end_to_end.py has 32.
 another. Each turn is a sequence, with all before it as its prompt; the rows are the prefix tree, each turn flat, and
 each trajectory flat, as one sequence whose observations are masked. The last shows what flat packing needs where turns
 are joined before.
-
-``--drawn`` takes so many steps of one policy instead, over lengths and numbers of groups that are drawn anew each
-time (drawn_lengths.py), and says whether a step stalls or memory creeps.
 
 ``--profile`` says below each row where the time of one more step went, kernel by kernel (kernel_times.py).
 """
@@ -38,7 +35,6 @@ from typing import Any, Literal
 import torch
 import transformers
 from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B
-from drawn_lengths import HEADING, LARGE, SMALL, WARM_UP, Work, line, measure_drawn, summarize
 from kernel_times import kernels_of, table
 from needs_gpu import require_gpu
 from step_workloads import (
@@ -47,7 +43,6 @@ from step_workloads import (
     TRAJECTORIES,
     TREE_GROUPS,
     TURNS,
-    groups_of,
     tree_workload,
     workload,
 )
@@ -164,33 +159,6 @@ def our_step(
 
     batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)
     return step, sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches)
-
-
-def drawn_steps(config: PretrainedConfig, *, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The table of ``--drawn``."""
-    lora = any("LoRA" in part for part in options.only)
-    policy = our_policy(config, device=device, dtype=getattr(torch, options.dtype), lora=lora)
-    max_tokens = options.budgets[0] if options.budgets else 512 if options.tiny else 16384
-
-    def build(number: int, lengths: list[list[int]]) -> Callable[[], Work]:
-        groups = groups_of(lengths, vocab_size=config.vocab_size, seed=number)
-
-        def step() -> Work:
-            batch = pack(groups, max_tokens=max_tokens)
-            policy.accumulate(batch)
-            policy.step()
-            return Work(sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches))
-
-        return step
-
-    sys.stdout.write(f"{'LoRA' if lora else 'all weights'}, {options.dtype}, {max_tokens:,} tokens a pass\n{HEADING}\n")
-    steps = []
-    for one in measure_drawn(options.drawn, drawing=SMALL if options.tiny else LARGE, build=build, device=device):
-        steps.append(one)
-        sys.stdout.write(f"{line(one)}\n")
-        sys.stdout.flush()
-    sys.stdout.writelines(f"{words}\n" for words in summarize(steps).lines())
-    return [asdict(one) for one in steps]
 
 
 def trl_step(
@@ -406,16 +374,12 @@ def main() -> None:
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--tree", action="store_true", help="trajectories of several turns, as a tree and flat")
     parser.add_argument("--equal", type=int, metavar="GROUPS", help="so many groups, all completions equally long")
-    parser.add_argument("--drawn", type=int, metavar="STEPS", help="steps of one policy over lengths drawn anew")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights with --drawn")
     parser.add_argument("--budgets", type=int, nargs="+", help="tokens a micro-batch, a row each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[""], help="only rows that contain one of these; =NAME is one row")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, kernel by kernel")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.drawn is not None and options.drawn <= WARM_UP:
-        parser.error(f"--drawn takes more than {WARM_UP} steps: the first {WARM_UP} are not judged")
     require_gpu(tiny=options.tiny)
     device = torch.device("cpu" if options.tiny else "cuda")
     if options.tiny:
@@ -423,8 +387,7 @@ def main() -> None:
     config = architecture("tiny" if options.tiny else options.size)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
     sys.stdout.write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, ")
-    measured = drawn_steps if options.drawn else compared_steps
-    results = measured(config, device=device, options=options)
+    results = compared_steps(config, device=device, options=options)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 

@@ -1,4 +1,4 @@
-"""Writes gpu-guide.md from benchmarks/memory*.json and `lachesis plan`: ``python docs/generate_gpu_guide.py``."""
+"""Writes gpu-guide.md from benchmarks/raw/memory*.json and `lachesis plan`: ``python docs/generate_gpu_guide.py``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ sys.path.append(str(BENCHMARKS))
 from memory_rows import MODELS, Measurement, error, kept, largest_error, plan_of  # noqa: E402
 
 TARGET = Path(__file__).with_name("gpu-guide.md")
-RESULTS = BENCHMARKS / "RESULTS.md"
-BEGIN, END = "<!-- by docs/generate_gpu_guide.py: -->", "<!-- :by docs/generate_gpu_guide.py -->"
 # Of a context: prompt, completion, tokens of a micro-batch.
 CONTEXTS = {1024: (128, 896, 4096), 8192: (1024, 7168, 8192)}
 VLLM, SERVER = {"kind": "vllm"}, {"kind": "vllm", "devices": "1"}
@@ -50,7 +48,7 @@ NO_CARD = "none of them"
 INTRODUCTION = """\
 # GPU guide: what fits, how much memory it takes
 
-<!-- Written by docs/generate_gpu_guide.py from benchmarks/memory*.json and lachesis plan; do not edit. -->
+<!-- Written by docs/generate_gpu_guide.py from benchmarks/raw/memory*.json and lachesis plan; do not edit. -->
 
 `lachesis plan config.yaml` says of your own configuration which cards it fits on, by phase and part;
 `lachesis plan config.yaml --fit 40` what to change for a card of 40 GB, and what each change saves. It loads nothing;
@@ -279,7 +277,7 @@ def render() -> str:
             INTRODUCTION,
             "## Measured\n",
             "`benchmarks/memory.py`, in runs of their own:\n",
-            *sources(measurements, directory="../benchmarks/"),
+            *sources(measurements, directory="../benchmarks/raw/"),
             AFTER_MEASURED,
             *measured_rows(measurements),
             NOT_MEASURED_TEXT,
@@ -296,14 +294,5 @@ def render() -> str:
     )
 
 
-def with_measured(results: str) -> str:
-    """The page of results with what was measured."""
-    measurements = kept()
-    before, rest = results.split(BEGIN)
-    block = [*sources(measurements, directory=""), "", *measured_rows(measurements)]
-    return "\n".join([before + BEGIN, *block, END + rest.split(END)[1]])
-
-
 if __name__ == "__main__":
     TARGET.write_text(render())
-    RESULTS.write_text(with_measured(RESULTS.read_text()))

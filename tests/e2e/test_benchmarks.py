@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -23,24 +22,18 @@ WORK, PORT = "WORK", "PORT"
 # By script: what of it runs here beside --tiny, and words that stand in what it prints.
 RUN_HERE = {
     "api": ([], "groups_per_s"),
-    "asynchrony": ([], "waits"),
-    "code_execution": ([], "| namespaces |"),
     "end_to_end": (["--only", "Lachesis", "--engine", "embedded", "--steps", "2", "--prompts", "2", "--work", WORK],
                    "| Lachesis |"),
     "long_rows": (["--repeats", "1", "--only", "4B LoRA 65536"], "Qwen3-4B LoRA 65536"),
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
-    "multi_turn": ([], "rollouts"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
-    "packing": ([], "| 128 | ragged | 4 | as they are |"),
     "proof": (["--port", PORT, "--only", "broadcast, bf16", "LoRA by file"], "missed: 0, false alarms: 0"),
-    "reasoning_tasks": (["--only", "chain_sum"], "| chain_sum | 2 |"),
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
                            "| **longer than the engine alone** |"),
     "time_to_reward": (
         ["--only", "Lachesis", "--seeds", "0", "--ahead", "1", "--work", WORK], "| Lachesis | 0 |",
     ),
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
-    "turns": ([], "| 2 |"),
     "train_step": (
         ["--no-trl", "--repeats", "1", "--only", "checkpointing", "--profile"], "lachesis LoRA, checkpointing",
     ),
@@ -54,11 +47,6 @@ OVER_VLLM = {
          "--updates", "2", "--port", PORT, "--model-dir", f"{WORK}/model", "--logs", f"{WORK}/logs"],
         [rf"\| stock vLLM \| {RATE} / {RATE} \|",
          rf"\| lora_only \| {RATE} / {RATE} \| {WORST} \| {WORST} \| 0\.00\d\d \|"],
-    ),
-    "fleet": (
-        ["--tokens", "16", "--port", PORT, "--work", WORK],
-        [r"\| lost \| 0 \|", rf"\| requests that it then had \| {RATE} \|",
-         r"\| the other was started again \| False \|"],
     ),
     "generation": (
         ["--only", "in process, logprobs", "our server", "--in-flight", "1", "8", "--repeats", "1",
@@ -75,20 +63,18 @@ OF_RANKS = {"checkpoint"}
 BY_HAND = {"kills"}
 # They say so where there is no GPU, before they make any model.
 OF_A_GPU = [
-    "bridges", "end_to_end", "fleet", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
+    "bridges", "end_to_end", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
     "transfer",
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
-OF_OTHERS = {"environments", "health", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
+OF_OTHERS = {"health", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
 NO_SCRIPTS = {
     "architectures",
     "health_rewards",
-    "drawn_lengths",
     "kernel_times",
     "memory_rows",
     "needs_gpu",
     "overlap_table",
-    "side_by_side",
     "step_workloads",
 }
 
@@ -141,17 +127,6 @@ def test_a_mixture_trains_on_the_weights_of_its_engine(tmp_path: Path):
     done = script("end_to_end", "--tiny", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("| Lachesis |") == 2 and "| 0.00% |" in done.stdout
-
-
-@pytest.mark.parametrize("kind", [["--dtype", "float32"], ["--only", "LoRA"]], ids=" ".join)
-def test_steps_over_lengths_drawn_anew(tmp_path: Path, kind: list[str]):
-    done = script("train_step", "--tiny", "--drawn", "6", *kind, "--out", "steps.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "slowest step over the median" in done.stdout
-    steps = json.loads((tmp_path / "steps.json").read_text())
-    assert [step["number"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert len({step["forward_tokens"] for step in steps}) == 6
-    assert {step["groups"] for step in steps} <= {2, 3, 4}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -13,11 +13,11 @@ from lachesis.plan.plan import Plan, plan
 GB = 10**9
 # Sizes of cards that are asked about, as their vendors call them. They hold a little more, which the driver takes.
 CARDS = (24, 40, 48, 80, 141)
-# CUDA's context of a process with its libraries: 0.55 GB on an H200 (benchmarks/memory.json).
+# CUDA's context of a process with its libraries: 0.55 GB on an H200 (benchmarks/raw/memory.json).
 CONTEXT_BYTES = 6 * 10**8
 # What the allocator holds over what tensors take at the worst moment, blocks that do not fit together: 0.3 to 2.1 GB
-# on an H200, whatever the model's size (benchmarks/memory.json), and over several ranks as much again as is gathered,
-# for that comes and goes: 1.8 to 5.5 GB on two H100s (benchmarks/memory_two_gpus*.json).
+# on an H200, whatever the model's size (benchmarks/raw/memory.json), and over several ranks as much again as is
+# gathered, for that comes and goes: 1.8 to 5.5 GB on two H100s (benchmarks/raw/memory_two_gpus*.json).
 FRAGMENTS_BYTES = 10**9
 # What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill, and what is not
 # torch's. With 8B on an H200 1.3 GiB, with 1.3 billion parameters 0.7 (benchmarks/RESULTS.md, "What a vLLM server takes

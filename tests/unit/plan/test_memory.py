@@ -225,7 +225,7 @@ def test_the_lines_of_the_cards(build, tmp_path: Path):
     assert "fits" in lines[-1] and "engine 64.5 GB" in lines[-1]  # 0.45 of 141, and the graphs
 
 
-MEASURED = {path.name: json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory*.json"))}
+MEASURED = {path.name: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "raw").glob("memory*.json"))}
 ROWS = [
     pytest.param(row, record["context_bytes"], id=f"{file}: {row['name']}")
     for file, record in MEASURED.items()
