@@ -456,8 +456,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
         """Return the servers' present descriptions.
 
-        Raises StaleWeights if one was replaced since this run met it. Raises StaleWeights where one was replaced since
-        this run met it.
+        Raises StaleWeights if one was replaced since this run met it.
         """
         infos = self.engine.on_each(lambda server: server.info(deadline=deadline))
         for server, info in infos:
@@ -495,7 +494,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _not_connected(self, deadline: Deadline) -> str:
         """Return why the receivers are not all connected yet.
 
-        Raises EngineError if one has failed. Raises EngineError where one has failed.
+        Raises EngineError if one has failed.
         """
         connected = self.engine.on_all(self._noting(lambda server: _check_receiver(server, deadline)))
         return "" if all(connected) else "a server's receiver is not connected"
@@ -538,7 +537,7 @@ def _ranks(infos: Sequence[ServerInfo]) -> tuple[dict[str, int], int]:
 def _check_receiver(server: ServerControl, deadline: Deadline) -> bool:
     """Return True if the server's receiver is connected.
 
-    Raises EngineError if it has failed. Raises EngineError where it has failed.
+    Raises EngineError if it has failed.
     """
     try:
         status = server.receiver_status(deadline=deadline)

@@ -292,8 +292,7 @@ class ExternalBridge(Bridge[PolicyT]):
     def _replaced(self) -> tuple[str, ...]:
         """Return the servers that are ready.
 
-        A starting one takes the memory that a sleeping one leaves to the trainer. One that starts takes the memory that
-        a sleeping one leaves to the trainer.
+        A starting one takes the memory that a sleeping one leaves to the trainer.
         """
         assert self._owned is not None, "others start them"
         sleeps = bool(self._servers.sleep_level)

@@ -46,10 +46,10 @@ def as_they_are(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
 class LoraPair:
     """Adapter of ``parameter``, a weight of ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
 
-    ``a`` is [rank, in], ``b`` [out, rank]; both are the live parameters. ``transposed`` says that the layer
-    stores its weight as [in, out]. Of ``experts`` weights in one parameter [experts, out, in] each has its own A and
-    B, as peft lays them out: ``a`` is [experts * rank, in], ``b`` [out, rank * experts]. ``stacked`` is what is no
-    linear layer: experts, and the router among them.
+    ``a`` is [rank, in], ``b`` [out, rank]; both are the live parameters. ``transposed``: the layer
+    stores its weight as [in, out]. If the parameter stacks ``experts`` weights [experts, out, in], each has its own A
+    and B, as peft lays them out: ``a`` is [experts * rank, in], ``b`` [out, rank * experts]. ``stacked`` marks modules
+    that are not linear layers: experts, and the router among them.
     """
 
     module: str
@@ -272,10 +272,8 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_t
 def full_digests(model: nn.Module, *, whole: Whole = as_they_are, quantized: Collection[str] = ()) -> dict[str, int]:
     """Return digests of :func:`full_weights` by name.
 
-    Merged and gathered tensors are made and dropped one by one. Merged and gathered ones are made and dropped one by
-    one.
-
-    Those of ``quantized`` are rounded to 8 bits first, and the name with ``_scale`` has the digest of their scales.
+    Merged and gathered tensors are made and dropped one by one. Those of ``quantized`` are rounded to 8 bits first, and
+    the name with ``_scale`` has the digest of their scales.
     """
     if whole is as_they_are and not is_adapted(model) and not quantized:
         return digests(dict(full_weights(model)))

@@ -88,7 +88,7 @@ class Proof(Protocol):
     def confirm(self, *, version: int) -> Proved:
         """Prove that the engine computes with ``version``.
 
-        Raises StaleWeights if it has other weights. Raises StaleWeights where it has other weights.
+        Raises StaleWeights if it has other weights.
         """
         ...
 

@@ -39,7 +39,7 @@ class FleetChanges:
 def resolve_host(name: str) -> Sequence[str]:
     """Return all addresses of a name, in order.
 
-    Raises EngineUnreachable if it has none. Raises EngineUnreachable where it has none.
+    Raises EngineUnreachable if it has none.
     """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -56,7 +56,7 @@ def addresses(
     """Return the servers as ``http://HOST:PORT``, each once, without those that were drained.
 
     Raises:
-        ConfigError: an entry is no address, is there twice, or its file cannot be read.
+        ConfigError: an entry is not an address or is given twice, or its file cannot be read.
         EngineUnreachable: as ``resolve``.
     """
     changes = changes or FleetChanges()

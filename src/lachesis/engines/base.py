@@ -35,8 +35,7 @@ Finished = Callable[[int, list[Completion]], None]
 class Engine(ABC):
     """Engine that generates completions.
 
-    It may be a separate process, many servers, or part of the trainer. One engine may be a process of its own, many
-    servers, or part of the trainer.
+    It may be a separate process, many servers, or part of the trainer.
     """
 
     @abstractmethod
@@ -45,11 +44,11 @@ class Engine(ABC):
     ) -> list[list[Completion]]:
         """Complete every request: ``result[i]`` holds the ``requests[i].n`` completions, in order.
 
-        ``finished`` is told of every request once, as soon as it is complete, while others may still be generated.
+        ``finished`` is called once for each request, as soon as it is complete, while others may still be generated.
 
         Raises:
             EngineError: the engine cannot serve (closed, paused, a prompt longer than its context).
-            DeadlineExceeded: the deadline passed; nothing of the call is returned.
+            DeadlineExceeded: the deadline passed; no completion of the call is returned.
         """
 
     def sample(

@@ -73,7 +73,7 @@ ENGINE = contract("engine", CustomEngine, error=EngineError, makes=Engine, metho
 
 
 def custom_engine(engine: CustomEngineConfig, trained: TrainedModel) -> Engine:
-    """Build the user's own engine. Raises ConfigError if there is none. Raises ConfigError where there is none."""
+    """Build the user's own engine. Raises ConfigError if there is none."""
     return load_part(engine.function, ENGINE).make(trained)
 
 
@@ -165,12 +165,12 @@ def server_options(
 ) -> ServeOptions:
     """Return the options of a server of the trained model.
 
-    Keys of ``engine`` named like options become them. Keys of ``engine`` that are named as options become them.
+    Keys of ``engine`` named like options become them.
 
     Args:
-        engine: the configuration's, or what stands for it where that says only where the server listens.
-        directory: the run's, out of which the server loads weights.
-        number: of the server, where there are several; its port is as many above the first one's.
+        engine: the configuration's, or its stand-in if the configuration says only where the server listens.
+        directory: of the run; the server loads weights from it.
+        number: of the server, if there are several; its port is this far above the first one's.
         checkpoint: served in place of the model.
 
     Raises:

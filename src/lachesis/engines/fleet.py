@@ -1,4 +1,4 @@
-"""Which engines may serve, and which of them gets a request. Pure: nothing is sent here, and the clock is given.
+"""State of the engines of a run, and the choice of one for each request. Pure: sends nothing; the clock is given.
 
 ::
 
@@ -6,9 +6,9 @@
                         ^                  |  ^                     |
                         +-- unproved ------+  +--- met, progresses -+          any --retire--> RETIRED
 
-An engine is admitted by a proof of its own: that, in the session in which it was met, it computes with the weights of
-at least the version that is required. That it answers admits it only as long as no version is required, as where
-nobody trains. An engine that is started again is of another session, and what was proved of the one before is gone.
+Each engine is admitted by its own proof: that, in the session in which it was met, it computes with weights of at
+least the required version. While no version is required, as where nothing is trained, an answer is enough. A
+restarted engine has a new session, and the proof of the old one is void.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class _Member:
 class Fleet:
     """The engines of a run. Thread-safe.
 
-    What is told of an engine that the fleet does not know, or that comes too late (of a session before, of one that is
-    dead or retired), changes nothing.
+    Reports about an unknown engine, or that come too late (from an earlier session, or about an engine that is dead or
+    retired), change nothing.
 
     Args:
         urls: of the engines, in the order in which they are met.
-        clock: seconds, of any beginning.
+        clock: seconds, from any start.
         max_in_flight: most requests that one engine has at a time.
-        hang_s: of several engines one that is at work and generates nothing for so long is a suspect, and dead after
-            as long again; ``None``: never.
+        hang_s: with several engines, one that has requests and generates nothing for this long becomes suspect, and
+            after twice as long dead; ``None``: never.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Fleet:
 
     @property
     def rows(self) -> tuple[EngineRow, ...]:
-        """Return all engines, as they are to be shown."""
+        """Rows of the table of all engines."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -159,7 +159,7 @@ class Fleet:
     def add(self, url: str) -> None:
         """Add a starting engine, new or retired before.
 
-        Raises ConfigError if it is a member already. Raises ConfigError where it is a member already.
+        Raises ConfigError if it is a member already.
         """
         with self._lock:
             if self.state(url) is not State.RETIRED:
@@ -209,10 +209,7 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def require(self, version: int) -> None:
-        """Require engines to be proved at this version from now on.
-
-        Those at an older one become stale. Those that are at an older one are stale.
-        """
+        """Require engines to be proved at this version from now on; engines at an older one become stale."""
         with self._lock:
             self._required = version
             for member in self._members.values():
@@ -253,7 +250,7 @@ class Fleet:
                 self.suspect(ticket.url, reason)
 
     def died(self, url: str, reason: str) -> None:
-        """Record that the engine is gone, or as good as gone."""
+        """Record that the engine is gone or unusable."""
         self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
 
     def progressed(self, url: str, tokens: int) -> None:
@@ -290,7 +287,7 @@ class Fleet:
             return self._hang_s if several else None
 
     def check_progress(self) -> tuple[str, ...]:
-        """Find engines that hang, and return those that have died of it now."""
+        """Find engines that hang; return those that have just died of it."""
         dead: list[str] = []
         with self._lock:
             if (hang_s := self.hang_s) is None:

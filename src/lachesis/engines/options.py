@@ -1,4 +1,4 @@
-"""What an inference server is started with: each field is a flag of ``lachesis serve``."""
+"""Options of an inference server: each field is a flag of ``lachesis serve``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SINGULAR = {"adapter_roots": "adapter_root", "allowed_hosts": "allowed_host"}
 
 
 class ServeOptions(BaseModel):
-    """Which model to serve, how, and where. ``None`` leaves it to the engine.
+    """Options that say which model to serve, how, and where. ``None`` leaves a choice to the engine.
 
-    ``arguments`` is no flag: they are handed on to ``vllm serve`` as they are.
+    ``arguments`` is not a flag: its words go to ``vllm serve`` unchanged.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,11 +50,11 @@ class ServeOptions(BaseModel):
 
     @property
     def url(self) -> str:
-        """Where the server is reached from this machine."""
+        """Address of the server from this machine."""
         return server_url(f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}")
 
     def command_line(self, *, without: Collection[str] = ()) -> list[str]:
-        """The flags that say the same, but those of the fields ``without``; ``arguments`` come last."""
+        """Return the flags that mean the same, except for the fields ``without``; ``arguments`` come last."""
         return [*command_line(self.model_dump(exclude=set(without))), *self.arguments]
 
 
@@ -64,7 +64,7 @@ def flag_of(field: str) -> str:
 
 
 def command_line(values: Mapping[str, Any]) -> list[str]:
-    """Flags by the names of fields. None and False leave a flag out, True gives it no value, a tuple repeats it."""
+    """Return flags named by fields: None and False omit a flag, True gives it no value, a tuple repeats it."""
     words: list[str] = []
     for field, value in values.items():
         if value is True:

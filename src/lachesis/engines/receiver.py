@@ -1,8 +1,7 @@
-"""An engine's ends of weight channels: it joins them and takes updates in threads of its own.
+"""Engine's ends of weight channels, which receive updates in their own threads.
 
-So the engine goes on generating until all of an update is there, and is held up only by loading it. Where several ranks
-of the trainer send, each has a channel of its own, with its share of the tensors.
-
+The engine goes on generating until all of an update has arrived, and waits only while it is loaded. If several ranks
+of the trainer send, each has its own channel, with its share of the tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ Connect = Callable[..., Channel]
 
 
 class Receiver:
-    """The channels of one update's senders, from joining to leaving. One thread takes updates; :meth:`close` may come
-    from any.
+    """Channels of one update's senders, from joining to leaving.
+
+    One thread takes updates; :meth:`close` may be called from any thread.
 
     Args:
         spec: the channels and the tensors of an update.
         rank: of this side on each of them.
-        device: where the tensors of the model live.
+        device: device of the model's tensors.
         connect: makes a channel.
     """
 
@@ -68,11 +68,11 @@ class Receiver:
 
     @property
     def status(self) -> ReceiverStatus:
-        """Where it stands, and why."""
+        """State of the receiver, with the reason."""
         return ReceiverStatus(self._state, self._detail, self.spec, self.updates)
 
     def look_again(self) -> None:
-        """What the last update took on the device was given back: the next one finds out anew where there is room."""
+        """Measure the free memory again before the next update: the last one's memory on the device was released."""
         self._room.look_again()
 
     def check_free(self) -> None:
@@ -83,11 +83,10 @@ class Receiver:
             )
 
     def take(self, wait_s: float | None) -> Iterator[tuple[str, Tensor]] | None:
-        """Begin an update if none has begun; its tensors, the caller's own, or ``None`` if more than ``wait_s``
-        seconds are needed (``None`` waits for them). Once there are tensors, they are to be loaded
-        inside of :meth:`loading`.
+        """Begin an update if none has begun, and return its tensors in the order of the announcement.
 
-        They are all there, in the order of the announcement.
+        They belong to the caller, and are to be loaded inside :meth:`loading`. ``None`` if they need more than
+        ``wait_s`` seconds to arrive (``None`` waits for them).
 
         Raises:
             Refused: (409) the channels are not connected.
@@ -106,7 +105,7 @@ class Receiver:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Load what :meth:`take` has given inside; the trainer is told that it was, or why it was not.
+        """Tell the trainer, after the tensors of :meth:`take` were loaded inside, whether that succeeded.
 
         Raises:
             EngineError: the trainer could not be told. What was loaded stays.
@@ -178,7 +177,7 @@ class Receiver:
         raise error
 
     def _broken(self, reason: str) -> None:
-        """The trainer is not to wait for what will not come."""
+        """Close the channels after an error, so that the trainer does not wait in vain."""
         self._state, self._detail = "error", reason
         self._close_channels()
 
@@ -235,7 +234,7 @@ class _Update:
         return ((name, held[name]) for name in names)
 
     def give_up(self, reason: str) -> None:
-        """End what is still under way."""
+        """Cancel the transfers that are still under way."""
         for lane in self._lanes:
             if lane.channel is not None:
                 lane.channel.abort(reason)
@@ -264,7 +263,7 @@ class _Update:
             self._note_failure(_ours(error, "an update could not be received"))
 
     def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        """Keep what one lane brings, in its thread."""
+        """Keep the tensors that one lane brings, in its thread."""
         share = dict(arriving)
         self._lanes[number].stream.synchronize()
         with self._lock:
@@ -284,17 +283,17 @@ class _Update:
 
 
 class _Stream:
-    """For a thread beside the engine's: a stream of the device that the engine's steps do not wait for.
+    """Stream of the device for a thread beside the engine's, for which the engine's steps do not wait.
 
-    It is one for all updates: memory that was freed on it is used again on it only, and a new stream for
-    each update would take new memory for each until none is left.
+    All updates share it: memory that was freed on a stream is reused only on that stream, and a new stream for
+    each update would take new memory each time until none is left.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within it, this thread works on that stream."""
+        """Make this thread work on the stream inside the context."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
@@ -304,8 +303,10 @@ class _Stream:
 
 
 class _Room:
-    """Where an update is kept aside until all of it is there: where it was asked for, or on the model's device where
-    it has the room."""
+    """Choice of the device where an update is staged until all of it has arrived.
+
+    It is the requested one, or the model's device if there is room.
+    """
 
     def __init__(self, device: torch.device, staging: Staging) -> None:
         self._device = device
@@ -313,7 +314,7 @@ class _Room:
         self._enough = False
 
     def look_again(self) -> None:
-        """The memory of the updates before is gone."""
+        """Forget that there is enough room: the memory of earlier updates was released."""
         self._enough = False
 
     def staging_device(self, tensors: Sequence[ReceivedTensor]) -> torch.device:
@@ -330,12 +331,12 @@ class _Room:
 
 
 def end_this_process() -> None:
-    """As a signal would: the server closes its connections and ends, for whoever started it to start another."""
+    """Send this process SIGTERM: the server closes its connections and ends, for its starter to start another."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _for_this_stream(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """A tensor that was made on another stream than the caller's."""
+    """Record that the current stream uses a tensor that was made on another."""
     if item[1].is_cuda:
         item[1].record_stream(torch.cuda.current_stream(item[1].device))
     return item

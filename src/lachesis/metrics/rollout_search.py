@@ -66,8 +66,7 @@ class Hit:
 class FailedRollout:
     """Rollout without a reward.
 
-    ``step`` is the step during which it failed; ``None`` if none has ended since. ``step`` is that in whose time it
-    failed; ``None`` where no step has ended since.
+    ``step`` is the step during which it failed; ``None`` if none has ended since.
     """
 
     step: int | None

@@ -104,10 +104,7 @@ def _step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows:
 def _rollouts(
     values: Mapping[str, float], *, step: int, begin: float, end: float, ends: dict[int, float], rows: Rows
 ) -> Iterator[Event]:
-    """Yield generation, that of each engine, then rewards: in the loop's wait if they fit, else up to its end.
-
-    In the loop's wait where they fit into it, else up to its end.
-    """
+    """Yield generation, that of each engine, then rewards: in the loop's wait if they fit, else up to its end."""
     generation, rewards = values.get("generation_time", 0.0), values.get("reward_time", 0.0)
     rewards -= values.get("hidden_reward_time", 0.0)
     beside = generation + rewards > 1.05 * (end - begin)

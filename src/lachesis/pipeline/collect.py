@@ -19,8 +19,6 @@ from lachesis.rollouts.base import RolloutSource
 class Collector:
     """Collector that takes groups from a source until a batch is full; one thread at a time may use it.
 
-    One thread at a time.
-
     Args:
         refill_rounds: how often groups without signal are put aside and others sampled in their place; what is
             still missing after that is filled up with those put aside.

@@ -72,10 +72,9 @@ class Batches:
 class Plan:
     """Result of the whole arithmetic.
 
-    Without a config.json ``shape`` and what follows from it are None or empty. ``shape`` and what follows from it are
-    None and empty without a config.json.
+    Without a config.json ``shape`` and what follows from it are None or empty.
 
-    Memory is that of one of ``devices``, of the first where there is an engine in the trainer's process.
+    Memory is that of one of ``devices``: of the first if there is an engine in the trainer's process.
     """
 
     batches: Batches

@@ -73,7 +73,7 @@ def main() -> None:
 def fork_supervisors(asked: socket.socket, *, asker: int) -> None:
     """Fork a supervisor for each request, until the asker has closed, or has ended.
 
-    Raises Forked in the command. Raises Forked in the process of a command.
+    Raises Forked in the command.
 
     Args:
         asked: requests come over it.

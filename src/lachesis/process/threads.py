@@ -119,7 +119,7 @@ class Caller:
         self._task: asyncio.Task[Any] | None = None
 
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``function(**kwargs)``. For one thread at a time. Of one thread at a time."""
+        """Return the result of ``function(**kwargs)``. For one thread at a time."""
         result = function(**kwargs)
         if type(result) is str:  # of most tools: to ask whether one can be awaited takes as long as a quick call
             return result

@@ -86,7 +86,7 @@ class Draft:
     def write(self, *, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Write all but the tensors of weights or parts.
 
-        Raises CheckpointError if it could not be read back. Raises CheckpointError where it could not be read back.
+        Raises CheckpointError if it could not be read back.
         """
         with (self.directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
             torch.save(dict(state), file)

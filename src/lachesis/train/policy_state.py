@@ -57,7 +57,7 @@ class PolicyState:
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Return every trained tensor, whole, by name; with ``frozen`` all others too.
 
-        On the CPU if they are sharded. On the CPU where they are sharded.
+        On the CPU if they are sharded.
         """
         chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
         if not self.strategy.sharded:
@@ -74,10 +74,7 @@ class PolicyState:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what :meth:`weights` returned, in place, because an engine may share the storage.
-
-        In place: an engine may share the storage.
-        """
+        """Load what :meth:`weights` returned, in place, because an engine may share the storage."""
         own = dict(self.model.named_parameters())
         for name, tensor in tensors.items():
             own[name].copy_(self.strategy.spread(own[name], tensor))
@@ -89,7 +86,7 @@ class PolicyState:
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`optimizer_state` returned.
 
-        Raises CheckpointError if it is of another optimizer. Raises CheckpointError where it is of another optimizer.
+        Raises CheckpointError if it is of another optimizer.
         """
         self.optimizer.load_state_dict(dict(state))
 

@@ -52,7 +52,7 @@ class Aborted(EngineError):
 class PeerFailed(EngineError):
     """Error for a peer that has gone or reports a failure.
 
-    ``rank`` is the peer's rank in the channel. ``rank`` is its in the channel.
+    ``rank`` is the peer's rank in the channel.
     """
 
     def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
@@ -348,8 +348,7 @@ def _answer(secret: str, challenge: bytes) -> bytes:
 def _exactly(connection: socket.socket, count: int) -> bytes:
     """Read exactly ``count`` bytes.
 
-    Raises OSError if the other side ends, or stalls, before. Raises OSError where the other side ends, or stalls,
-    before.
+    Raises OSError if the other side ends, or stalls, before.
     """
     received = b""
     while len(received) < count:

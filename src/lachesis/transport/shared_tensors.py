@@ -198,7 +198,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def parse_dtype(text: str) -> torch.dtype:
     """Return the dtype with this name, with or without ``torch.``.
 
-    Raises ValueError if there is none. Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     dtype = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):

@@ -238,7 +238,7 @@ def own_copy(source: Tensor, device: torch.device) -> Tensor:
 def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
     """Allocate host memory that a GPU copies to at full speed.
 
-    Raises EngineError if there is not so much. Raises EngineError where there is not so much.
+    Raises EngineError if there is not so much.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

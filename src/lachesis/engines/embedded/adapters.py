@@ -1,4 +1,4 @@
-"""Whether a model wears an adapter of peft, asked without importing peft: with bitsandbytes it takes a second."""
+"""Check for a peft adapter on a model that does not import peft: with bitsandbytes the import takes a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_adapted(model: object) -> TypeIs[PeftModel]:
-    """Return True if ``model`` is a PeftModel, which it can only be once somebody has imported peft."""
+    """Return True if ``model`` is a PeftModel; without importing peft, since nothing is one before peft is imported."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel  # waits, where another thread is at it

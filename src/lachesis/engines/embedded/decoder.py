@@ -25,11 +25,11 @@ _GROW_FROM = 32
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What a model's forward pass takes.
+    """Properties of a model's forward pass.
 
-    ``cache_argument`` is the name of its cache, ``None`` where it has none that rows can be picked from.
-    ``pads`` says that prompts of different length may share a batch; ``extends`` that several tokens at once
-    may follow a cache; ``keeps_last`` that it computes the logits of the last positions alone if asked to.
+    ``cache_argument`` is the name of its cache argument, ``None`` if it has no cache that rows can be picked from.
+    ``pads``: prompts of different lengths may share a batch. ``extends``: several tokens at once may follow a
+    cache. ``keeps_last``: it can compute the logits of the last positions alone.
     """
 
     cache_argument: str | None
@@ -153,10 +153,10 @@ class Decoder:
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients or compiled layers; afterwards every module is in its mode again.
+    """Put the model in evaluation mode without gradients or compiled layers; restore every module's mode afterwards.
 
-    Not ``inference_mode``: what a module caches in there (rotary tables) could not be used in training.
-    Layers that training compiled run as they stand, since a growing cache would compile them again and again.
+    Not ``inference_mode``: tensors that a module caches there (rotary tables) could not be used in training.
+    Layers that training compiled run eagerly, since a growing cache would compile them again and again.
     """
     modules = [*model.modules()]  # to walk through a model takes as long as a layer of a small one
     training = [module for module in modules if module.training]
@@ -209,9 +209,9 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_pick_rows(cache: object) -> bool:
-    """Whether ``reorder_cache`` is known to move all state of this cache: only transformers' own layers are.
+    """Return True if ``reorder_cache`` is known to move all state of this cache: only transformers' own layers are.
 
-    It serves to repeat and to drop rows too, and unlike ``batch_repeat_interleave`` and
+    ``reorder_cache`` also repeats and drops rows, and unlike ``batch_repeat_interleave`` and
     ``batch_select_indices`` recurrent layers have it.
     """
     return type(cache) is DynamicCache and all(
@@ -228,7 +228,7 @@ def let_grow(cache: DynamicCache) -> None:
 
 
 def _with_room(states: Tensor, *, rows: Tensor | None = None, extra: int = 0) -> Tensor:
-    """A copy of ``states`` [rows, heads, length, dim], of the given rows if any, in a longer tensor."""
+    """Copy ``states`` [rows, heads, length, dim], or the given rows of it, into a longer tensor."""
     count, heads, length, dim = states.shape
     # A quarter more: few copies in all, little memory unused.
     room = length + extra + max(16, length // 4)

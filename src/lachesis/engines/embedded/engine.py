@@ -49,12 +49,12 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token more of L sequences.
+    """One more token of L sequences.
 
     ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
-    ``n``; ``token_ids`` and ``logprobs`` [L] what they took; ``reasons`` [L] why they end, ``None`` where they go
-    on. ``routed`` [L] are the experts of those that end. ``top_ids`` and ``top_logprobs`` [L, K] are the likeliest
-    tokens. Both where asked for.
+    ``n``; ``token_ids`` and ``logprobs`` [L] are the sampled tokens; ``reasons`` [L] are finish reasons, ``None``
+    where a sequence continues. ``routed`` [L] are the experts of the sequences that end, and ``top_ids`` and
+    ``top_logprobs`` [L, K] the likeliest tokens, both where requested.
     """
 
     requests: np.ndarray
@@ -93,8 +93,8 @@ class EmbeddedEngine(Engine):
         max_batch_size: most sequences decoded at the same time.
         max_context: most tokens of prompt and completion together.
         decode: token ids to text; needed for ``stop`` strings and regular expressions only.
-        special_token_ids: tokens that are no text, which no regular expression allows.
-        session_id: who this engine is in canary readings; random if unset.
+        special_token_ids: tokens without text, which no regular expression allows.
+        session_id: name of this engine in canary readings; random if unset.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class EmbeddedEngine(Engine):
 
     @contextmanager
     def exclusive(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """The model to oneself, to read or to change; generation goes on afterwards. Works while paused."""
+        """Yield the model to one caller, to read or to change; generation continues afterwards. Works while paused."""
         with self.gate.guest():
             yield self._open_model()
 
@@ -238,10 +238,10 @@ class EmbeddedEngine(Engine):
         )
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """Refuse new calls, and return when none computes any more.
+        """Refuse new calls, and return when no call computes any more.
 
         ``keep`` holds what another thread is generating between two tokens, until :meth:`resume`; ``drain``
-        lets it finish; ``abort`` ends it at its next token: what is unfinished gets the finish reason ``abort``.
+        lets it finish; ``abort`` ends it at its next token, with the finish reason ``abort``.
         """
         self._open_model()
         self.gate.begin_pause(mode)
@@ -335,7 +335,7 @@ class EmbeddedEngine(Engine):
 
     @cached_property
     def _pieces(self) -> list[str]:
-        """The text of each token."""
+        """Text of each token of the vocabulary."""
         assert self._decode is not None  # check() sees to it
         size = self._traits.vocab_size
         return token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
@@ -381,7 +381,7 @@ class _Call:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The modes of the model's modules that its passes need, with hooks where experts are asked for."""
+        """Put the model's modules in the mode of generation, with hooks on its experts if they are to be recorded."""
         with generation_mode(self.model), nullcontext() if self.recorder is None else self.recorder.attached():
             yield
 
@@ -440,7 +440,7 @@ def _sample_rows(
 
 
 def _wrong_parameter(n: int, params: SamplingParams) -> str:
-    """The first parameter that is out of range, in words; empty if all are right."""
+    """Describe the first parameter that is out of range; return an empty text if all are valid."""
     checks = {
         f"n = {n}, not at least 1": n >= 1,
         f"max_tokens = {params.max_tokens}, not at least 1": params.max_tokens >= 1,

@@ -16,15 +16,16 @@ class EnginePaused(EngineError):
 
 
 class TokenGate:
-    """One call generates at a time. Between two tokens it gives way to guests, and while paused by ``keep``.
+    """Lock around the model: one call generates at a time, and gives way between two tokens.
 
-    The only place that knows whether the engine is paused, asleep or closed.
+    It gives way to guests, and waits there while paused with ``keep``. Only this class knows whether the engine is
+    paused, asleep or closed.
 
     Attributes:
-        changed: held to change what is here together with something else, and notified of every change.
-        mode: how the engine is paused; None where it is not.
-        asleep: whether running calls are held because the model is away, whatever ``mode`` is.
-        closed: whether the engine is closed.
+        changed: held to change this state together with other state, and notified of every change.
+        mode: how the engine is paused; ``None`` if it is not.
+        asleep: True while running calls are held because the model is away, whatever ``mode`` is.
+        closed: True once the engine is closed.
     """
 
     def __init__(self) -> None:
@@ -88,11 +89,13 @@ class TokenGate:
     def between_tokens(
         self, deadline: Deadline, *, mode: ExitStack, enter: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Give way to others between two tokens, and return when generation may go on; called by the generating thread.
+        """Give way to others between two tokens, and return when generation may continue.
+
+        Called by the generating thread.
 
         Args:
             deadline: of the call; time spent waiting here counts.
-            mode: the contexts that generation needs, which are left while waiting.
+            mode: contexts that generation needs, which are left while waiting.
             enter: enters them again.
 
         Raises:
@@ -143,7 +146,7 @@ class TokenGate:
         self._wait_for_rest(lambda: self.mode == mode)
 
     def resume(self) -> None:
-        """Admit calls again; those that were held go on. Where the engine sleeps, once it is awake."""
+        """Admit calls again and continue those that were held; if the engine sleeps, once it is awake."""
         with self.changed:
             self.mode = None
             self.changed.notify_all()
@@ -181,7 +184,7 @@ class TokenGate:
     def _held(self) -> bool:
         """Return True if running calls wait at their next token.
 
-        Those that are to end need no model for it.
+        Calls that are being aborted do not wait, since they need no model.
         """
         return self.mode == "keep" or (self.asleep and not self.aborting)
 

@@ -16,17 +16,17 @@ from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
-    """Load the model in evaluation mode, every weight of it from safetensors; its own code is not run.
+    """Load the model in evaluation mode, all weights from safetensors; code that comes with the model is not run.
 
     Args:
         path: directory, or hub id.
-        dtype: torch's name; ``auto`` is that of the checkpoint, and float32 on the CPU.
-        device: torch's name; ``auto`` is the GPU where there is one.
+        dtype: torch's name; ``auto`` is the checkpoint's, and float32 on the CPU.
+        device: torch's name; ``auto`` is the GPU if there is one.
         revision: of a model of the hub.
 
     Raises:
-        ConfigError: there is no such device.
-        ModelError: there is no such model, or its weights are not whole.
+        ConfigError: the device does not exist.
+        ModelError: the model does not exist, or its weights are incomplete.
     """
     place = _place(device)
     chosen: Any = dtype
@@ -51,7 +51,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str |
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in ``path``. Raises ModelError if there is none. Raises ModelError where there is none."""
+    """Load the tokenizer in ``path``. Raises ModelError if there is none."""
     with load_errors(path):
         return AutoTokenizer.from_pretrained(str(path))
 

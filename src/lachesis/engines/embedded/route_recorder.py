@@ -1,4 +1,4 @@
-"""Which experts the sequences of a batch go through while they are generated."""
+"""Recorder of the experts that the sequences of a batch are routed to while they are generated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lachesis.engines.embedded.rows import BatchRows, Share
 
 @dataclass(slots=True)
 class SeenRoutes:
-    """What a pass showed: the experts ``chosen`` [rows, tokens, L, K]."""
+    """Experts ``chosen`` [rows, tokens, L, K] in one forward pass."""
 
     chosen: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int16))
 
@@ -38,7 +38,7 @@ class RouteRecorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Within it the recorder is able to see. Its hooks are gone afterwards."""
+        """Attach the recorder's hooks to the model inside the context; remove them afterwards."""
         hooks = [module.register_forward_pre_hook(self._see(layer)) for layer, module in self._experts.items()]
         try:
             yield
@@ -68,13 +68,13 @@ class RouteRecorder:
 
 
 class RoutedPasses:
-    """The passes of a batch, with the experts of its rows noted, where any of its requests asks for them.
+    """Forward passes of a batch that note the experts of its rows, if any of its requests asks for them.
 
     Args:
         decoder: of the batch.
-        rows: of the batch; they learn from whom their experts are to be had.
+        rows: of the batch; they ask this object for their experts.
         shares: of the batch, in order.
-        recorder: attached; there is none where nobody asks.
+        recorder: attached; ``None`` if no request asks for experts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RoutedPasses:
         return logits
 
     def _routed(self, row: int, length: int) -> RoutedExperts | None:
-        """Of a row whose completion has ``length`` tokens, the last of which nothing was computed with."""
+        """Return the experts of a row whose completion has ``length`` tokens; its last token was never an input."""
         share = self._rows.share[row]
         if not self._shares[share].request.params.routed_experts:
             return None

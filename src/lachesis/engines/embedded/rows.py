@@ -101,7 +101,7 @@ class BatchRows:
     def record(
         self, live: np.ndarray, *, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int
     ) -> np.ndarray:
-        """Append a token [L] to each row of ``live`` [L]; bool [L], true for those that go on growing."""
+        """Append a token [L] to each row of ``live`` [L]; return bool [L], True for the rows that continue."""
         self._tokens[live, step] = tokens
         self._logprobs[live, step] = logprobs
         self._length[live] = step + 1
@@ -115,20 +115,20 @@ class BatchRows:
         return ~(stopped | full)
 
     def reasons(self, live: np.ndarray) -> list[FinishReason | None]:
-        """Return why each row of ``live`` [L] has ended; ``None`` if it goes on."""
+        """Return the finish reason of each row of ``live`` [L]; ``None`` if it continues."""
         return [_REASONS[reason] if reason else None for reason in self._reason[live].tolist()]
 
     def routed_of(self, live: np.ndarray) -> list[RoutedExperts | None]:
         """Return the experts of each row of ``live`` [L] that has ended.
 
-        ``None`` if it goes on, or its experts were not requested.
+        ``None`` if it continues, or its experts were not requested.
         """
         ended, lengths = self._reason[live] > 0, self._length[live].tolist()
         rows = zip(live.tolist(), lengths, ended.tolist(), strict=True)
         return [self.routed(row, length) if over else None for row, length, over in rows]
 
     def complete(self, ended: np.ndarray, live: np.ndarray) -> Iterator[tuple[Share, list[Completion]]]:
-        """Yield the shares that became complete when rows ``ended`` [E]: none of their rows is in ``live`` [L]."""
+        """Yield the shares that the end of rows ``ended`` [E] completed: none of their rows is in ``live`` [L]."""
         numbers = np.setdiff1d(self.share[ended], self.share[live])
         shares = [self._shares[number] for number in numbers.tolist()]
         return zip(shares, self._completions(shares, np.flatnonzero(np.isin(self.share, numbers))), strict=True)
@@ -180,15 +180,15 @@ def branch(
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Return where sequences part, and where the decoder drops ended ones.
 
-    Sequences on one row of the decoder that took the same token stay together; those that took another
-    one need a row of their own.
+    Sequences on one row of the decoder that took the same token stay together; one that took another
+    token needs its own row.
 
     Args:
         node: [R], the decoder's row of each growing sequence.
         tokens: [R], the token that each took.
         width: rows of the decoder, those without growing sequences included.
         vocab_size: above any token.
-        filler: what to feed to rows without growing sequences.
+        filler: token to feed to rows without growing sequences.
 
     Returns:
         ``parents`` [M], the old row of each new row, or ``None`` to leave the rows as they are; ``inputs``

@@ -46,7 +46,7 @@ class RowSampling:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, vocab_size: int, device: torch.device | str) -> RowSampling:
-        """Return the parameters by which row i samples with ``params[i]``."""
+        """Collect sampling parameters as tensors: row i samples with ``params[i]``."""
 
         def column(values: list[float] | list[int], *, unused: float) -> Tensor | None:
             dtype = torch.float32 if isinstance(unused, float) else torch.int64
@@ -185,18 +185,18 @@ def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
 
 
 class RegexGuide:
-    """Guide to the tokens after which a text can still become a match of ``pattern``, in whole.
+    """Guide to the tokens after which a text can still become a full match of ``pattern``.
 
-    A token that is part of a character only is never allowed, nor is one without text. An end token is, once the
-    text is a match.
+    A token that is only part of a character is never allowed, nor is one without text. An end token is allowed
+    once the text is a match.
 
     Args:
-        pattern: a regular expression, as the package ``regex`` reads it.
-        pieces: [V], the text of each token of the vocabulary; empty where it has none of its own.
+        pattern: a regular expression, in the syntax of the package ``regex``.
+        pieces: [V], the text of each token of the vocabulary; empty if it has none.
         end_token_ids: tokens that end a completion.
 
     Raises:
-        EngineError: the pattern is none.
+        EngineError: the pattern is not a regular expression.
 
     Attributes:
         allowed: :meth:`_allowed`, which remembers the latest texts.
@@ -221,10 +221,10 @@ class RegexGuide:
         self.allowed = lru_cache(maxsize=_KEPT)(self._allowed)
 
     def _allowed(self, text: str) -> np.ndarray:
-        """Return which tokens may follow ``text``, bool [V].
+        """Return the tokens that may follow ``text``, as bool [V].
 
         Raises:
-            EngineError: none may, and ``text`` is no match: the vocabulary cannot spell what the pattern asks for.
+            EngineError: no token may follow and ``text`` is not a match: the vocabulary cannot spell a match.
         """
         allowed = np.zeros(self._size, dtype=bool)
         for first, tokens in self._by_first.items():
@@ -264,7 +264,7 @@ class Histories:
     N rows of a decoder, one for each share at first. Empty where no row's sampling depends on its tokens.
 
     Args:
-        shares: what is decoded.
+        shares: shares of the batch.
         sampling: of the same rows.
         logits: [N, V], for shape and device.
         end_token_ids: tokens that end every sequence.
@@ -299,10 +299,10 @@ class Histories:
         self._share = np.arange(len(shares))
 
     def banned(self, nodes: np.ndarray, *, length: int) -> Tensor | None:
-        """Tokens that may not come next in the rows ``nodes``, which have ``length`` tokens. Bool [N, V] or ``None``.
+        """Return the tokens that may not come next in rows ``nodes`` of ``length`` tokens: bool [N, V] or ``None``.
 
         Raises:
-            EngineError: a regular expression that no token goes on with.
+            EngineError: no token continues a match of a regular expression.
         """
         rows = [(int(row), int(self._share[row])) for row in np.unique(nodes)]
         rows = [(row, share) for row, share in rows if self._guides[share] is not None or length < self._least[share]]

@@ -1,4 +1,4 @@
-"""How well servers guess tokens, since it was last read. Pure."""
+"""Acceptance rates of servers' speculative decoding since the last reading. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DraftRates:
 
     @property
     def guessing(self) -> bool:
-        """Whether a server that was read guesses tokens."""
+        """True if a server that was read drafts tokens."""
         return bool(self._last)
 
     def read(self, infos: Iterable[ServerInfo]) -> dict[str, MetricValue]:

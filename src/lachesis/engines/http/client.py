@@ -45,9 +45,9 @@ class HttpEngine(Engine):
     """One engine out of servers that hold the same weights. Thread-safe.
 
     Each request goes, with all its ``n`` completions and its seed, to the server that :attr:`fleet` picks, and to
-    another one where it is lost with its server. What changes weights goes to all servers that live; what proves them
-    is asked of all of these. The sessions are those of the first contact: an answer of another one means that a server
-    was started again and has other weights; it gets nothing more, and where it is the only one that raises
+    another one if it is lost with its server. Changes of weights go to all live servers, and so do the proofs of
+    them. The sessions are those of the first contact: an answer from another session means that a server
+    was restarted and has other weights; it gets no more requests, and if it is the only one, that raises
     :class:`StaleWeights`, until :meth:`connect` is called.
 
     Servers may come and go: :meth:`set_members`.
@@ -57,13 +57,13 @@ class HttpEngine(Engine):
     Args:
         urls: the servers, with or without ``/v1``; their order is that of :attr:`session_ids`.
         token: of their sessions; by default looked up for each server.
-        control_s: the longest one of the calls that take no deadline may last, in seconds.
+        control_s: longest duration of a call that takes no deadline, in seconds.
         canary_tolerance: largest difference of a canary logprob between two servers, in nats.
         max_in_flight: most requests that one server has at the same time; further ones wait here.
         hang_s: see :class:`~lachesis.engines.fleet.Fleet`.
 
     Raises:
-        ConfigError: no address, a wrong one, or one given twice.
+        ConfigError: an address is missing, wrong, or given twice.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class HttpEngine(Engine):
         return ServerControl(url, token=self._token)
 
     def connect(self, *, quorum: int | None = None, deadline: Deadline) -> tuple[ServerInfo, ...]:
-        """Learn who the servers are, and from now on insist on these sessions.
+        """Learn the servers' sessions, and insist on these sessions from now on.
 
         Args:
-            quorum: so many are enough, and those that give no answer are dead; all are needed if unset.
+            quorum: number of servers that is enough; servers that give no answer are dead. All are needed if unset.
             deadline: of their answers.
 
         Raises:
@@ -147,10 +147,10 @@ class HttpEngine(Engine):
                 time.sleep(pause_s)
 
     def set_members(self, urls: Sequence[str], *, deadline: Deadline) -> None:
-        """Have these servers, by :func:`~lachesis.common.http.server_url`, and no others.
+        """Use exactly these servers, given by :func:`~lachesis.common.http.server_url`.
 
-        New ones are there once they have been greeted and proved. Those that leave get no more requests and end those
-        that they have; then they are given back for other runs.
+        New ones serve once they have been greeted and proved. Leaving ones get no more requests and finish those
+        that they have; then they are released for other runs.
         """
         for url in urls:
             if self.fleet.state(url) is State.RETIRED:
@@ -171,34 +171,34 @@ class HttpEngine(Engine):
 
     @property
     def controls(self) -> tuple[ServerControl, ...]:
-        """The clients of the servers that have not left, in order."""
+        """Clients of the servers that have not left, in order."""
         gone = self.fleet.having(State.RETIRED)
         return tuple(control for url, control in self._controls.items() if url not in gone)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Their addresses, in order."""
+        """Addresses of the servers that have not left, in order."""
         return tuple(control.url for control in self.controls)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
-        """The sessions of the servers that have been met, in the order of their addresses. Connects if need be."""
+        """Sessions of the servers that have been met, in the order of their addresses; connects if need be."""
         if self.fleet.having(State.STARTING) == self.urls:
             self.connect(deadline=self._deadline("learning the sessions"))
         return tuple(session for url in self.urls if (session := self.fleet.session(url)))
 
     @property
     def session_id(self) -> str:
-        """All sessions as one, joined by commas: what canary readings and health say."""
+        """Sessions of all servers joined by commas, as canary readings and health report them."""
         return ",".join(self.session_ids)
 
     def control(self, url: str) -> ServerControl:
-        """The client of the server at an address of :attr:`urls`."""
+        """Return the client of the server at an address of :attr:`urls`."""
         return self._controls[url]
 
     @property
     def living(self) -> tuple[ServerControl, ...]:
-        """The servers that have been met and are not known to be gone; before the first contact all of them."""
+        """Servers that have been met and are not known to be gone; before the first contact all of them."""
         there = self.fleet.having(State.STALE, State.SERVING, State.SUSPECT)
         none_met = self.fleet.having(State.STARTING) == self.urls
         return tuple(control for control in self.controls if none_met or control.url in there)
@@ -209,9 +209,9 @@ class HttpEngine(Engine):
         return tuple((control.url, self.fleet.session(control.url)) for control in self.living)
 
     def on_all(self, call: Callable[[ServerControl], T]) -> list[T]:
-        """Call every server that lives at the same time; results in the order of the servers.
+        """Call every live server at the same time; return results in the order of the servers.
 
-        One that gives no answer is dead from now on, and left out, as long as another one is there.
+        A server that gives no answer is dead from now on, and left out, if there is another one.
 
         Raises:
             The first error of a server, without waiting for the others, which may hang for the same reason.
@@ -219,7 +219,7 @@ class HttpEngine(Engine):
         return [result for _, result in self.on_each(call)]
 
     def on_each(self, call: Callable[[ServerControl], T]) -> list[tuple[ServerControl, T]]:
-        """As :meth:`on_all`, each result with its server."""
+        """Do as :meth:`on_all`, and return each result with its server."""
         living = self.living
         if not living:
             raise nobody_serves(self.fleet)
@@ -242,9 +242,9 @@ class HttpEngine(Engine):
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
     def lose_silent(self, call: Callable[[ServerControl], object], *, reason: str) -> bool:
-        """Servers that do not answer ``call`` in its time are dead from now on, as long as others do; whether any is.
+        """Declare dead the servers that do not answer ``call`` in time, if others do; return True if any was.
 
-        What they answer does not matter.
+        The content of the answers does not matter.
         """
 
         def answered(control: ServerControl) -> bool:
@@ -265,9 +265,9 @@ class HttpEngine(Engine):
         return bool(silent)
 
     def look(self, *, needed: bool = True, quiet_s: float = 0.0) -> None:
-        """Learn which of the servers that are thought to live do: one that gives no answer is dead.
+        """Check the servers that are believed to be alive: one that gives no answer is dead.
 
-        Those that have answered anything within the last ``quiet_s`` seconds are not asked.
+        Servers that have answered anything within the last ``quiet_s`` seconds are not asked.
 
         Raises:
             EngineUnreachable: one is ``needed`` and none is left.
@@ -332,10 +332,10 @@ class HttpEngine(Engine):
         return completions
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline | None = None) -> CanaryReading:
-        """The first server's reading, which all others agree with.
+        """Read the canary from every server and return the first reading, with which all others have to agree.
 
         Raises:
-            StaleWeights: they differ in version, or by more than the tolerance, or one was started again.
+            StaleWeights: they differ in version, or by more than the tolerance, or one was restarted.
         """
         limit = deadline or self._deadline("reading the canary")
         (one, first), *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
@@ -350,10 +350,10 @@ class HttpEngine(Engine):
         return replace(first, session_id=self.session_id)
 
     def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
-        """As :meth:`ServerControl.digests`, of all servers, which have to agree on every one.
+        """Read digests as :meth:`ServerControl.digests` from all servers, which have to agree on each one.
 
         Raises:
-            StaleWeights: they do not.
+            StaleWeights: the servers disagree.
         """
         (one, first), *others = self._readings(lambda server: server.digests(*arguments, deadline=deadline, **options))
         for control, reading in others:
@@ -396,8 +396,11 @@ class HttpEngine(Engine):
         )
 
     def metrics(self) -> dict[str, MetricValue]:
-        """Since it was last asked: how long each of several servers was at work, how much of the prompts was in their
-        prefix caches, and how often guessed tokens were right, where servers guess; says where they stop."""
+        """Return metrics since the last call.
+
+        They are the busy seconds of each of several servers, the hit rate of their prefix caches, and, where servers
+        draft tokens, the rate of accepted ones.
+        """
         busy = self._calls.take_busy()
         at_work: dict[str, MetricValue] = {
             f"{GENERATION_OF}{urlsplit(url).netloc}": Mean(seconds) for url, seconds in busy.items() if len(busy) > 1
@@ -405,7 +408,7 @@ class HttpEngine(Engine):
         return at_work | self._prefix_metrics() | self._draft_metrics()
 
     def _prefix_metrics(self) -> dict[str, MetricValue]:
-        """Of all servers that say it together, and of each of several."""
+        """Return the prefix hit rate over all servers that report it, and of each if there are several."""
         hits = self._calls.take_prefix_hits()
         if not hits:
             return {}
@@ -436,17 +439,17 @@ class HttpEngine(Engine):
         self.on_all(lambda server: server.resume(deadline=deadline))
 
     def sleep(self, *, level: int = 1) -> None:
-        """All servers give their GPU memory back; requests wait until :meth:`wake_up`."""
+        """Release the GPU memory of all servers; requests wait until :meth:`wake_up`."""
         deadline = self._deadline("putting the engine to sleep")
         self.on_all(lambda server: server.sleep(level=level, deadline=deadline))
 
     def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """The reverse of :meth:`sleep`, or these parts of it. Idempotent."""
+        """Undo :meth:`sleep`, or only for these parts of the memory. Idempotent."""
         deadline = self._deadline("waking up the engine")
         self.on_all(lambda server: server.wake_up(tags, deadline=deadline))
 
     def close(self) -> None:
-        """Close the connections; requests in flight end with EngineError. The servers go on."""
+        """Close the connections; requests in flight end with EngineError. The servers keep running."""
         if self._closed:
             return
         self._closed = True
@@ -474,7 +477,7 @@ class HttpEngine(Engine):
             )
 
     def _readings(self, call: Callable[[ServerControl], R]) -> list[tuple[ServerControl, R]]:
-        """What each server reads. Raises StaleWeights unless each is of its session and all are at one version."""
+        """Read from each server; raise StaleWeights unless each is in its session and all are at one version."""
         _ = self.session_ids  # of the first contact, which comes before
         readings = self.on_each(call)
         for control, reading in readings:

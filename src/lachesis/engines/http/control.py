@@ -60,17 +60,17 @@ Send = Callable[..., httpx.Response]
 
 
 def tls(url: str) -> ssl.SSLContext | bool:
-    """How the server at ``url`` is verified. Made where it is needed, for certificates take long to load."""
+    """Return the TLS verification for ``url``; created only when needed, since certificates take long to load."""
     return httpx.create_ssl_context() if url.startswith("https:") else False
 
 
 class ServerControl:
-    """Talks to one server. Thread-safe. Methods are named as those of ``ServedEngine``, which says what they do.
+    """Client of one server. Thread-safe. Methods are named as in ``ServedEngine``, which describes them.
 
     Each method raises :class:`EngineError` with the server's own message and remedy
-    (:class:`~lachesis.engines.serving.backend.Refused`, which knows the HTTP status, where the server calls it
-    the caller's fault), an EngineError with the server's last known state where it does not answer, and
-    :class:`DeadlineExceeded` once the deadline passes. Nothing is sent twice, except what only reads.
+    (:class:`~lachesis.engines.serving.backend.Refused`, with the HTTP status, if the server calls it the caller's
+    fault), an EngineError with the server's last known state if it does not answer, and :class:`DeadlineExceeded`
+    once the deadline passes. Only requests that change nothing are ever sent twice.
 
     Args:
         url: of the server, with or without ``/v1``.
@@ -94,7 +94,7 @@ class ServerControl:
         )
 
     def call(self, operation: Operation[Q, A], request: Q, *, deadline: Deadline) -> A:
-        """The answer to an operation; see the class for what it raises."""
+        """Send an operation and return its answer; the class docstring lists the errors."""
         send = partial(self._send, operation, request, deadline=deadline)
         try:
             response = self._with_token(send) if operation.guarded else _once_more(send)
@@ -110,7 +110,7 @@ class ServerControl:
             raise malformed(self.url, operation.path, fault_of(error)) from error
 
     def info(self, *, deadline: Deadline) -> ServerInfo:
-        """Who the server is and how it stands."""
+        """Return the server's identity and state."""
         info = self.call(ops.INFO, ops.Nothing(), deadline=deadline).model_copy(update={"url": self.url})
         state = " paused," * info.paused + " asleep," * info.sleeping
         self.saw(f"{state} at weight version {info.weight_version}, session {info.session_id}".lstrip())
@@ -163,7 +163,7 @@ class ServerControl:
         self.call(ops.START_RECEIVER, spec, deadline=deadline)
 
     def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
-        """Where the receiver stands; its ``spec`` is not in the answer."""
+        """Return the receiver's status, without its ``spec``."""
         found = self.call(ops.RECEIVER, ops.Nothing(), deadline=deadline)
         return ReceiverStatus(found.status, found.detail, updates=found.updates, copied=found.copied)
 
@@ -202,7 +202,7 @@ class ServerControl:
         self.call(ops.SET_VERSION, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def close(self) -> None:
-        """Close the connections. Idempotent. The server goes on."""
+        """Close the connections. Idempotent. The server keeps running."""
         self._http.close()
 
     def saw(self, state: str) -> None:
@@ -217,21 +217,21 @@ class ServerControl:
 
     @property
     def last_state(self) -> str:
-        """How the server stood when it was last heard of, in words."""
+        """Description of the server's state when it last answered."""
         if self._seen is None:
             return "it has not answered this process before"
         when, state = self._seen
         return f"last seen {time.monotonic() - when:.1f} s ago {state}"
 
     def unreachable(self, error: Exception) -> EngineUnreachable:
-        """The error for a server that gave no answer."""
+        """Return the error for a server that gave no answer."""
         return EngineUnreachable(
             f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
             remedy="look at its log, and start it with `lachesis serve` if it is gone",
         )
 
     def expired(self, deadline: Deadline, route: str) -> DeadlineExceeded:
-        """The error for an answer that did not come in time."""
+        """Return the error for an answer that did not come in time."""
         detail = f"{self.url}{route} has not answered; {self.last_state}"
         try:
             deadline.check(detail)
@@ -240,7 +240,10 @@ class ServerControl:
         return DeadlineExceeded(f"{deadline.name}: {detail}", remedy="look at the engine's log")
 
     def _with_token(self, send: Send) -> httpx.Response:
-        """Never sent twice: what a server refused for another token, as that of the one before, it has not done."""
+        """Send a request with the session's token, and again with a new one if the server refused the old one.
+
+        The second time repeats nothing: a server that refuses a token has not done anything.
+        """
         token = self._token or session_token(self.url)
         response = send(token)
         if response.status_code == 401 and self._given_token is None:
@@ -253,7 +256,7 @@ class ServerControl:
     def _send(
         self, operation: Operation[Any, Any], request: Request, token: str = "", *, deadline: Deadline
     ) -> httpx.Response:
-        """Raises DeadlineExceeded, EngineError (no connection in time), and httpx's other TransportErrors."""
+        """Send one request; raises DeadlineExceeded, EngineError (connection too slow) or an httpx.TransportError."""
         url = f"{self.url}{operation.path}"
         deadline.check(f"{url} was not asked")
         remaining = deadline.remaining_s()
@@ -271,7 +274,7 @@ class ServerControl:
 
 
 def _once_more(send: Send) -> httpx.Response:
-    """What changes nothing is asked again, once, where the connection broke."""
+    """Send a request that changes nothing, and once more if the connection broke."""
     try:
         return send()
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
@@ -279,11 +282,11 @@ def _once_more(send: Send) -> httpx.Response:
 
 
 def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, Any]:
-    """The JSON object of an answer.
+    """Return the JSON object of an answer.
 
     Raises:
         Refused: the server calls the request the caller's fault (4xx).
-        EngineError: the server failed (5xx), or answered what no server of ours answers.
+        EngineError: the server failed (5xx), or gave an answer that no server of ours gives.
         DeadlineExceeded, ModelError, StaleWeights: the server failed with these.
     """
     reply = parsed(response) if response.content else {}
@@ -308,7 +311,7 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
 
 
 def malformed(url: str, route: str, error: Exception | str) -> EngineError:
-    """The error for an answer that is not what the contract says."""
+    """Return the error for an answer that breaks the contract."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return EngineError(
         f"{url}{route} answered something else than expected: {reason}",
@@ -317,7 +320,7 @@ def malformed(url: str, route: str, error: Exception | str) -> EngineError:
 
 
 def parsed(response: httpx.Response) -> Any:
-    """The body of an answer; None where it is no JSON."""
+    """Return the body of an answer; ``None`` if it is not JSON."""
     try:
         return json.loads(response.content)
     except ValueError:
@@ -325,7 +328,7 @@ def parsed(response: httpx.Response) -> Any:
 
 
 def said_by(response: httpx.Response) -> str:
-    """Why a server refuses, in its own words, whether it is ours, OpenAI's, another, or a proxy with a line of text."""
+    """Return a server's reason for refusing, whether it is ours, OpenAI's, another, or a proxy with a line of text."""
     reply = parsed(response)
     reply = reply if isinstance(reply, dict) else {}
     error = reply.get("error")
@@ -335,7 +338,7 @@ def said_by(response: httpx.Response) -> str:
 
 
 def _first_line(response: httpx.Response) -> str:
-    """Of plain text; a page for browsers says nothing in its first line."""
+    """Return the first line of plain text; empty for HTML, whose first line says nothing."""
     html = "html" in response.headers.get("content-type", "")
     return "" if html else response.text.strip().partition("\n")[0][:200]
 

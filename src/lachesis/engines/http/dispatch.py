@@ -48,14 +48,14 @@ _MOST_FAILURES = 2
 
 
 class GenerationCalls:
-    """Sends requests to the engines that the fleet picks, and again to another where one is lost with its engine.
+    """Sends requests to the engines that the fleet picks; resends a request that is lost with its engine.
 
     Its coroutines run on one event loop.
 
     Args:
-        fleet: which engines may serve; hears of those that do not.
-        server: an engine's, by its address.
-        check_session: raises if the answer of a server is of a session that it should not be of.
+        fleet: chooses an engine for each request, and is told of engines that fail.
+        server: client of the engine at an address.
+        check_session: raises if a server answers from a session that is not the expected one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class GenerationCalls:
         return self._prefixes.take()
 
     async def close(self) -> None:
-        """Cancel what is in flight, wait until its callers know, and close the connections."""
+        """Cancel the requests in flight, wait until their callers know, and close the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
@@ -177,11 +177,11 @@ class GenerationCalls:
                     await asyncio.wait_for(self._room.wait(), _LOOK_S)
 
     async def _answer(self, ticket: Ticket, request: GenerationRequest) -> list[Completion]:
-        """The engine's completions.
+        """Return the completions of the ticket's engine.
 
         Raises:
             EngineUnreachable: the engine is gone, or was given up while it had the request.
-            StaleWeights: another one answers in its place.
+            StaleWeights: another engine answers in its place.
         """
         route = self._routes.get(ticket.url)
         if route is None:
@@ -248,13 +248,13 @@ def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_
 
 
 def nobody_serves(fleet: Fleet) -> EngineUnreachable:
-    """The error where no engine of the fleet is admitted."""
+    """Return the error for a fleet without an admitted engine."""
     stands = "; ".join(f"{row.url} is {row.state}{f': {row.reason}' if row.reason else ''}" for row in fleet.rows)
     return EngineUnreachable(f"no engine may serve: {stands}", remedy="look at the engines' logs")
 
 
 class _Route:
-    """The connections to one server, and what is under way on them. Made on the event loop that uses it."""
+    """Connections to one server, with the requests in flight on them; made on the event loop that uses it."""
 
     def __init__(self, server: ServerControl) -> None:
         self.server = server
@@ -267,7 +267,7 @@ class _Route:
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
 
     async def post(self, body: dict[str, Any], *, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The answer to a request. Raises EngineUnreachable where there is none, or :meth:`give_up` was called."""
+        """Return the answer to a request; raises EngineUnreachable without one, or after :meth:`give_up`."""
         post = asyncio.create_task(self._post(body, headers))
         self._posts.add(post)
         try:
@@ -282,7 +282,7 @@ class _Route:
             self._posts.discard(post)
 
     def give_up(self, reason: str) -> None:
-        """End what is under way: nothing will come of it."""
+        """Cancel the requests in flight, whose answers will not come."""
         self._given_up = reason
         for post in self._posts:
             post.cancel()
@@ -320,7 +320,7 @@ class _Route:
 
 
 def request_body(request: GenerationRequest) -> dict[str, Any]:
-    """The body of ``/generate`` for a request. What changes nothing is left out, so that every server takes it."""
+    """Build the body of ``/generate``; omits neutral parameters, so that every server accepts it."""
     params = request.params
     neutral = SamplingParams(max_tokens=0)
     changed = {name: value for name, value in asdict(params).items() if value != getattr(neutral, name)}
@@ -336,18 +336,18 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
 
 
 def request_headers(request: GenerationRequest) -> dict[str, str]:
-    """What a router in front of several engines has to keep the requests of a conversation at one of them.
+    """Return the headers by which a router keeps the requests of a conversation at one engine.
 
-    What no header may hold is escaped, as in a URL.
+    Characters that no header may hold are escaped, as in a URL.
     """
     return {SESSION_HEADER: quote(request.conversation, safe=string.punctuation)} if request.conversation else {}
 
 
 def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> list[Completion]:
-    """The ``n`` completions of an answer, with the experts that were used if they were asked for: ``routed``.
+    """Read the ``n`` completions of an answer, with the experts that were used if ``routed``.
 
     Raises:
-        KeyError, TypeError, ValueError: the answer is not whole.
+        KeyError, TypeError, ValueError: the answer is incomplete.
     """
     columns = [reply[name] for name in ("token_ids", "token_logprobs", "finish_reasons", "weight_version")]
     columns.append(reply["routed_experts"] if routed else [None] * n)
@@ -374,10 +374,10 @@ def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> 
 
 
 def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
-    """How many tokens of the prompt each of ``n`` completions found in the prefix cache; ``None`` where nobody says.
+    """Read how many prompt tokens each of ``n`` completions found in the prefix cache; ``None`` where unknown.
 
     Raises:
-        TypeError, ValueError: it is of another number of completions.
+        TypeError, ValueError: the numbers are not for ``n`` completions.
     """
     cached = reply.get("cached_tokens", [None] * n)
     if len(cached) != n:

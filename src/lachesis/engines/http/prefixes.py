@@ -1,4 +1,4 @@
-"""How much of the prompts engines had in their prefix caches, since it was last taken. Pure."""
+"""Prefix cache hit rates of engines since the last reading. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PrefixHits:
         self._counted: dict[str, Mean] = {}
 
     def add(self, url: str, cached_tokens: Iterable[int | None], *, prompt_tokens: int) -> None:
-        """An answer of an engine: how much of a prompt of so many tokens each completion found, where it is known."""
+        """Count an answer: the tokens of a prompt that each completion found in the cache, where known."""
         known = [cached for cached in cached_tokens if cached is not None]
         if not known:
             return

@@ -36,13 +36,13 @@ Top = dict[int, float]
 
 
 class TeacherServer:
-    """Asks one server, several requests at once. Each call has a deadline and tries again until then.
+    """Client of one server, with several requests at once. Each call has a deadline and retries until then.
 
     Args:
         url: of the server, with or without ``/v1``.
         model: its name there; its only one if unset.
-        top_k: how many tokens to ask for at each place; 0 for the one that stands there alone.
-        key: sent as a bearer token where it is not empty.
+        top_k: tokens to ask for at each place; 0 for the token in that place alone.
+        key: sent as a bearer token unless it is empty.
     """
 
     def __init__(self, url: str, *, model: str | None = None, top_k: int = 0, key: str = "") -> None:
@@ -60,7 +60,7 @@ class TeacherServer:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lachesis-teacher")
 
     def tops(self, sequences: Sequence[tuple[int, ...]], *, deadline: Deadline) -> list[list[Top]]:
-        """Of each token but the first of each sequence: [sequences][tokens - 1].
+        """Return the likeliest tokens at each token but the first of each sequence: [sequences][tokens - 1].
 
         Raises:
             EngineError: the server refuses, gives no such logprobs, or gives those of other tokens.
@@ -130,7 +130,7 @@ class TeacherServer:
         return tops
 
     def _post(self, route: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """The answer's object; asks again where the server is busy or away."""
+        """Return the answer's object; asks again if the server is busy or away."""
         retry = Retry(deadline, first_s=0.5, longest_s=10.0, say=_tell, told_at=2)
         while True:
             try:
@@ -169,7 +169,7 @@ def _tell(reason: str) -> None:
 
 
 def _top(entry: Any) -> Top:
-    """From ``{"17": {"logprob": -0.5, ...}}``, or with the bare numbers of ``/generate``."""
+    """Read logprobs by token from ``{"17": {"logprob": -0.5, ...}}``, or from the bare numbers of ``/generate``."""
     if not is_object(entry):
         return {}
     return {int(token): float(value["logprob"] if is_object(value) else value) for token, value in entry.items()}

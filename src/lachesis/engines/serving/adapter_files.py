@@ -1,4 +1,4 @@
-"""What an adapter directory holds, read without loading a tensor: peft's configuration and safetensors' header."""
+"""Reader of an adapter directory that loads no tensor: peft's configuration and safetensors' header."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
     """Read and check the adapter in ``path``.
 
     Raises:
-        Refused: (400) a file is missing or damaged; (422) it is no plain LoRA adapter, its rank is above
+        Refused: (400) a file is missing or damaged; (422) it is not a plain LoRA adapter, its rank is above
             ``max_rank``, or its tensors are not pairs of that rank.
     """
     config = _read_config(path / CONFIG_NAME)
@@ -70,12 +70,12 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
 
 
 def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
-    """The module that a tensor with peft's name belongs to, and which of its two matrices it is.
+    """Return the module that a tensor with peft's name belongs to, and which of its two matrices it is.
 
-    ``base_model.model.`` in front and ``.default`` inside, which peft adds in memory, may be there or not.
+    ``base_model.model.`` in front and ``.default`` inside, which peft adds in memory, are optional.
 
     Raises:
-        Refused: (422) it is no LoRA matrix.
+        Refused: (422) it is not a LoRA matrix.
     """
     match = _MATRIX.fullmatch(name)
     if match is None:
@@ -84,7 +84,7 @@ def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
 
 
 def adapted_modules(shapes: Mapping[str, tuple[int, ...]], *, r: int) -> dict[str, tuple[int, int]]:
-    """The modules of an adapter with their (in, out) features, from the shapes of its tensors by peft's names.
+    """Return an adapter's modules with their (in, out) features, from the shapes of its tensors by peft's names.
 
     Raises:
         Refused: (422) they are not pairs of matrices A [r, in] and B [out, r], or there are none.
@@ -122,7 +122,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a safetensors file, whose header is read and nothing else; they have to be floats."""
+    """Read the shapes of the tensors in a safetensors file from its header; they have to be floats."""
     try:
         with _open(path, framework="np") as file:
             found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""What a server needs of the engine behind it, and the records that cross between routes and engine. No torch."""
+"""Contract between a server's routes and the engine behind it, and the records that cross it. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INIT_METHOD = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
 def _nested(kind: type[Any], value: Any, *, where: str, **defaults: Any) -> Any:
-    """The fields that an object inside a body sets; anything else as it is, for the type to refuse."""
+    """Return the fields that an object inside a body sets; other values unchanged, for the type to refuse."""
     if not is_object(value):
         return value
     return defaults | given(value, [field.name for field in fields(kind)], where=where)
@@ -59,15 +59,15 @@ class ModelInfo:
 
     @property
     def rounds(self) -> int:
-        """What it computes in 8 bits and a trainer in 16 or more: weights, or keys and values, or both (2)."""
+        """Number of parts (weights, keys and values) that it computes in 8 bits and a trainer in 16 or more."""
         return ("fp8" in self.quantization) + ("fp8" in self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What speculative decoding has done since the engine's start.
+    """Counts of speculative decoding since the engine's start.
 
-    ``tokens`` were guessed and ``accepted`` of them right, in ``passes`` of a sequence through the model.
+    ``tokens`` were drafted and ``accepted`` of them kept, in ``passes`` of a sequence through the model.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class DigestSlice:
     rows: Count | None = None
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """These rows of one of an engine's tensors by name; a number has no rows and is taken whole.
+        """Return these rows of the engine's tensor of this name; a scalar has no rows and is taken whole.
 
         Raises:
             Refused: (404) there is no tensor of this name; (422) it has no such rows.
@@ -94,7 +94,7 @@ class DigestSlice:
         return tensor if tensor.ndim == 0 else tensor[self.start : self.end(tensor.shape[0])]
 
     def end(self, rows: int) -> int:
-        """Where these rows end in a tensor of so many."""
+        """Return the end of these rows in a tensor of ``rows`` rows."""
         return rows if self.rows is None else self.start + self.rows
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -109,7 +109,7 @@ class DigestSlice:
 
 
 class DigestRequest(Request):
-    """Which tensors to digest.
+    """Request for digests of tensors.
 
     ``slices`` maps the name in the answer to a slice of an engine's tensor, by default of the one of that name;
     ``None`` asks for every parameter of the engine under its own name, an empty map for none. ``adapter`` asks for
@@ -121,7 +121,7 @@ class DigestRequest(Request):
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for any."""
+        """True if any digest is requested."""
         return self.adapter or self.slices != {}
 
     @field_validator("slices", mode="before")
@@ -153,7 +153,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """How to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) where ``rslora``."""
+    """Specification of how to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) with ``rslora``."""
 
     r: Annotated[Whole, Field(ge=1, le=1 << 16)]
     alpha: Annotated[Number, Field(gt=0)]
@@ -163,12 +163,12 @@ class LoraSpec:
 
     @property
     def scaling(self) -> float:
-        """What B is multiplied by."""
+        """Factor of B."""
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
 
 
 def _tensor(value: Any) -> ReceivedTensor:
-    """A tensor that an update announces. Refused (400) where its shape or dtype is none."""
+    """Read a tensor that an update announces; raises Refused (400) if its shape or dtype is invalid."""
     if isinstance(value, ReceivedTensor):
         return value
     name, shape, dtype = value["name"], value["shape"], value["dtype"]
@@ -183,14 +183,14 @@ def _tensor(value: Any) -> ReceivedTensor:
 class ReceiverSpec(Request):
     """A channel that the engine joins as ``rank`` of ``world_size``, and the tensors of one update, in order.
 
-    ``init_method`` is "tcp://host:port". ``lora`` is set exactly where ``kind`` is "lora". ``param_mappings``
-    is what the caller said about the engine's names; empty where the engine is to map them itself. Bodies may have
-    the documented ``param_metadata`` for ``tensors``. ``secret`` is what the trainer wants to see that they know.
+    ``init_method`` is "tcp://host:port". ``lora`` is set exactly if ``kind`` is "lora". ``param_mappings``
+    is what the caller said about the engine's names; empty if the engine is to map them itself. Bodies may have
+    the documented ``param_metadata`` for ``tensors``. ``secret`` proves to the trainer who joins.
 
-    Where several ranks of the trainer send, the others are at ``senders``, each on a channel of its own with the same
-    ranks, and ``sender_of`` says for each tensor who sends it: 0 is the one at ``init_method``.
+    If several ranks of the trainer send, the others are at ``senders``, each on its own channel with the same
+    ranks, and ``sender_of`` gives the sender of each tensor: 0 is the one at ``init_method``.
 
-    ``staging`` is where the engine keeps an update aside until all of it is there.
+    ``staging`` is where the engine keeps an update aside until all of it has arrived.
     """
 
     also = ("param_metadata",)
@@ -210,11 +210,11 @@ class ReceiverSpec(Request):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all who send."""
+        """Addresses of all senders."""
         return (self.init_method, *self.senders)
 
     def share(self, sender: int) -> tuple[ReceivedTensor, ...]:
-        """The tensors that come from one of them, in order."""
+        """Return the tensors that come from one sender, in order."""
         if not self.senders:
             return self.tensors
         return tuple(tensor for tensor, by in zip(self.tensors, self.sender_of, strict=True) if by == sender)
@@ -284,8 +284,10 @@ def _announced(metadata: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatus:
-    """Where the receiver stands. ``detail`` says why it is in ``error``; ``copied`` is how many of its updates went
-    straight to their places, in an engine that has found them.
+    """State of the receiver.
+
+    ``detail`` gives the reason for ``error``; ``copied`` counts the updates that an engine which knows the places of
+    its tensors copied straight there.
     """
 
     state: ReceiverState = "idle"
@@ -298,17 +300,17 @@ class ReceiverStatus:
 class ServedEngine(Protocol):
     """An engine behind our routes. All of it runs on the server's event loop, which it must not block.
 
-    Errors are :class:`LachesisError`; what is the caller's fault is :class:`Refused`, and after it the engine
-    serves what it served before. A change of weights is whole when its call returns, and if it raises the
+    Errors are :class:`LachesisError`; an error of the caller is :class:`Refused`, and after it the engine serves
+    as before. A change of weights is whole when its call returns, and if it raises the
     weights are those from before, or with :class:`StaleWeights` the engine serves nothing. The routes make one
-    such call at a time; they reset the prefix cache and record the version, the engine knows no versions.
-    Generation and changes may overlap: requests in flight go on under the new weights. Cancelling a call of
+    such call at a time; they reset the prefix cache and record the version, which the engine does not know.
+    Generation and changes may overlap: requests in flight continue under the new weights. Cancelling a call of
     ``generate`` or closing ``stream`` aborts the request.
     """
 
     @property
     def kind(self) -> str:
-        """As in "vllm 0.32.0" or "embedded"."""
+        """Name and version of the engine, as in "vllm 0.32.0" or "embedded"."""
         ...
 
     @property
@@ -319,7 +321,7 @@ class ServedEngine(Protocol):
     def model_info(self) -> ModelInfo: ...
 
     def generated_tokens(self) -> int | None:
-        """How many since its start, of unfinished requests too; ``None`` where nobody counts."""
+        """Return the tokens generated since its start, also of unfinished requests; ``None`` if not counted."""
         ...
 
     async def drafted(self) -> Drafted | None:
@@ -327,11 +329,11 @@ class ServedEngine(Protocol):
         ...
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
-        """All ``n`` completions. While the engine is paused or asleep, requests wait."""
+        """Return all ``n`` completions. While the engine is paused or asleep, requests wait."""
         ...
 
     def stream(self, request: GenerateBody) -> AsyncGenerator[GenerateChunk]:
-        """The same, in pieces; pieces of the ``n`` completions come interleaved."""
+        """Yield the completions of :meth:`generate` in pieces; pieces of the ``n`` completions come interleaved."""
         ...
 
     async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -346,7 +348,7 @@ class ServedEngine(Protocol):
         ...
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
-        """Exact digests of what the engine holds; works while paused. Refused (404) for unknown names."""
+        """Digest the engine's tensors exactly; works while paused. Raises Refused (404) for unknown names."""
         ...
 
     async def load_adapter(self, *, name: str, path: Path) -> None:
@@ -374,7 +376,7 @@ class ServedEngine(Protocol):
         ...
 
     async def export_shared(self, path: Path) -> None:
-        """Write the bridge file by which another process attaches to the parameters."""
+        """Write the bridge file that lets another process attach to the parameters."""
         ...
 
     async def state_dict_info(self) -> dict[str, TensorInfo]: ...
@@ -396,9 +398,9 @@ class ServedEngine(Protocol):
         ...
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
-        """Take these parts of the memory again; once all are there, generation goes on. Idempotent.
+        """Take back these parts of the memory; once none is missing, generation continues. Idempotent.
 
-        With the weights alone they can be changed, beside a cache that is not there yet.
+        With the weights alone back, they can be changed while the cache is still away.
         """
         ...
 

@@ -14,7 +14,7 @@ from lachesis.common.json_values import is_object
 
 
 class Refused(EngineError):
-    """A request that is the caller's fault. The engine goes on as before.
+    """A request that is refused by the caller's fault. The engine continues as before.
 
     ``status`` is the HTTP status: 400 malformed, 401 no token, 403 not allowed there, 404 unknown name,
     409 not in this state, 413 too large, 422 well-formed but it does not fit this model.
@@ -26,7 +26,7 @@ class Refused(EngineError):
 
 
 class Request(BaseModel):
-    """The fields of a body. ``aliases`` are other names of fields; ``also`` may be in a body and is no field."""
+    """The fields of a body. ``aliases`` are other names of fields; ``also`` are names that are accepted and ignored."""
 
     model_config = ConfigDict(frozen=True)
     aliases: ClassVar[Mapping[str, str]] = {}
@@ -54,10 +54,10 @@ SINGLE = BeforeValidator(lambda value: [value] if isinstance(value, str) else va
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body; an empty body is an empty object.
+    """Parse the JSON object in a body; an empty body is an empty object.
 
     Raises:
-        Refused: (400) it is not UTF-8, not JSON, has NaN or Infinity, or is something else than an object.
+        Refused: (400) it is not UTF-8, not JSON, has NaN or Infinity, or is not an object.
     """
     if not raw.strip():
         return {}
@@ -73,12 +73,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "") -> dict[str, Any]:
-    """The fields that an object sets: null means what absence means.
+    """Return the fields that an object sets; null counts as absent.
 
     Args:
         document: the object.
-        names: those it may have.
-        where: what it is in messages, as in "lora"; empty for the body itself.
+        names: allowed names.
+        where: its place for messages, as in "lora"; empty for the body itself.
 
     Raises:
         Refused: (400) it has another name.
@@ -92,10 +92,10 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
 
 
 def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", context: Any = None) -> R:
-    """The request in the object of a body, which messages call ``where``; ``context`` is for validators.
+    """Parse the object of a body, which messages call ``where``, into a request; ``context`` is for validators.
 
     Raises:
-        Refused: (400) a field is unknown, missing, of the wrong type or out of range; and what validators raise.
+        Refused: (400) a field is unknown, missing, of the wrong type or out of range; also whatever validators raise.
     """
     fields = given(document, {*kind.model_fields, *kind.aliases, *kind.also}, where=where)
     for alias, name in kind.aliases.items():
@@ -112,7 +112,7 @@ def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", contex
 
 
 def fault_of(error: ValidationError, *, where: str = "") -> str:
-    """What is wrong with the first field that is."""
+    """Describe the first invalid field."""
     fault: ErrorDetails = error.errors(include_url=False)[0]
     # Without what is not in the body: the field that gathers the sampling fields, and the tags of unions.
     parts = [str(part) for part in (where, *fault["loc"]) if part not in ("", "sampling") and "[" not in str(part)]
@@ -124,12 +124,12 @@ def fault_of(error: ValidationError, *, where: str = "") -> str:
 
 
 def error_document(error: LachesisError) -> dict[str, Any]:
-    """An error in an answer."""
+    """Return an error as the JSON object of an answer."""
     kind = "EngineError" if isinstance(error, Refused) else type(error).__name__
     return {"error": {"type": kind, "message": error.message, "remedy": error.remedy}}
 
 
 def _named(value: Any) -> str:
-    """A value in a message: short, and as JSON has it."""
+    """Return a value as short JSON for a message."""
     shown = json.dumps(value, default=str)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,4 +1,4 @@
-"""``/generate``: what it is asked, what engines answer, and the JSON of both. Pure; no torch."""
+"""Requests to ``/generate``, the engines' answers, and the JSON of both. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Sampling(TypedDict, total=False):
 
 
 class SampledBody(Request):
-    """What all bodies that ask for completions have.
+    """Fields that all bodies which request completions share.
 
     ``sampling`` holds the fields that the caller gave, under vLLM's names; in the body they stand beside the others.
     """
@@ -89,11 +89,11 @@ class SampledBody(Request):
 
 
 class GenerateBody(SampledBody):
-    """What a client asks of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
+    """Body of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
 
     ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
-    always returned. Without ``text`` tokens are not decoded, unless stop strings are looked for. ``routed_experts``
-    asks a mixture which experts it used. (A trainer asks its engine by a
+    always returned. Without ``text`` tokens are decoded only if there are stop strings. ``routed_experts``
+    asks a mixture-of-experts model which experts it used. (A trainer asks its engine by a
     :class:`~lachesis.common.types.GenerationRequest`.)
     """
 
@@ -161,7 +161,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """What is new in completion ``index`` since its last chunk; ``finish_reason`` is set in its last one.
+    """New part of completion ``index`` since its last chunk; ``finish_reason`` is set in its last one.
 
     ``prompt_token_ids`` come with the first chunk of a request. ``time`` is ``time.monotonic()`` at the last
     token of the chunk.
@@ -186,25 +186,25 @@ class VersionClock:
 
     @property
     def current(self) -> int:
-        """The version in force now."""
+        """Version in force now."""
         return self._versions[-1]
 
     def record(self, version: int) -> None:
-        """From now on the weights are those of ``version``."""
+        """Record that the weights are those of ``version`` from now on."""
         self._times.append(time.monotonic())
         self._versions.append(version)
 
     def at(self, moment: float) -> int:
-        """The version in force at ``moment``, a reading of ``time.monotonic()``."""
+        """Return the version in force at ``moment``, a reading of ``time.monotonic()``."""
         return self._versions[bisect_right(self._times, moment)]
 
     def span(self, first: float, last: float) -> VersionSpan:
-        """The versions in force at two moments."""
+        """Return the versions in force at two moments."""
         return VersionSpan(self.at(first), self.at(last))
 
 
 def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields: Collection[str]) -> B:
-    """The request in a body that has the sampling fields of an engine among its own.
+    """Parse a body that has an engine's sampling fields among its own.
 
     Raises:
         Refused: (400) a field is unknown, of the wrong type or out of range, or there is no prompt, or two.
@@ -219,11 +219,11 @@ def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields
 
 
 def result_document(result: GenerateResult, *, request: GenerateBody, clock: VersionClock) -> dict[str, Any]:
-    """The answer of ``/generate``.
+    """Return the answer of ``/generate``.
 
     ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
-    ``routed_experts[i]``, where asked for, are the numbers of :class:`RoutedExperts`. ``cached_tokens[i]`` of the
-    prompt were in the prefix cache, null where that is not known; the field is there if it is of any.
+    ``routed_experts[i]``, if asked for, are the numbers of :class:`RoutedExperts`. ``cached_tokens[i]`` of the
+    prompt were in the prefix cache, null if unknown; the field is missing if it is unknown for all.
     """
     done = result.completions
     document: dict[str, Any] = {
@@ -250,16 +250,16 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
 
 
 def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: str) -> bytes:
-    """The answer of ``/generate`` to who accepts :data:`ARRAYS`: what a trainer needs of N completions, as arrays.
+    """Return the answer of ``/generate`` for clients that accept :data:`ARRAYS`: N completions as arrays for a trainer.
 
     ``lengths`` [N] and, one completion after the other, ``token_ids`` [sum of lengths] (int32) and ``token_logprobs``
-    (float32); ``weight_version`` [N, 2], first and last (int64). Where they were asked for ``routed_experts``, those of
-    :class:`RoutedExperts` one completion after the other, with ``routed_lengths`` [N] (int64), 0 where there are none.
-    ``cached_tokens`` [N] (int64) if they are known of any, -1 where they are not. In the metadata the session, and the
+    (float32); ``weight_version`` [N, 2], first and last (int64). If requested, ``routed_experts``, those of
+    :class:`RoutedExperts` one completion after the other, with ``routed_lengths`` [N] (int64), 0 for none.
+    ``cached_tokens`` [N] (int64) if known for any, -1 where unknown. The metadata hold the session, and the
     finish reasons as a JSON list.
 
     Raises:
-        EngineError: a logprob is no number.
+        EngineError: a logprob is NaN.
     """
     done = result.completions
     logprobs = np.fromiter(chain.from_iterable(c.logprobs for c in done), dtype=np.float32)
@@ -283,10 +283,10 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
 
 
 def read_arrays(data: bytes) -> dict[str, Any]:
-    """The document of :func:`result_arrays`, as the JSON answer would have it but for the texts.
+    """Return the document of :func:`result_arrays`, equal to the JSON answer except for the texts.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not whole.
+        KeyError, TypeError, ValueError: it is incomplete.
     """
     try:
         # The header says how long it is in its first eight bytes.
@@ -322,7 +322,10 @@ def _divided(values: list[T], lengths: Sequence[int]) -> list[list[T]]:
 
 
 def chunk_document(chunk: GenerateChunk, *, request: GenerateBody, versions: tuple[int, int]) -> dict[str, Any]:
-    """One event of a streamed answer: what is new in completion ``index``, and its first and last version so far."""
+    """Return one event of a streamed answer: the new part of completion ``index``, and its versions so far.
+
+    ``versions`` are the first and the last.
+    """
     document: dict[str, Any] = {
         "index": chunk.index,
         "text": chunk.text,
@@ -338,10 +341,10 @@ def chunk_document(chunk: GenerateChunk, *, request: GenerateBody, versions: tup
 
 
 def finite(logprob: float) -> float:
-    """A logprob as JSON can hold it.
+    """Return a logprob as JSON can hold it.
 
     Raises:
-        EngineError: it is no number.
+        EngineError: it is NaN.
     """
     if math.isnan(logprob):
         raise EngineError(
@@ -352,7 +355,7 @@ def finite(logprob: float) -> float:
 
 
 def top_logprobs(part: ServedCompletion | GenerateChunk) -> tuple[Mapping[int, float], ...]:
-    """For each token a map of logprobs: those asked for, or that of the sampled token alone."""
+    """Return for each token a map of logprobs: the requested ones, or that of the sampled token alone."""
     if part.top_logprobs is not None:
         return part.top_logprobs
     return tuple({token: value} for token, value in zip(part.token_ids, part.logprobs, strict=True))

@@ -118,7 +118,7 @@ class Sleep(Request):
 
 
 class WakeUp(Request):
-    """By vLLM's names what is to be there again: ``weights``, ``kv_cache``, or all of it."""
+    """Request to take back parts of the memory, by vLLM's names: ``weights``, ``kv_cache``, or both."""
 
     tags: Annotated[tuple[MemoryPart, ...], SINGLE] = MEMORY_PARTS
 
@@ -128,7 +128,7 @@ class CanaryRequest(Request):
 
 
 class ProofRequest(CanaryRequest, DigestRequest):
-    """What is read of the engine, and which tensors are digested, at the same weights."""
+    """Request for a canary reading and for digests of tensors, at the same weights."""
 
 
 class Empty(BaseModel):
@@ -136,7 +136,7 @@ class Empty(BaseModel):
 
 
 class Answer(BaseModel):
-    """What all answers about weights say: of which version they are and of which session."""
+    """Base of all answers about weights, with their version and the server's session."""
 
     weight_version: int = -1
     session_id: str = ""
@@ -150,10 +150,10 @@ class Stamped(BaseModel):
 
 
 class ServerInfo(Stamped):
-    """Who a server is and how it stands. In the answer the model's fields stand beside the others.
+    """Identity and state of a server. In the answer the model's fields stand beside the others.
 
-    ``url`` is the address that a client knows the server by, ``generated_tokens`` all that the engine has generated
-    since its start, of unfinished requests too; ``None`` where it does not count them; ``drafted`` what it has guessed.
+    ``url`` is the address by which a client knows the server. ``generated_tokens`` counts all tokens since the engine's
+    start, also of unfinished requests; ``None`` if it does not count them. ``drafted`` counts speculative tokens.
     """
 
     url: str = Field(default="", exclude=True)
@@ -210,7 +210,7 @@ class LoraStatus(Answer):
 
 
 class ReceiverReport(BaseModel):
-    """Where the receiver stands, and what it was started with."""
+    """State of the receiver, and the specification it was started with."""
 
     status: ReceiverState
     detail: str = ""
@@ -226,7 +226,7 @@ class ReceiverReport(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_engine(cls, found: Any) -> Any:
-        """On a server, of the engine's status, alone or among what the server knows."""
+        """Accept, on a server, the engine's status, alone or among the server's state."""
         known = found if is_object(found) else {}
         receiver = known.get("receiver") if is_object(found) else found
         if not isinstance(receiver, ReceiverStatus):
@@ -246,7 +246,7 @@ class Receiving(ReceiverReport, Answer):
 
 
 class Debug(ServerInfo):
-    """What :class:`ServerInfo` says, the receiver, and the documented variables as this server sees them."""
+    """Content of :class:`ServerInfo`, the receiver, and the documented environment variables of this server."""
 
     receiver: ReceiverReport
     adapter_roots: list[Path]
@@ -268,7 +268,7 @@ class Digests(Stamped):
 
     @property
     def version(self) -> int:
-        """Of the weights that they are of."""
+        """Version of the digested weights."""
         return self.weight_version
 
 
@@ -278,18 +278,18 @@ class Proof(Canary, Digests):
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Q, A]):
-    """One route and what goes in and comes out of it.
+    """One route with its request and its answer.
 
     Args:
-        name: of the method that does it: of ``Server``, with the request, or of the engine, with the request's fields
-            as keywords. It returns what the answer has besides the server's state. Empty if that is all of it.
+        name: method that does it: of ``Server``, with the request, or of the engine, with the request's fields
+            as keywords. It returns the part of the answer beyond the server's state. Empty if there is no such part.
         path: of the route; ``aliases`` lead to the same.
-        request: what a body is parsed into.
-        answer: what clients get.
+        request: class that a body is parsed into.
+        answer: class of the answer that clients get.
         method: GET has no body.
-        guarded: whether it needs the session's token. What does not changes nothing, and may be sent again.
-        loading: where it changes weights, what it is doing then, with the request's fields in braces: one such
-            operation runs at a time, and at its end the prefix cache is reset and the request's version counts.
+        guarded: True if it needs the session's token. An unguarded operation changes nothing, and may be sent again.
+        loading: for changes of weights, a description with the request's fields in braces: one such operation
+            runs at a time, and at its end the prefix cache is reset and the request's version counts.
     """
 
     name: str

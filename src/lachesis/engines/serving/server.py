@@ -71,11 +71,11 @@ class Server:
 
     @property
     def stamp(self) -> dict[str, Any]:
-        """What every answer about weights has: whose they are and of which version."""
+        """Version and session, which every answer about weights has."""
         return {"weight_version": self.clock.current, "session_id": self.session.session_id}
 
     async def state(self) -> dict[str, Any]:
-        """How the server stands: what answers are filled from, each with the fields that it has.
+        """Return the server's state, from which each answer takes the fields that it has.
 
         Raises:
             EngineUnreachable: its engine is dead.
@@ -132,10 +132,10 @@ class Server:
         return resolved
 
     async def run(self, operation: ops.Operation[Any, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of an operation to the object in a body.
+        """Run an operation on the object in a body, and return its answer.
 
         Raises:
-            LachesisError: what the operation raises, :class:`Refused` for a body that is none of this operation.
+            LachesisError: whatever the operation raises; :class:`Refused` for an invalid body.
         """
         request = parse(operation.request, document, context=self.inside_roots)
         fields = dict(request)
@@ -155,7 +155,7 @@ class Server:
         return answer.model_dump(mode="json")
 
     async def _change_weights(self, what: str, change: Callable[[], Awaitable[Found]], *, version: int | None) -> Found:
-        """Run ``change``, drop what was cached under the old weights, then record the version; ``None`` counts one up.
+        """Run ``change``, drop caches of the old weights, then record the version; ``None`` counts one up.
 
         A change that fails leaves the version. It runs to its end even if the client has gone.
 
@@ -244,7 +244,7 @@ class Server:
         self.owner = request.owner
 
     async def release(self, request: ops.Release) -> None:
-        """The reverse of :meth:`claim`. Idempotent; the claim of another run stays."""
+        """Undo :meth:`claim`. Idempotent; the claim of another run stays."""
         if self.owner == request.owner:
             self.owner = None
 
@@ -283,10 +283,10 @@ def _finite(logprobs: Sequence[float]) -> list[float]:
 
 
 def check_model(name: str | None, *, info: ModelInfo, adapter: AdapterStatus | None) -> None:
-    """All names of the model mean the weights in force: the base's, ``policy``, the adapter's.
+    """Check a model name: the base's, ``policy`` and the adapter's all mean the weights in force.
 
     Raises:
-        Refused: (404) the name is none of them.
+        Refused: (404) it is none of these names.
     """
     names = [*info.served_names, info.model, POLICY, *([adapter.name] if adapter else [])]
     if name is not None and name not in names:
@@ -295,10 +295,10 @@ def check_model(name: str | None, *, info: ModelInfo, adapter: AdapterStatus | N
 
 
 def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
-    """What can be known of a prompt of token ids before it is generated from.
+    """Check a prompt of token ids before generation.
 
     Raises:
-        Refused: (400) the model does not know a token, or has no room for prompt and completion.
+        Refused: (400) the model does not know a token, or the context is too short for prompt and completion.
     """
     token_ids = request.prompt_token_ids
     if token_ids is None:
@@ -324,12 +324,12 @@ def check_token_ids(token_ids: Sequence[int], *, info: ModelInfo) -> None:
 
 
 def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequence[Path]) -> list[Route]:
-    """The routes of one server, over one state.
+    """Return the routes of one server, which share one state.
 
     Args:
         served: the engine that answers.
         session: of this server; its token guards every route that changes something.
-        adapter_roots: what is loaded or written is inside of these directories.
+        adapter_roots: only files inside these directories are loaded or written.
     """
     server = Server(served, session=session, adapter_roots=adapter_roots)
 
@@ -352,7 +352,7 @@ def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequ
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, with every error as ``{"error": {"type", "message", "remedy"}}`` and its status."""
+    """Wrap the endpoint: every error becomes ``{"error": {"type", "message", "remedy"}}`` with its status."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -377,7 +377,7 @@ def error_response(error: LachesisError) -> JSONResponse:
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object in the body of a request. Refused (413) above 32 MiB."""
+    """Return the JSON object in the body of a request; raises Refused (413) above 32 MiB."""
     raw = bytearray()
     async for piece in request.stream():
         raw += piece
@@ -387,10 +387,10 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Wait for ``work``, which is cancelled when the client goes away.
+    """Wait for ``work``, and cancel it when the client disconnects.
 
     Raises:
-        Refused: the client has gone; what it says is read by nobody.
+        Refused: the client has disconnected, so nobody reads this error.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:

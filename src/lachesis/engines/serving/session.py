@@ -39,7 +39,7 @@ class Session:
 
 
 def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), token: str | None = None) -> Session:
-    """A session of this process, not yet written. The token is ``token``, the environment's, or a random one."""
+    """Return a session of this process, not yet written, with ``token``, the environment's, or a random one."""
     return Session(
         session_id=uuid.uuid4().hex,
         token=token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32),
@@ -51,7 +51,7 @@ def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), t
 
 
 def session_directory() -> Path:
-    """Where the sessions of this user's servers are written."""
+    """Return the directory for the session files of this user's servers."""
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         return Path(directory)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -59,7 +59,7 @@ def session_directory() -> Path:
 
 
 def session_path(port: int) -> Path:
-    """The file of the server that listens on ``port``."""
+    """Return the file of the server that listens on ``port``."""
     return session_directory() / f"{port}.json"
 
 
@@ -98,10 +98,10 @@ def remove_session(session: Session) -> None:
 
 
 def read_session(url: str) -> Session | None:
-    """The session of the server at ``url``, if it runs on this machine under this user; else ``None``.
+    """Read the session of the server at ``url`` if it runs on this machine under this user; else ``None``.
 
     Raises:
-        EngineError: there is a file, but it is damaged or could have been written by someone else.
+        EngineError: the file exists, but it is damaged or could have been written by another user.
     """
     parts = urlsplit(url)
     if not _is_local(parts.hostname or ""):
@@ -130,10 +130,10 @@ def read_session(url: str) -> Session | None:
 
 
 def session_token(url: str) -> str:
-    """The token for the server at ``url``: the environment's, or that of its session file.
+    """Return the token for the server at ``url``: the environment's, or that of its session file.
 
     Raises:
-        EngineError: there is neither.
+        EngineError: neither exists.
     """
     if token := os.environ.get(TOKEN_VARIABLE):
         return token

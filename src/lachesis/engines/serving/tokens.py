@@ -17,7 +17,7 @@ _WITHOUT_MEANING = ("logprobs", "routed_experts_prompt_start")
 
 
 class TokensBody(Request):
-    """What is asked: a prompt as token ids, and vLLM's sampling parameters under their names."""
+    """Body with a prompt as token ids, and vLLM's sampling parameters under their names."""
 
     # The salt of the prefix cache is the server's own, one for each version of the weights; ids always come back.
     also = ("cache_salt", "return_token_ids")
@@ -54,7 +54,7 @@ class TokensAnswer(BaseModel):
 
 
 def generate_body(body: TokensBody, *, sampling_fields: Collection[str]) -> GenerateBody:
-    """The request as the engines know it.
+    """Return the request in the engines' form.
 
     Raises:
         Refused: (400) a sampling parameter is unknown, of the wrong type or out of range.
@@ -67,7 +67,7 @@ def generate_body(body: TokensBody, *, sampling_fields: Collection[str]) -> Gene
 
 
 def tokens_answer(result: GenerateResult, *, request_id: str) -> TokensAnswer:
-    """The answer with all completions of a request."""
+    """Return the answer with all completions of a request."""
     choices = [token_choice(completion, index=index) for index, completion in enumerate(result.completions)]
     return TokensAnswer(request_id=request_id, prompt_token_ids=result.prompt_token_ids, choices=choices)
 

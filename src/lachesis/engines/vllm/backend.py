@@ -314,11 +314,11 @@ class ServedVllm:
         return f"weights-{self._cache_epoch}"
 
     async def reset_prefix_cache(self) -> None:
-        """From now on no request reads what was computed under other weights.
+        """Keep every new request from reading what was computed under other weights.
 
-        vLLM can empty the cache only while nothing is in flight, or by computing all that is in flight anew.
-        New requests have another salt instead, and those in flight go on with what they have. That it is tried to
-        empty it is nothing to wait for, up to a step of what is in flight.
+        vLLM can empty the cache only while no request is in flight, or by computing requests in flight anew.
+        New requests get another salt instead, and those in flight continue with what they have. Emptying is tried
+        without waiting for it, since it may take a step of the requests in flight.
         """
         self._cache_epoch += 1
         self._cache_is_stale = True
@@ -337,7 +337,7 @@ class ServedVllm:
             self._cache_is_stale = not emptied
 
     async def empty_stale_cache(self) -> None:
-        """For requests that cannot have a salt: empty the cache, at the price of computing anew what is in flight."""
+        """Empty the cache for requests that cannot have a salt; requests in flight are computed anew."""
         if self._cache_is_stale:
             await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._cache_is_stale = False
@@ -352,7 +352,7 @@ class ServedVllm:
         await self._answered(self._engine.check_health())
 
     async def _answered(self, call: Awaitable[T]) -> T:
-        """The engine's answer. Raises EngineUnreachable where it dies meanwhile: vLLM leaves such a call open."""
+        """Await the engine's answer; raises EngineUnreachable if it dies meanwhile, when vLLM never ends the call."""
         answer = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
@@ -368,7 +368,7 @@ class ServedVllm:
             raise EngineError(self._unusable, remedy="reload weights (/bridge/reload) or restart the server")
 
     async def _change_base(self, method: str, **arguments: Any) -> list[Any]:
-        """All workers' answers to a call that may replace the base weights, and drops the adapter if it does."""
+        """Call all workers with a method that may replace the base weights, and drop the adapter if it did."""
         try:
             answers = await self._call_all(method, **arguments)
         except StaleWeights as error:
@@ -402,7 +402,7 @@ class ServedVllm:
             await self._update_receiver()
 
     async def _update_receiver(self) -> None:
-        """The state of the worker that is worst off."""
+        """Take over the receiver state of the worker that is worst off."""
         try:
             every = await self._call_all("receiver")
         except LachesisError as error:
@@ -413,7 +413,7 @@ class ServedVllm:
         self._receiver = replace(self._receiver, **worst)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        """The first worker's answer, after all of them have answered without an error."""
+        """Call all workers and return the first one's answer once all have answered without an error."""
         return (await self._call_all(method, **arguments))[0]
 
     async def _call_all(self, method: str, **arguments: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """``/v1/chat/completions/tokens``: vLLM's chat, its parsers of tools and reasoning included, after a prompt of tokens.
 
-It is what the multi-turn client of verifiers 0.1 asks from the second turn on, so that no turn is tokenized again.
+The multi-turn client of verifiers 0.1 uses it from the second turn on, so that no turn is tokenized again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Tokens(Body):
 
 
 def chat_tokens_route(state: Any) -> Route:
-    """The route over vLLM's own chat, which its server keeps in ``state``."""
+    """Return the route over vLLM's own chat, which its server keeps in ``state``."""
 
     async def answer(request: Request) -> Response:
         body = await read_body(request)
@@ -53,7 +53,7 @@ async def _chat(serving: Any, body: dict[str, Any], tokens: tuple[int, ...], req
 
 
 def _rendered_as(serving: Any, tokens: tuple[int, ...]) -> Any:
-    """vLLM's own checks of the request, with these tokens in place of those that it makes of the messages."""
+    """Return vLLM's own checks of the request, with these tokens in place of those of the rendered messages."""
 
     async def render_chat_request(request: Any) -> Any:
         found = await serving.render_chat_request(request)

@@ -63,10 +63,10 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def served_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
-    """As :func:`read_shapes`, of the checkpoint that the engine was started from; ``None`` where it is not on disk.
+    """Read the shapes, as :func:`read_shapes`, of the checkpoint that the engine serves; ``None`` if not on disk.
 
     Args:
-        model: a directory, or a name on the hub, whose files are looked for in the local cache.
+        model: a directory, or a name on the hub, whose files are looked up in the local cache.
     """
     directory = Path(model)
     if not directory.is_dir():

@@ -29,12 +29,12 @@ _NOT_FOR_CALLERS = {
 
 
 def engine_kind() -> str:
-    """As in "vllm 0.26.0"."""
+    """Return name and version, as in "vllm 0.26.0"."""
     return f"vllm {vllm.__version__}"
 
 
 def fix_variables() -> None:
-    """From now on vLLM reads no environment variable in this process: it does so for each token, unless it is told to.
+    """Stop vLLM from reading environment variables in this process, which it otherwise does for each token.
 
     Its engine and its workers do the same once they are ready.
     """
@@ -56,15 +56,15 @@ def parse_sampling(
     text: bool = True,
     extra: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """vLLM's parameters for one completion; its own checks of types and ranges apply.
+    """Return vLLM's parameters for one completion; vLLM's own checks of types and ranges apply.
 
     Args:
         fields: of the request.
-        logprobs: how many of the likeliest tokens besides the sampled one.
-        prompt_logprobs: the same for the prompt; none without it.
-        delta: whether answers come in pieces.
-        text: whether tokens are decoded; where stop strings are looked for, they are in any case.
-        extra: for the worker's eyes.
+        logprobs: number of likeliest tokens besides the sampled one.
+        prompt_logprobs: the same for the prompt; ``None`` for no logprobs.
+        delta: True if answers come in pieces.
+        text: True to decode tokens; with stop strings they are decoded in any case.
+        extra: data for our code in the worker.
 
     Raises:
         Refused: (400) a field has a value that vLLM does not accept.
@@ -82,28 +82,28 @@ def parse_sampling(
 
 
 def chat_request(document: Mapping[str, Any]) -> Any:
-    """vLLM's record of a chat. Raises what :func:`caller_errors` names, pydantic's errors among them."""
+    """Return vLLM's record of a chat; raises the errors of :func:`caller_errors`, pydantic's among them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest.model_validate(document)
 
 
 def tool_parsers() -> Any:
-    """Where vLLM keeps its parsers of tool calls, by name."""
+    """Return vLLM's registry of tool parsers."""
     from vllm.tool_parsers import ToolParserManager
 
     return ToolParserManager
 
 
 def cached_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer as vLLM's parsers get it: they ask for the whole vocabulary each time."""
+    """Return the tokenizer with its vocabulary cached, as vLLM's parsers need it: they ask for all of it each time."""
     from vllm.tokenizers.hf import get_cached_tokenizer
 
     return get_cached_tokenizer(tokenizer)
 
 
 def caller_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that is the caller's fault: up to 0.26 ValueErrors, later a root of their own."""
+    """Return vLLM's errors for an invalid request: up to 0.26 ValueErrors, later also classes with their own root."""
     import vllm.exceptions as exceptions
 
     root = getattr(exceptions, "VLLMClientError", None)
@@ -111,7 +111,7 @@ def caller_errors() -> tuple[type[Exception], ...]:
 
 
 def lora_name_mapper(model: Any) -> Any:
-    """The model's renames from the checkpoint's module names to vLLM's, without the fusing of q, k and v; or None."""
+    """Return the model's renames from checkpoint modules to vLLM's, without fusing q, k and v; or None."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -120,14 +120,14 @@ def lora_name_mapper(model: Any) -> Any:
 
 
 def can_reload_under_lora() -> bool:
-    """Whether base weights can be loaded again once layers are wrapped for LoRA; 0.26 does not find their names."""
+    """Return True if base weights can be reloaded once layers are wrapped for LoRA; 0.26 does not find their names."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     return hasattr(BaseLayerWithLoRA, "load_weights")
 
 
 def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -> AsyncModelRunnerOutput:
-    """The output of a step that is still computed, changed once it is there."""
+    """Return the output of a step that is still being computed, to be changed once it has been."""
 
     class Changed(AsyncModelRunnerOutput):
         def get_output(self) -> Any:
@@ -137,12 +137,12 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
 
 
 def generated_tokens() -> int | None:
-    """By vLLM's own statistics, which count each step; ``None`` where those are switched off."""
+    """Return the count of generated tokens in vLLM's statistics; ``None`` if those are switched off."""
     return _counted("vllm:generation_tokens_total")
 
 
 def drafted_tokens() -> Drafted | None:
-    """By the same statistics; ``None`` where nothing is drafted."""
+    """Return the counts of speculative decoding in vLLM's statistics; ``None`` if nothing is drafted."""
     tokens = _counted("vllm:spec_decode_num_draft_tokens_total")
     accepted = _counted("vllm:spec_decode_num_accepted_tokens_total")
     passes = _counted("vllm:spec_decode_num_drafts_total")

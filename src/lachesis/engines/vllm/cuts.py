@@ -1,7 +1,7 @@
-"""Which rectangles of a model's whole parameters a tensor-parallel worker of vLLM's holds, and which are in what order.
+"""Rectangles of a model's whole parameters that a tensor-parallel worker of vLLM holds, and their order.
 
-The rules are of vLLM's layers, told by the names of their classes, so that nothing of vLLM is imported. What no rule
-is for has no cut, and no digest.
+The rules are those of vLLM's layers, identified by their class names, so that vLLM is not imported. A tensor
+without a rule has no cut, and no digest.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a worker's tensor is of the whole parameter.
+    """Part of a whole parameter that a worker's tensor holds.
 
     Attributes:
         shape: of the whole.
-        blocks: of rows; none where the tensor has no dimension.
-        columns: the number of the worker's share of each row; 0 too where it has whole rows. Of an expert, whose row is
-            all of its matrix, the share need not lie together.
+        blocks: of rows; none if the tensor has no dimension.
+        columns: the number of the worker's share of each row; 0 too if it has whole rows. For an expert, whose row is
+            all of its matrix, the share need not be contiguous.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _outputs_first(tensor: Tensor) -> Tensor:
-    """vLLM keeps a matrix of 8 bits as a view [in, out] of its bytes."""
+    """Return an 8-bit matrix, which vLLM keeps as a view [in, out] of its bytes, as [out, in]; others unchanged."""
     return tensor.t() if tensor.dtype == FP8 and tensor.ndim == 2 and not tensor.is_contiguous() else tensor
 
 
@@ -92,12 +92,12 @@ def _in_order(method: Any) -> bool:
 
 
 def whole_shape(name: str, cuts: Mapping[str, Cut]) -> list[int]:
-    """Of a parameter in the whole model; [0], as of one that is empty, where its cut is not known."""
+    """Return the shape of a parameter in the whole model; [0], as for an empty one, if its cut is unknown."""
     return list(cuts[name].shape) if name in cuts else [0]
 
 
 def shares(held: Tensor, cut: Cut, asked: DigestSlice) -> dict[str, Share]:
-    """What a worker's tensor has of the rows that were asked for, by the place in the whole."""
+    """Return the parts of the requested rows that a worker's tensor holds, by their place in the whole."""
     if not cut.shape:
         return {"0:0": Share(held, ())}
     end = asked.end(cut.shape[0])
@@ -146,7 +146,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
 
 
 def _is_in_8_bits(layer: Any) -> bool:
-    """Whether a layer's matrix was rounded to 8 bits, which leaves its bias as it was."""
+    """Return True if a layer's matrix was rounded to 8 bits; its bias never is."""
     return getattr(getattr(layer, "weight", None), "dtype", None) == FP8
 
 
@@ -179,9 +179,9 @@ def _by_inputs(layer: Any, held: Tensor) -> Cut | None:
 
 
 def _experts(layer: Any, leaf: str, held: Tensor) -> Cut | None:
-    """All experts of a layer, stacked: workers have an equal share of each one's rows (gate, up) or columns (down).
+    """Return the cut of a layer's stacked experts: workers share each one's rows (gate, up) or columns (down).
 
-    Where whole experts are shared out instead there is no rule.
+    ``None`` if workers hold whole experts instead: that has no rule.
     """
     ways = layer.moe_config.moe_parallel_config
     if ways.ep_size > 1 or not _in_order(layer.quant_method):

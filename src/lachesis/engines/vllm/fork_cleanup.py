@@ -1,4 +1,4 @@
-"""What a process that is forked from vLLM's server has of it and must not keep."""
+"""Release of the resources of vLLM's server that a process forked from it must not keep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def leave_to_server() -> None:
-    """Give up what is the server's. To be called in the forked process, by the thread that forked.
+    """Give up the server's sockets and signal handlers; call it in the forked process, on the thread that forked.
 
-    Who connects to a server that is gone has to be refused, and not to wait at a socket that its engine holds; and a
-    signal to the engine is none to the server, whose event loop would hear of it.
+    A connection to a server that is gone must be refused rather than wait at a socket that its engine holds, and a
+    signal to the engine must not reach the server's event loop.
     """
     signal.set_wakeup_fd(-1)
     for name in os.listdir(_DESCRIPTORS):

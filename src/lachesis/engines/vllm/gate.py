@@ -1,4 +1,4 @@
-"""Whether vLLM's engine generates: pausing, sleeping, and what waits meanwhile."""
+"""Gate in front of vLLM's engine: pausing, sleeping, and the requests that wait meanwhile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart, Refused
 
 
 class Gate:
-    """Requests of all routes wait here while the engine is paused or asleep.
+    """Gate where requests of all routes wait while the engine is paused or asleep.
 
-    Therefore ``engine``, vLLM's ``EngineClient``, can be let run for a moment to read a canary: only what was in flight
-    before goes on in it.
+    So ``engine``, vLLM's ``EngineClient``, can run for a moment to read a canary: only requests that were in flight
+    before continue in it.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -28,12 +28,12 @@ class Gate:
 
     @property
     def sleeping(self) -> bool:
-        """Whether a part of its memory is given back."""
+        """True while a part of its memory is released."""
         return bool(self.asleep)
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine generates."""
+        """True while the engine generates."""
         return self._open.is_set()
 
     async def wait(self) -> None:
@@ -41,13 +41,13 @@ class Gate:
         await self._open.wait()
 
     def refuse_asleep(self, what: str, *, without: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Raise Refused (409) while the engine is asleep; ``what`` says what is not done ``without`` these parts."""
+        """Raise Refused (409) while the engine is asleep; ``what`` names the act that needs the parts ``without``."""
         if self.asleep.intersection(without):
             raise Refused(f"while the engine is asleep {what}", status=409, remedy="wake it up first")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine runs inside, also if it is paused. Refused (409) while it is asleep."""
+        """Run the engine inside the context, also if it is paused; raises Refused (409) while it is asleep."""
         async with self._switching:
             self.refuse_asleep("nothing is computed")
             if self.paused:
@@ -59,7 +59,7 @@ class Gate:
                     await self._freeze()
 
     async def pause(self, mode: PauseMode) -> None:
-        """``keep`` freezes what is in flight, ``drain`` waits for its end, ``abort`` ends it. Caches stay."""
+        """Pause: ``keep`` freezes requests in flight, ``drain`` awaits their end, ``abort`` ends them. Caches stay."""
         async with self._switching:
             self.paused = True
             self._open.clear()
@@ -71,7 +71,7 @@ class Gate:
                 await self._engine.pause_generation(mode="wait" if mode == "drain" else "abort", clear_cache=False)
 
     async def resume(self) -> None:
-        """The reverse of :meth:`pause`."""
+        """Undo :meth:`pause`."""
         async with self._switching:
             self.paused = False
             if not self.sleeping:
@@ -90,9 +90,9 @@ class Gate:
             return True
 
     async def wake_up(self, tags: Collection[MemoryPart], restore: Callable[[], Awaitable[object]]) -> None:
-        """Take parts of the memory again and ``restore`` what was in the weights'.
+        """Take back parts of the memory and ``restore`` the content of the weights' part.
 
-        Once all of it is there the engine generates, or goes back to being paused if it was.
+        Once no part is missing the engine generates, or stays paused if it was.
         """
         async with self._switching:
             waking = self.asleep.intersection(tags)
@@ -110,7 +110,7 @@ class Gate:
                 self._open.set()
 
     async def _freeze(self) -> None:
-        """Stop the scheduler; what is in flight stays as it is, its cache included.
+        """Stop the scheduler; requests in flight keep their state and cache.
 
         vLLM's ``pause_generation`` does this and then sleeps, for callers that want the last outputs first.
         """

@@ -1,9 +1,9 @@
-"""The completions of one prompt, given to vLLM together.
+"""Submission of all completions of one prompt to vLLM together.
 
-For each sequence vLLM's ``generate`` reads, checks and copies the request, and runs a generator that somebody has to
-wait for. Where completions are short that is more work than making them. Here a prompt is read once for all of its
-completions, and what vLLM sends when one has ended is taken where it arrives, as vLLM itself does for ``n`` > 1. Each
-sequence stays a request of its own, with the name, seed and times that it would have had.
+For each sequence vLLM's ``generate`` reads, checks and copies the request, and runs a generator that has to be
+awaited. Where completions are short that is more work than making them. Here a prompt is read once for all of its
+completions, and the last output of each is taken where it arrives, as vLLM itself does for ``n`` > 1. Each
+sequence stays a separate request, with the name, seed and times that it would have had.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ended = Callable[[int, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What one sequence of a group has of its own; ``extra`` is for the worker's eyes."""
+    """Part of a request that differs for each sequence of a group; ``extra`` is for our code in the worker."""
 
     name: str
     seed: int | None
@@ -40,16 +40,16 @@ class Member:
 
 
 def missing_parts(engine: Any) -> list[str]:
-    """What vLLM's engine lacks of that which a group needs."""
+    """Return the names that a group needs and vLLM's engine lacks."""
     return [name for name in _NEEDED if not _has(engine, name)]
 
 
 class Group:
-    """Sequences of one prompt in vLLM, of which only the last outputs are asked for.
+    """Sequences of one prompt in vLLM, of which only the last outputs are requested.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        ended: is called with the place and the output of each sequence that ends, at once.
+        ended: is called at once with the place and the output of each sequence that ends.
     """
 
     def __init__(self, engine: Any, *, ended: Ended) -> None:
@@ -60,16 +60,16 @@ class Group:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, prompt: Any, params: Any, members: Sequence[Member], *, lora_request: Any) -> list[Any]:
-        """The last outputs of all sequences, in order. An error or the end of the caller aborts what is in flight.
+        """Return the last outputs of all sequences, in order; an error or cancellation aborts the unfinished ones.
 
         Args:
-            prompt: as token ids, in vLLM's record of an input that is read.
-            params: vLLM's, the same for all but for what a member has of its own.
+            prompt: token ids, in vLLM's record of a preprocessed input.
+            params: vLLM's, shared by all members except for their own fields.
             members: at least one.
             lora_request: vLLM's, or None.
 
         Raises:
-            EngineError: vLLM failed to compute a sequence. What vLLM itself raises is raised as it is.
+            EngineError: vLLM failed to compute a sequence. vLLM's own errors are raised unchanged.
         """
         if self._engine.errored:
             raise self._engine.dead_error
@@ -106,7 +106,7 @@ class Group:
                 _requests_log.info("Added request %s.", request.request_id)
 
     def _request(self, read: Any, member: Member) -> Any:
-        """A request as it was read, with what the member has of its own."""
+        """Copy the preprocessed request with the member's name, seed and extra."""
         request = copy(read)
         request.request_id = member.name
         request.sampling_params = params = copy(read.sampling_params)
@@ -116,7 +116,7 @@ class Group:
         return request
 
     def end(self, place: int, output: Any) -> None:
-        """vLLM has the last output of a sequence, or an error in its place."""
+        """Take a sequence's last output from vLLM, or an error in its place."""
         if self._done.done():
             return
         try:

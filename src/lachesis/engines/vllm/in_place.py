@@ -1,11 +1,11 @@
-"""Where a worker of vLLM's has the tensors of a checkpoint, so that an update is copied there.
+"""Loader that copies an update to the places of a checkpoint's tensors in a vLLM worker.
 
 vLLM loads weights again by making every layer anew beside the old one, loading that, and copying it over: for 8 billion
-parameters longer than it takes to send them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). Its loader loads
-the first update all the same. Where it has put the tensors is then compared with where rules say that they are, bit by
-bit, and only if all of them are there, later updates go straight to these places. Matrices that vLLM keeps in 8 bits, a
-scale for each output, are rounded on the way there. What it transposes, packs, quantizes in other ways or keeps
-something else of has no such places.
+parameters longer than it takes to send them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). Its loader still
+loads the first update. The places where it has put the tensors are then compared bit by bit with those that rules
+predict, and only if all agree, later updates go straight to these places. Matrices that vLLM keeps in 8 bits, with a
+scale for each output, are rounded on the way there. Tensors that vLLM transposes, packs, quantizes in other ways or
+derives something from have no such places.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ParameterSlice:
             by_rows(part.to(self.held.device, non_blocking=True), out=(self.held, self.scales))
 
     def matches(self, offered: Tensor) -> bool:
-        """Whether that is there already, bit by bit."""
+        """Return True if this slice already holds the offered tensor, bit by bit."""
         part = self.part(offered)
         if self.scales is None:
             return _same(self.held, part)
@@ -72,9 +72,9 @@ class InPlaceLoader:
 
     @classmethod
     def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> InPlaceLoader | None:
-        """For tensors of these names and shapes in a worker's model; ``None`` where one has no slices there.
+        """Find the places of tensors of these names and shapes in a worker's model; ``None`` if one has none.
 
-        Of a matrix that vLLM makes of several, as of q, k and v, all have to be offered.
+        All members of a matrix that vLLM fuses, as q, k and v, have to be offered.
         """
         if any(map(_keeps_more, model.modules())) or any(one.is_inference() for one in model.parameters()):
             return None
@@ -100,7 +100,7 @@ class InPlaceLoader:
 
     @torch.no_grad()
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether each slice has what it would have after :meth:`load`, bit by bit."""
+        """Return True if each slice holds what :meth:`load` would write, bit by bit."""
         return tensors.keys() == self._slices.keys() and all(
             one.matches(tensor) for name, tensor in tensors.items() for one in self._slices[name]
         )
@@ -125,12 +125,12 @@ class InPlaceLoader:
 
 
 def _keeps_more(module: nn.Module) -> bool:
-    """Whether vLLM may derive something else from weights once they are loaded."""
+    """Return True if vLLM may derive something else from weights once they are loaded."""
     return hasattr(module, "process_weights_after_loading") and type(module).__name__ not in _NOTHING_OF_WEIGHTS
 
 
 def _members(model: nn.Module) -> dict[str, tuple[str, Sequence[str]]]:
-    """By the name of a module of a checkpoint: the one that vLLM makes of it and others, and all of them in order."""
+    """Map each fused module of a checkpoint to vLLM's name for the fused one and all its members in order."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
     return {member: (fused, members) for fused, members in packed.items() for member in members if member != fused}
 
@@ -142,7 +142,7 @@ def _within(
     held: Mapping[str, Tensor],
     members: Mapping[str, tuple[str, Sequence[str]]],
 ) -> tuple[str, int, tuple[int, ...]]:
-    """The whole parameter that a tensor is in, its first row there, and how many rows the whole has."""
+    """Return the whole parameter that contains a tensor, the tensor's first row in it, and its number of rows."""
     path, _, kind = name.rpartition(".")
     before, dot, leaf = path.rpartition(".")
     if name in held or leaf not in members:
@@ -153,7 +153,7 @@ def _within(
 
 
 def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[ParameterSlice]:
-    """Where a worker has what it has of the ``rows`` of the whole from the ``first`` on."""
+    """Yield the slices of a worker's tensor that lie in rows ``first`` to ``first + rows`` of the whole."""
     width = held.shape[1] if held.ndim > 1 else 0
     columns = slice(cut.columns * width, (cut.columns + 1) * width)
     for block in cut.blocks:
@@ -175,7 +175,7 @@ def _rows_in_8_bits(
 
 
 def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:
-    """Those that vLLM pads the vocabulary with, behind the others."""
+    """Return the rows with which vLLM pads the vocabulary, behind the others."""
     used = max((block.held + block.rows for block in cut.blocks), default=0)
     return [held[used:]] if used < held.shape[0] else []
 

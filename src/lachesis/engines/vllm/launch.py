@@ -69,7 +69,7 @@ _ON_A_CPU: Mapping[str, str] = {_START_METHOD: "spawn"}
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to start the server: arguments after ``serve``, the whole environment, what to tell the user first."""
+    """Plan of the server's start: arguments after ``serve``, the whole environment, and warnings for the user."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -83,17 +83,17 @@ def plan_launch(
     plugins: Iterable[str] = (),
     variables: Mapping[str, str] = _ON_A_CPU,
 ) -> LaunchPlan:
-    """Put our defaults around what the user gave.
+    """Put our defaults around the user's arguments.
 
     Args:
         arguments: the model and flags of ``vllm serve``, ``--model M`` or ``M``, ``--adapter-root`` and
             ``--allowed-host``.
-        environment: of this process; every variable is handed on but those that are named in a warning.
+        environment: of this process; every variable is passed on except those named in a warning.
         plugins: names of vLLM plugins that are installed and on by default.
-        variables: set where the environment does not say otherwise; see :func:`usual_variables`.
+        variables: defaults for the environment; see :func:`usual_variables`.
 
     Raises:
-        ConfigError: two flags that do not go together with ours.
+        ConfigError: two flags conflict with ours.
     """
     ours, rest = _parse(arguments, _OURS)
     rest = [*([] if ours.model is None else [ours.model]), *rest]
@@ -141,12 +141,12 @@ def installed_version() -> tuple[int, int]:
 
 
 def usual_variables(*, driver: Path = DRIVER) -> dict[str, str]:
-    """What vLLM reads of its environment, as it is best on this machine.
+    """Return defaults for vLLM's environment variables that suit this machine.
 
-    - How it starts its engine: a forked one does not import all again that the server has imported, 12 s of a start on
-      a GPU. vLLM spawns it all the same where the server has used CUDA before, as CUDA does not survive a fork. On a
+    - How it starts its engine: a forked one does not repeat the server's imports, 12 s of a start on
+      a GPU. vLLM still spawns it if the server has used CUDA before, as CUDA does not survive a fork. On a
       CPU neither do the threads of OpenMP.
-    - Whether FlashInfer samples: vLLM takes it to be installed beside every GPU, and without it ends.
+    - Whether FlashInfer samples: vLLM expects it to be installed beside every GPU, and ends without it.
     """
     if not driver.exists():
         return dict(_ON_A_CPU)
@@ -165,20 +165,20 @@ def keep_torchao_away(arguments: Sequence[str]) -> None:
 
 
 def may_need_torchao(arguments: Sequence[str]) -> bool:
-    """Whether the model of ``vllm serve ARGUMENTS`` can be one of torchao's: a flag or its configuration names it.
+    """Return True if the model of ``vllm serve ARGUMENTS`` may be one of torchao's.
 
-    True too where its configuration is not on this machine yet.
+    A flag or its configuration names torchao, or its configuration is not on this machine yet.
     """
     model, *flags = [*arguments] or [""]
     return any("torchao" in word.lower() for word in flags) or mentions(model, "torchao") is not False
 
 
 def needless(arguments: Sequence[str]) -> tuple[str, ...]:
-    """What vLLM or transformers imports where it is installed, and the model of ``vllm serve ARGUMENTS`` does not use.
+    """Return the packages that vLLM or transformers imports if installed, though ``vllm serve ARGUMENTS`` needs none.
 
-    For guesses of another model, by transformers alone; and for pictures, of which the configuration of a model of
-    texts knows nothing. Some hundred files, and libraries of 100 MB. Nothing where transformers has been imported: it
-    looks once for what there is, and would take that to be there still.
+    transformers alone imports one for assisted decoding; others are for pictures, which a model without vision in its
+    configuration does not need. Together some hundred files, and libraries of 100 MB. Empty once transformers has been
+    imported: it looks only once for what is installed, and would expect to import it.
     """
     if "transformers" in sys.modules:
         return ()
@@ -199,7 +199,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The module's command."""
+    """Run the module's command."""
     try:
         check_installed()
         plan = plan_launch(
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(words: Sequence[str], flags: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of these flags, which may be spelled with underscores, and the other words as they are.
+    """Return the values of these flags, which may be spelled with underscores, and the other words unchanged.
 
     Raises:
         ConfigError: a flag lacks its value, or has one too many.

@@ -30,9 +30,9 @@ Fetch = Callable[..., Awaitable[Mapping[str, str]]]
 
 @dataclass(slots=True)
 class _Kept:
-    """Of one sequence in the order of sampling: each token with its place in the sequence, prompt included.
+    """Logprobs of one sequence in the order of sampling: each token with its place, counted from the prompt's start.
 
-    A place comes twice where the engine drops a token and samples it anew; the last one counts.
+    A place comes twice if the engine drops a token and samples it anew; the last one counts.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("q"))  # place << 32 | token id
@@ -40,7 +40,7 @@ class _Kept:
 
 
 def once_there(output: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` of the output of a step; where that is still computed, an output that is changed once it is there."""
+    """Apply ``change`` to the output of a step; if it is still being computed, to the finished output later."""
     if hasattr(output, "get_output"):
         from lachesis.engines.vllm.compat import later_output
 
@@ -68,17 +68,17 @@ class WorkerLogprobs:
         worker.execute_model, worker.sample_tokens = self._execute_model, self._sample_tokens
 
     def take(self, asked: Mapping[str, Sequence[int]], dropped: Sequence[str]) -> dict[str, str]:
-        """Hand out what is kept and forget it.
+        """Hand out the kept logprobs and forget them.
 
         Args:
             asked: for each name the place of the first completion token and the number of tokens.
-            dropped: names that nobody will ask for.
+            dropped: names whose logprobs will not be fetched.
 
         Returns:
-            For each name, in base64, the token ids as int32 and after them the logprobs as float32.
+            For each name, in base64, the token ids as int32 followed by the logprobs as float32.
 
         Raises:
-            EngineError: not every token that is asked for was kept.
+            EngineError: a requested token was not kept.
         """
         found = {key: _cut(key, self._kept.get(key), *where) for key, where in asked.items()}
         for key in (*asked, *dropped):
@@ -111,7 +111,7 @@ class WorkerLogprobs:
         return once_there(output, lambda ready: self._strip(ready, step))
 
     def _strip(self, output: Any, step: _Step) -> Any:
-        """vLLM's output of a step without what is kept here, unless another request of the step wants logprobs."""
+        """Remove the kept logprobs from the output of a step, unless another of its requests wants logprobs."""
         rows = output.logprobs
         # With drafts a sequence may get several tokens in a step, and has as many rows.
         starts = rows and rows.cu_num_generated_tokens
@@ -142,14 +142,14 @@ class _Step:
 
     @classmethod
     def of(cls, scheduled: Any) -> _Step:
-        """From vLLM's ``SchedulerOutput``."""
+        """Read a step from vLLM's ``SchedulerOutput``."""
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs)
         return cls(computed, scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
 
     def place(self, request_id: str) -> int:
-        """Where the first of its new tokens stands in the sequence: in the place of its first draft."""
+        """Return the place of a request's first new token in the sequence: that of its first draft."""
         return self.computed[request_id] + self.scheduled[request_id] - len(self.drafts.get(request_id, ()))
 
 
@@ -203,7 +203,7 @@ class FetchedLogprobs:
         return self.read(await answer, token_ids=token_ids)
 
     def drop(self, key: str) -> None:
-        """What is kept of a sequence is not wanted; the worker learns of it with the next call."""
+        """Discard the logprobs of a sequence; the worker learns of it with the next call."""
         self._asked.pop(key, None)
         self._dropped.append(key)
 

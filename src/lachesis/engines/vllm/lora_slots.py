@@ -27,8 +27,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class ModuleSlots:
-    """Where an adapted module lives: slot tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank], each
-    perhaps several that lie side by side in ``out``. ``shards`` is the tensor parallelism that may cut either."""
+    """Place of an adapted module: slot tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank].
+
+    Each may consist of several side by side in ``out``. ``shards`` is the tensor parallelism that may cut either.
+    """
 
     a: tuple[Tensor, ...]
     b: tuple[Tensor, ...]
@@ -36,18 +38,18 @@ class ModuleSlots:
 
     @property
     def features(self) -> tuple[int, int]:
-        """In and out, of this worker's part."""
+        """Input and output features of this worker's part."""
         return self.a[0].shape[-1], sum(part.shape[-2] for part in self.b)
 
     def fits(self, whole_in: int, whole_out: int) -> bool:
-        """Whether the adapter of a layer of that many features, in and out, belongs here."""
+        """Return True if the adapter of a layer with these input and output features belongs here."""
         own_in, own_out = self.features
         if self.shards == 1:
             return (whole_in, whole_out) == (own_in, own_out)
         return whole_in in (own_in, own_in * self.shards) and whole_out % self.shards == 0 and whole_out >= own_out
 
     def read(self, index: int, *, rank: int) -> tuple[Tensor, Tensor]:
-        """A [rank, in] and B [out, rank] of the adapter in place ``index``."""
+        """Return A [rank, in] and B [out, rank] of the adapter in place ``index``."""
         return self.a[0][index, 0, :rank], torch.cat([part[index, 0, :, :rank] for part in self.b])
 
 
@@ -90,7 +92,7 @@ class LoraSlots:
 
     @property
     def spec(self) -> LoraSpec | None:
-        """The adapter in force; ``None`` for the base weights."""
+        """Specification of the adapter in force; ``None`` for the base weights."""
         return self._spec
 
     def clear(self) -> None:
@@ -122,11 +124,11 @@ class LoraSlots:
                 )
 
     def load(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> None:
-        """Put an adapter in force. The tensors, by peft's names, become the engine's: nobody may change them after.
+        """Put an adapter in force; the engine takes over the tensors, named by peft, which must not change afterwards.
 
         Raises:
-            Refused: (422) they are no adapter of this model.
-            EngineError: vLLM failed; the adapter from before is in force again.
+            Refused: (422) they are not an adapter of this model.
+            EngineError: vLLM failed; the previous adapter is in force again.
         """
         tensors = {"{}.lora_{}.weight".format(*adapted_module(name)): tensor for name, tensor in tensors.items()}
         self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
@@ -152,15 +154,15 @@ class LoraSlots:
         self._spec, self._names = spec, tuple(tensors)
 
     def refresh(self) -> None:
-        """Write the slots again from what is registered: their memory was dropped."""
+        """Write the slots again from the registered adapter: their memory was dropped."""
         self._manager.deactivate_adapter(ADAPTER_ID)
         self._manager.activate_adapter(ADAPTER_ID)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter as the slots hold it, by peft's names: A, and B times the scaling, in the slots' dtype.
+        """Return the adapter in the slots by peft's names: A, and B times the scaling, in the slots' dtype.
 
         Raises:
-            Refused: (409) no adapter is in force, or the slots of one process hold a part of it only.
+            Refused: (409) no adapter is in force, or the slots of one process hold only a part of it.
         """
         if self._spec is None:
             raise Refused("no adapter is in force", status=409, remedy="load one first")
@@ -204,7 +206,7 @@ class LoraSlots:
         return module if renamed is None else renamed.removesuffix(_A)
 
     def _slots(self) -> Iterator[tuple[str, ModuleSlots]]:
-        """The place of every module that can be adapted, by vLLM's names before q, k, v and gate, up are fused."""
+        """Yield the slots of every module that can be adapted, by vLLM's names before q, k, v or gate, up are fused."""
         for name, module in self._manager.modules.items():
             a, b = _stacked(module, "lora_a_stacked"), _stacked(module, "lora_b_stacked")
             if any(part.ndim != 4 for part in (*a, *b)):
@@ -218,10 +220,10 @@ class LoraSlots:
 
 
 def release_output_heads(model: Any) -> list[Any]:
-    """Take the slots off output heads; returns what was taken off.
+    """Remove the slots from output heads; return the layers that had them.
 
-    A head with slots costs a product over the vocabulary for every token. What is worse, vLLM finds the adapter
-    there by the number of the sampled token, and logprobs of a prompt, as a canary's, are of others: it fails.
+    A head with slots costs a product over the vocabulary for every token. Worse, vLLM looks up the adapter
+    there by the number of the sampled token and fails for logprobs of a prompt, as a canary's.
     """
     released = []
     for name, module in list(model.lora_manager.modules.items()):

@@ -1,4 +1,4 @@
-"""What vLLM's server loads of ours: the plugin that adds our routes, and the middleware around its own.
+"""Our part of vLLM's server: the plugin that adds our routes, and the middleware around its own.
 
 The plugin is ``lachesis`` among the ``vllm.endpoint_plugins``.
 """
@@ -124,7 +124,7 @@ class ModelAliases:
 
 
 def rewritten(body: bytes, served: ServedVllm, *, salted: bool) -> bytes:
-    """The body with the model's name and the salt put in; as it was where it is no JSON object."""
+    """Return the body with the model's name and the salt put in; unchanged if it is not a JSON object."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -142,7 +142,7 @@ def rewritten(body: bytes, served: ServedVllm, *, salted: bool) -> bytes:
 
 
 def _is_alias(name: Any, served: ServedVllm) -> bool:
-    """Whether a name, or none, means the model that is served."""
+    """Return True if a name, or none, means the served model."""
     info, adapter = served.model_info(), served.adapter()
     names: Sequence[str | None] = (None, "", POLICY, info.model, *info.served_names, adapter.name if adapter else None)
     return name in names

@@ -1,4 +1,4 @@
-"""What `lachesis serve` of vLLM imports, once for several servers (:class:`lachesis.process.forkserver.ForkServer`)."""
+"""Imports of `lachesis serve` with vLLM, shared by several servers by ``lachesis.process.forkserver.ForkServer``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(arguments: Sequence[str]) -> None:
 
 
 def is_usable() -> bool:
-    """Whether processes that are forked from this one can use the GPUs: none of the imports has initialized CUDA."""
+    """Return True if processes forked from this one can use the GPUs: none of the imports has initialized CUDA."""
     try:
         driver = ctypes.CDLL(_CUDA_DRIVER)
     except OSError:  # there is no GPU

@@ -29,13 +29,13 @@ class Generator:
     """Runs requests on vLLM's engine.
 
     The ``n`` completions of a request go in one by one, as vLLM itself would split them (completion ``i`` has
-    seed + i): so each of them has times of its own, by which its weight versions are known.
+    seed + i), so that each has its own times, from which its weight versions follow.
 
     Args:
         engine: vLLM's ``EngineClient``.
-        lora_request: what every request carries, where LoRA is on.
+        lora_request: attached to every request, with LoRA on.
         max_model_len: most tokens of prompt and completion together.
-        caches_prefixes: whether the engine has a prefix cache, so that its answers say what was found there.
+        caches_prefixes: True if the engine has a prefix cache, so that its answers count cached tokens.
     """
 
     def __init__(self, engine: Any, *, lora_request: Any | None, max_model_len: int, caches_prefixes: bool) -> None:
@@ -53,11 +53,11 @@ class Generator:
             )
 
     def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
-        """From now on logprobs of sampled tokens stay in the worker until a sequence has ended."""
+        """Keep logprobs of sampled tokens in the worker until a sequence has ended, from now on."""
         self._fetched = fetched
 
     async def generate(self, request: GenerateBody, *, cache_salt: str) -> GenerateResult:
-        """All completions; raises Refused for what vLLM does not accept, EngineError where it is dead."""
+        """Return all completions; raises Refused if vLLM does not accept the request, EngineError if vLLM is dead."""
         started = time.monotonic()
         kept = self._fetched if not request.logprobs and request.prompt_logprobs is None else None
         if kept is not None and request.prompt is None and self._groups:
@@ -79,7 +79,7 @@ class Generator:
         )
 
     async def stream(self, request: GenerateBody, *, cache_salt: str) -> AsyncGenerator[GenerateChunk]:
-        """The same in pieces, those of all completions as they come."""
+        """Yield pieces of all completions as they come."""
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
         async def pump(index: int) -> None:
@@ -127,7 +127,7 @@ class Generator:
     async def _complete_together(
         self, request: GenerateBody, *, cache_salt: str, kept: FetchedLogprobs
     ) -> list[tuple[Any, tuple[float, ...]]]:
-        """What :meth:`_complete` returns, for all completions of a prompt that is given as token ids."""
+        """Return the results of :meth:`_complete` for all completions of a prompt that is given as token ids."""
         params = compat.parse_sampling(request.sampling, logprobs=0, text=request.text)
         self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
         keys = [self._key(request, index) for index in range(request.n)]
@@ -164,13 +164,13 @@ class Generator:
             return await group.run(prompt, params, members, lora_request=self._lora_request)
 
     def _key(self, request: GenerateBody, index: int) -> str:
-        """A name for the logprobs of a completion that no other has."""
+        """Return a unique name for the logprobs of a completion."""
         return f"{request.request_id}-{index}-{next(self._numbers)}"
 
     async def _complete(
         self, request: GenerateBody, index: int, *, cache_salt: str, kept: FetchedLogprobs | None
     ) -> tuple[Any, tuple[float, ...] | None]:
-        """vLLM's last output, and the logprobs where they are not in it."""
+        """Return vLLM's last output, and the logprobs if they are not in it."""
         if kept is None:
             return await self._final(request, index, cache_salt=cache_salt), None
         name = self._key(request, index)
@@ -224,13 +224,13 @@ class Generator:
                     yield output
 
     def _cached_tokens(self, output: Any) -> int | None:
-        """How much of the prompt was in the prefix cache. vLLM's 0 says nothing of a prompt that was never read."""
+        """Return the prompt tokens found in the prefix cache; ``None`` for a prompt that vLLM never read."""
         if not self._caches_prefixes or not output.outputs[0].token_ids:
             return None
         return output.num_cached_tokens
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
-        """vLLM would cut a completion that does not fit, and call it finished."""
+        """Refuse a completion that does not fit the context, which vLLM would cut and call finished."""
         if prompt_tokens + (max_tokens or 0) > self._max_model_len:
             raise Refused(
                 f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the context holds "
@@ -246,7 +246,7 @@ def engine_is_dead(error: BaseException) -> EngineUnreachable:
 
 @contextmanager
 def _our_errors() -> Iterator[None]:
-    """What vLLM raises inside, as ours."""
+    """Convert errors that vLLM raises inside to ours."""
     try:
         yield
     except compat.EngineDeadError as error:
@@ -256,7 +256,7 @@ def _our_errors() -> Iterator[None]:
 
 
 def _token_prompt(request: GenerateBody, *, cache_salt: str) -> Any:
-    """As vLLM has a prompt that needs no tokenizer; what it would read first it reads in another thread."""
+    """Return a prompt of token ids, which vLLM need not tokenize in another thread first, in vLLM's form."""
     return compat.tokens_input(list(request.prompt_token_ids or ()), cache_salt=cache_salt)
 
 
@@ -289,7 +289,7 @@ def _chunk(output: Any, *, index: int, request: GenerateBody, with_prompt: bool)
 
 
 def _sampled(output: Any, request: GenerateBody, *, logprobs: tuple[float, ...] | None = None) -> dict[str, Any]:
-    """What a completion and a piece of one have in common. ``logprobs`` where they are not in the output."""
+    """Return the fields that a completion and a chunk share; ``logprobs`` if they are not in the output."""
     (completion,) = output.outputs
     if logprobs is not None:
         return {"text": completion.text, "token_ids": tuple(completion.token_ids), "logprobs": logprobs}
@@ -316,7 +316,7 @@ def _finish_reason(reason: Any) -> FinishReason | None:
 
 
 async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """All results; the first error cancels the others, which aborts their requests in vLLM."""
+    """Await all results; the first error cancels the others, which aborts their requests in vLLM."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)

@@ -11,18 +11,18 @@ from lachesis.common.routed_experts import RoutedExperts
 
 
 def returns_routes(config: Any) -> bool:
-    """Whether vLLM was started so, by its configuration: in 0.26 an option of the model, in 0.32 one of its outputs."""
+    """Return True if vLLM was started to return routes: an option of the model in 0.26, of outputs in 0.32."""
     holder = getattr(config, "aux_output_config", config.model_config)
     return bool(getattr(holder, "enable_return_routed_experts", False))
 
 
 def read_routes(output: Any) -> RoutedExperts | None:
-    """The experts of prompt and completion without its last token, of a request's last output.
+    """Read the experts of prompt and completion without its last token from a request's last output.
 
-    ``None`` where no token came.
+    ``None`` if no token came.
 
     Raises:
-        EngineError: vLLM gave fewer, or its kernels showed none: two of a token's experts are never the same.
+        EngineError: vLLM gave too few, or its kernels did not record them (one token has the same expert twice).
     """
     (completion,) = output.outputs
     if not completion.token_ids:

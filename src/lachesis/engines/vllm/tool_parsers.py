@@ -19,7 +19,7 @@ NamedCall: TypeAlias = tuple[str, str]
 def vllm_parser(
     name: str, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[str, Tools], tuple[str, tuple[NamedCall, ...]]]:
-    """What finds the calls in the text of a turn, given the tools that the turn was told of.
+    """Return a function that finds the calls in the text of a turn, given the turn's tools.
 
     Args:
         name: as after vLLM's ``--tool-call-parser``.
@@ -27,7 +27,7 @@ def vllm_parser(
 
     Raises:
         DependencyError: vLLM is not installed.
-        ConfigError: it has no such parser, or the parser does not go with the tokenizer.
+        ConfigError: it has no such parser, or the parser does not support the tokenizer.
     """
     try:
         from lachesis.engines.vllm import compat

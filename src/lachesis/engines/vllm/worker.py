@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: one remote call, behind it everything that touches weights.
+"""Code that runs inside vLLM's workers: one remote call, behind it everything that touches weights.
 
 Loaded with ``--worker-extension-cls lachesis.engines.vllm.worker.WorkerExtension``. vLLM runs a call between two
 steps of the engine, so that no step sees half of a change.
@@ -61,7 +61,7 @@ class WorkerExtension:
 
 
 def leave_ranks_uncompiled(sampler: Any) -> None:
-    """Have vLLM's sampler count the ranks of sampled tokens by the function as it is written, a comparison and a sum.
+    """Have vLLM's sampler count the ranks of sampled tokens with the plain function, a comparison and a sum.
 
     vLLM compiles it when the first token with a logprob is sampled. On a CPU, with empty caches, that token waits for a
     C++ compiler for more than 10 s, and with it the proof of the first weights.
@@ -72,7 +72,7 @@ def leave_ranks_uncompiled(sampler: Any) -> None:
 
 
 def answer(call: Callable[[], Any]) -> str:
-    """The result of a call as JSON, or the error it raised."""
+    """Call a function, and return its result or its error as JSON."""
     try:
         return json.dumps({"result": call()})
     except LachesisError as error:
@@ -83,10 +83,10 @@ def answer(call: Callable[[], Any]) -> str:
 
 
 def read_answer(text: str) -> Any:
-    """The result in an answer.
+    """Return the result in an answer.
 
     Raises:
-        LachesisError: what the call raised, of its own class.
+        LachesisError: the call raised it; the class is the same.
     """
     document = json.loads(text)
     error = document.get("error")
@@ -169,7 +169,7 @@ class WorkerWeights:
             torch.cuda.empty_cache()
 
     def refresh(self) -> None:
-        """After the memory of the weights was dropped and made anew."""
+        """Restore the adapter's slots after the memory of the weights was dropped and allocated again."""
         if self._slots is not None:
             self._slots.refresh()
 
@@ -194,10 +194,10 @@ class WorkerWeights:
         return digests(found)
 
     def digest_parts(self, request: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-        """What this one of several workers has of the digests of :meth:`digests`, by the place in the tensor.
+        """Return this worker's parts of the digests of :meth:`digests`, by their place in the tensor.
 
         Raises:
-            Refused: (404) there is no such parameter; (409) how it is cut is not known, or the adapter was asked for.
+            Refused: (404) there is no such parameter; (409) its cut is unknown, or the adapter was requested.
         """
         asked = DigestRequest.model_validate(request)
         if asked.adapter:
@@ -244,11 +244,11 @@ class WorkerWeights:
         }
 
     def export(self) -> dict[str, Any]:
-        """How another process maps every parameter: :class:`~lachesis.transport.shared_tensors.SharedTensor` as JSON.
+        """Return as JSON how another process maps every parameter (:mod:`lachesis.transport.shared_tensors`).
 
         Raises:
             Refused: (409) the parameters of this engine cannot be shared.
-            EngineError: their memory cannot be.
+            EngineError: their memory cannot be shared.
         """
         if self._tensor_parallel_size > 1:
             raise Refused(
@@ -294,7 +294,7 @@ class WorkerWeights:
         return self.receiver()
 
     def receiver(self) -> dict[str, Any]:
-        """Where the receiver stands."""
+        """Return the state of the receiver."""
         status = ReceiverStatus() if self._receiver is None else self._receiver.status
         said = {"state": status.state, "detail": status.detail, "updates": status.updates}
         return said | {"copied": self._copied}
@@ -342,7 +342,7 @@ class WorkerWeights:
             check_fits(offered, wanted, tied={OUTPUT_HEAD} - held.keys(), what=what)
 
     def _load_update(self, tensors: Mapping[str, Tensor]) -> None:
-        """New base weights that are all there: by vLLM's loader, then to where that has put those before."""
+        """Load new base weights that have all arrived: by vLLM's loader, later straight to the places it used."""
         if self._in_place is not None:
             with self._replacing_base():
                 self._in_place.load(tensors)
@@ -353,7 +353,7 @@ class WorkerWeights:
         self._in_place = found if found is not None and found.matches(tensors) else None
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """New base weights, in place, by vLLM's loader."""
+        """Load new base weights in place by vLLM's loader."""
         self._in_place = None
         with self._replacing_base():
             self._worker.reload_weights(weights_iterator=tensors)
@@ -363,10 +363,10 @@ class WorkerWeights:
 
     @contextmanager
     def _replacing_base(self) -> Iterator[None]:
-        """Base weights change inside.
+        """Change the base weights inside the context.
 
         Raises:
-            StaleWeights: that failed, and they are incomplete.
+            StaleWeights: the change failed, and they are incomplete.
         """
         try:
             yield

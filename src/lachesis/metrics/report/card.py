@@ -1,6 +1,6 @@
 """Model card of a run: README.md as the Hugging Face hub reads it.
 
-All figures are from the run's files. All figures are those of the run's own files.
+All figures are from the run's files.
 """
 
 from __future__ import annotations

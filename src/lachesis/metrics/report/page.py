@@ -1,7 +1,6 @@
 """Page report.html, which shows a run.
 
-It loads nothing else, so it opens from disk and can be sent around. It loads nothing, so it opens from disk and can be
-sent around.
+It loads nothing else, so it opens from disk and can be sent around.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class ControlGroup:
     def broadcast(self, message: Any = None) -> Any:
         """Return the message that rank 0 gives, on all ranks.
 
-        Raises gloo's RuntimeError if one of them is gone. Raises gloo's RuntimeError where one of them is gone.
+        Raises gloo's RuntimeError if one of them is gone.
         """
 
         def move(data: Tensor) -> None:

@@ -126,7 +126,7 @@ def seal(secret: str, key: str, value: str) -> str:
 def unseal(secret: str, key: str, sealed: str) -> str:
     """Return the value that was sealed.
 
-    Raises TrainingError if a stranger has written it. Raises TrainingError where a stranger has written it.
+    Raises TrainingError if a stranger has written it.
     """
     value = sealed.partition(" ")[2]
     if not hmac.compare_digest(sealed.encode(), seal(secret, key, value).encode()):

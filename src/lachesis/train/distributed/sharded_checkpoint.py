@@ -229,10 +229,10 @@ def saved_tensors(directory: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place by name, a DTensor with this rank's part. Needs no other rank. It needs no other rank.
+    """Fill tensors in place by name, a DTensor with this rank's part. Needs no other rank.
 
     Raises:
-        CheckpointError: they are not there, or of other shapes.
+        CheckpointError: they are missing, or of other shapes.
     """
     with _read_errors(directory), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be

@@ -123,10 +123,7 @@ class Strategy:
         return (tensor for rank, tensors in parts if rank == self.rank for tensor in tensors)
 
     def shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Share]:
-        """Return this rank's parts of tensors; a part that several ranks have is given by one.
-
-        Local to this process. Of this rank alone.
-        """
+        """Return this rank's parts of tensors; a part that several ranks have is given by one. Purely local."""
         return {name: Share(tensor.detach(), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ ADVANTAGE = contract("advantage", CustomAdvantage, error=TrainingError)
 def load_custom_advantage(given: str | Mapping[str, Any]) -> Part:
     """Load the function that a configuration names.
 
-    Raises ConfigError if it is missing or has another signature. Raises ConfigError where there is none, or it has
-    another signature.
+    Raises ConfigError if it is missing or has another signature.
     """
     return load_part(given, ADVANTAGE)
 

@@ -60,7 +60,7 @@ class Lesson(NamedTuple):
 class Teacher(ABC):
     """Source of the teacher's logprobs.
 
-    It never changes, so a checkpoint stores nothing of it. It never changes, so a checkpoint has nothing of it.
+    It never changes, so a checkpoint stores nothing of it.
     """
 
     def __init__(self, options: TeacherConfig) -> None:
@@ -121,8 +121,7 @@ class ToldTeacher(Teacher):
     def reader(self, micro: MicroBatch) -> Read | None:
         """Return the reader, as for any teacher.
 
-        Raises TrainingError if a server should have been asked and was not. Raises TrainingError where a server was to
-        be asked and was not.
+        Raises TrainingError if a server should have been asked and was not.
         """
         if micro.taught_ids is not None:
             return super().reader(micro)

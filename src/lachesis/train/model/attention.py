@@ -63,10 +63,8 @@ _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class SegmentBucket:
     """Bucket of B segments of similar length.
 
-    ``q_index`` [B*Q] and ``k_index`` [B*K] are positions, padded with 0. ``q_index`` [B*Q] and ``k_index`` [B*K] are
-    stream positions, padded with 0.
-
-    ``mask`` is bool [B, 1, Q, K], or ``None`` where plain causal attention is the same.
+    ``q_index`` [B*Q] and ``k_index`` [B*K] are stream positions, padded with 0. ``mask`` is bool [B, 1, Q, K], or
+    ``None`` if plain causal attention is the same.
     """
 
     size: int

@@ -114,8 +114,7 @@ def load_model(
 ) -> LoadedModel:
     """Load, check and adapt a model.
 
-    With ``weights`` nothing is loaded: the parameters are those tensors. With ``weights`` nothing is loaded: the
-    model's parameters are those tensors.
+    With ``weights`` nothing is loaded: the parameters are those tensors.
 
     Args:
         sharded: it will be: it stays in CPU memory, in the dtype that it has on its device, and where the files

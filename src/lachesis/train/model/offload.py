@@ -18,10 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostMemory:
-    """Host memory for the saved tensors of one model, which are fetched in the reverse of their order of arrival.
-
-    They are asked for in the reverse of the order in which they came.
-    """
+    """Host memory for the saved tensors of one model, which are fetched in the reverse of their order of arrival."""
 
     def __init__(self) -> None:
         self._newest: Callable[[], _Away | None] = _nothing

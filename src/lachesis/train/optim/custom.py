@@ -78,7 +78,7 @@ def custom_optimizer_factory(
 def load_custom_schedule(config: OptimizerConfig) -> Part | None:
     """Load the function of ``optimizer.schedule_function``.
 
-    Raises ConfigError if it names none. Raises ConfigError where it names none.
+    Raises ConfigError if it names none.
     """
     return None if config.schedule_function is None else load_part(config.schedule_function, SCHEDULE)
 
@@ -86,8 +86,7 @@ def load_custom_schedule(config: OptimizerConfig) -> Part | None:
 def custom_factor(part: Part, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
     """Return the factor on the peak learning rate.
 
-    Raises TrainingError if the function fails or returns something else. Raises TrainingError where the function fails
-    or returns something else.
+    Raises TrainingError if the function fails or returns something else.
     """
     returned = part(step, total_steps=total_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
     try:

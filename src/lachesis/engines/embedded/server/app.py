@@ -139,10 +139,12 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
 
 
 def build_app(served: ServedEmbedded, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
-    """The application over a served engine; when it ends, so do the engine and the session.
+    """Build the application over a served engine; when it ends, it closes the engine and the session.
 
     Args:
-        allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
+        served: the engine.
+        session: of the server.
+        allowed_hosts: host names accepted in requests, besides addresses and this machine's own names.
     """
 
     @asynccontextmanager

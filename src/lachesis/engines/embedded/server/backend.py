@@ -56,13 +56,13 @@ class ServedEmbedded(ServedEngine):
     """A :class:`ServedEngine` over an embedded engine.
 
     Args:
-        engine: with a decoder of text, used by nobody else.
+        engine: with a decoder of text, used only here.
         weights: of the same engine.
         tokenizer: of the same model.
-        info: what the server says about the model.
+        info: description of the model that the server returns.
         session: of the server.
         max_num_seqs: completions generated at the same time.
-        end: ends the server whose weights are of two versions, so that another can take its place.
+        end: ends a server whose weights mix two versions, so that another can take its place.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ServedEmbedded(ServedEngine):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """For routes that render chats."""
+        """Tokenizer for routes that render chats."""
         return self._tokenizer
 
     def model_info(self) -> ModelInfo:
@@ -240,7 +240,7 @@ class ServedEmbedded(ServedEngine):
                 raise
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
-        """It has no cache that outlives a batch; without its part the engine goes on sleeping."""
+        """Take back parts of the memory; the engine sleeps on until none is missing. It has no cache to restore."""
         if "weights" in self._away.intersection(tags):
             await self._in_thread(lambda: self._weights.move(self._info.device))
         self._away = self._away.difference(tags)
@@ -251,7 +251,7 @@ class ServedEmbedded(ServedEngine):
         return self._engine.gate.asleep
 
     async def reset_prefix_cache(self) -> None:
-        """This engine keeps no prefixes from one batch to the next."""
+        """Do nothing: this engine keeps no prefixes from one batch to the next."""
 
     def check_alive(self) -> None:
         if not self._runner.alive:
@@ -283,7 +283,7 @@ class ServedEmbedded(ServedEngine):
         return job, news
 
     def _request(self, request: GenerateBody) -> GenerationRequest:
-        """The engine's request. Refused (400) where it cannot be sampled."""
+        """Translate the body into the engine's request; raise Refused (400) if it cannot be sampled."""
         sampling = request.sampling
         for name, neutral in _NEUTRAL.items():
             if sampling.get(name, neutral) != neutral:
@@ -366,7 +366,7 @@ class ServedEmbedded(ServedEngine):
 
 
 def _regex(structured: Any) -> str | None:
-    """The regular expression of a request's ``structured_outputs``; Refused (400) for what is something else."""
+    """Return the regular expression of ``structured_outputs``; raises Refused (400) for any other constraint."""
     if structured is None:
         return None
     pattern = structured.get("regex") if isinstance(structured, Mapping) and len(structured) == 1 else None

@@ -60,7 +60,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether every completion has ended, or the request has failed."""
+        """True once every completion has ended, or the request has failed."""
         return self.error is not None or all(sequence.reason for sequence in self.sequences)
 
     def tell(self) -> None:
@@ -69,7 +69,7 @@ class Job:
             self.notify()
 
     def end(self, error: LachesisError | None = None) -> None:
-        """End what has not ended: with ``error``, or with the finish reason ``abort``."""
+        """End the unfinished sequences: with ``error``, or with the finish reason ``abort``."""
         if self.done:
             return
         self.error = error
@@ -98,7 +98,7 @@ class BatchRunner:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still served."""
+        """True while requests are served."""
         return self._thread.is_alive() and not self._gate.closed
 
     def submit(self, job: Job) -> None:
@@ -153,7 +153,7 @@ class BatchRunner:
             self._running = []
 
     def _gather(self) -> list[Job]:
-        """The next batch; none once closed."""
+        """Wait for the next batch; return an empty one once closed."""
         with self._gate.changed:
             while not self._gate.closed:
                 self._gate.changed.wait_for(lambda: self._gate.closed or (self._queue and not self._gate.paused))
@@ -248,7 +248,7 @@ class GrowingText:
     _handed_out: int = field(default=0, init=False)
 
     def more(self, token_ids: Sequence[int], *, finished: bool) -> str:
-        """What may be handed out now that the completion is ``token_ids``."""
+        """Return the text that may be handed out now that the completion is ``token_ids``."""
         text = cut_at_stop(self.decode(token_ids), self.stop, include=self.include_stop)
         end = len(text)
         if not finished:

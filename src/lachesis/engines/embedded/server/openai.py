@@ -109,7 +109,7 @@ B = TypeVar("B", bound=_OpenAIBody)
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a body asks for: a request for each prompt, and by the body how its answer looks."""
+    """Parsed body of an OpenAI request: one request for each prompt; the body shapes the answer."""
 
     requests: tuple[GenerateBody, ...]
     model: str
@@ -125,7 +125,7 @@ class OpenAIRoutes:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """The routes, with errors as on all others."""
+        """Return the routes, whose errors look as on all other routes."""
         return [
             Route("/v1/models", guarded(self._models), methods=["GET"]),
             Route("/v1/completions", guarded(self._completions), methods=["POST"]),
@@ -282,7 +282,7 @@ def _token_id(token: int) -> str:
 
 
 def _tokenized(body: _TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Of a text with special tokens, of a conversation with those that the template has, unless the body says so."""
+    """Tokenize a text, with special tokens unless the body says no, or a conversation by its chat template."""
     if (body.prompt is None) == (body.messages is None):
         raise Refused("the body has neither prompt nor messages, or both", remedy="send one of them")
     if body.prompt is not None:
@@ -297,7 +297,7 @@ def _tokenized(body: _TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> list[
 def render_chat(
     body: _ChatBody | _TokenizeBody, tokenizer: PreTrainedTokenizerBase, *, continued: bool = False
 ) -> tuple[int, ...]:
-    """The token ids of a conversation. Refused (400) where it is none, or the model has no chat template."""
+    """Render a conversation to token ids; raise Refused (400) if it is malformed or there is no chat template."""
     if not body.messages or not all(isinstance(message.get("role"), str) for message in body.messages):
         raise Refused("messages is no list of messages with a role", remedy='send [{"role": "user", "content": ...}]')
     if tokenizer.chat_template is None:

@@ -1,8 +1,8 @@
-"""The weights of an embedded engine from a server's point of view: change, describe, digest and share them.
+"""Weights of an embedded engine from a server's point of view: change, describe, digest and share them.
 
 Methods are synchronous and called from worker threads. A change happens between two tokens of what is being
 generated; whatever can fail is done before it, so that a change is whole or has not happened. Only an update that is
-loaded as it arrives may break off in the midst, and the engine with it.
+loaded as it arrives may break off halfway, and the engine with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LoraPairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class LoraSlot:
-    """Room for one adapter in a model of linear layers. What is set is used from the next forward pass on, wholly.
+    """Slot for one adapter in a model of linear layers; an adapter that is set counts from the next forward pass on.
 
     Hooks are added to the layers once, and cost nothing without an adapter.
     """
@@ -122,12 +122,12 @@ class EmbeddedWeights:
 
     @property
     def dtype(self) -> str:
-        """Of the model, by torch's name."""
+        """Dtype of the model, by torch's name."""
         return dtype_name(self._model.dtype)
 
     @property
     def device(self) -> str:
-        """Where the model is."""
+        """Device that holds the model."""
         return str(self._model.device)
 
     @property
@@ -136,7 +136,7 @@ class EmbeddedWeights:
         return self._model.config.get_text_config(decoder=True).vocab_size
 
     def load_adapter(self, *, name: str, path: Path) -> None:
-        """Put the adapter in ``path`` in force. Raises Refused where it is no adapter of this model."""
+        """Put the adapter in ``path`` in force; raise Refused if it is not an adapter of this model."""
         slot = self._lora_slot()
         files = read_adapter(path, max_rank=self._max_lora_rank)
         slot.check(files.modules, made_for=files.base_model)
@@ -181,7 +181,7 @@ class EmbeddedWeights:
             ) from error
 
     def reload(self, path: Path) -> None:
-        """Load a checkpoint of the same architecture. Raises Refused (400, 422) where it is none."""
+        """Load a checkpoint of the same architecture. Raises Refused (400, 422) if it is not one."""
         if not (path / _CONFIG).is_file():
             raise Refused(f"{path} has no {_CONFIG}", remedy="name a checkpoint directory")
         try:
@@ -200,7 +200,7 @@ class EmbeddedWeights:
         }
 
     def digests(self, request: DigestRequest) -> dict[str, int]:
-        """Digests of what is held now. Raises Refused (404) for unknown names, (422) for rows that are not there."""
+        """Digest tensors as they are now; raise Refused (404) for unknown names, (422) for rows that do not exist."""
         with self._engine.exclusive():
             named = self._named()
             if request.slices is None:
@@ -235,7 +235,7 @@ class EmbeddedWeights:
         write_bridge_file(path, bridge)
 
     def move(self, device: str) -> None:
-        """Move the model, as when the engine falls asleep or wakes up. Refused (409) where it is shared."""
+        """Move the model, as when the engine falls asleep or wakes up. Raises Refused (409) if it is shared."""
         with self._engine.exclusive():
             if self._exported and device != self.device:
                 raise Refused("the weights are shared with another process", status=409, remedy="close that bridge")
@@ -256,7 +256,7 @@ class EmbeddedWeights:
 
     @torch.no_grad()
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """New base weights; an adapter that was trained on the old ones goes."""
+        """Copy new base weights in place; drop an adapter that was trained on the old ones."""
         own = self._named()
         with self._changing():
             for name, tensor in tensors:
