@@ -9,9 +9,9 @@ from typing import Any
 
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
-from lachesis.plan.fit import fit, steps_with_savings
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape
+from lachesis.plugins.planning.fit import fit, steps_with_savings
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

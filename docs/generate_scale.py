@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.plan import cost
-from lachesis.plan.cost import Scale, scale
 from lachesis.plan.shapes import FoundShape, find_shape
+from lachesis.plugins.planning import cost
+from lachesis.plugins.planning.cost import Scale, scale
 
 TARGET = Path(__file__).with_name("scale.md")
 MODELS = {
@@ -34,7 +34,7 @@ SHARED = (
 INTRODUCTION = """\
 # From one GPU to many
 
-<!-- Written by docs/generate_scale.py from src/lachesis/plan/cost.py; do not edit. -->
+<!-- Written by docs/generate_scale.py from src/lachesis/plugins/planning/cost.py; do not edit. -->
 
 `lachesis plan config.yaml --gpus 64 --nodes 8 --card 80` says for your configuration what the tables below say for five
 models: the memory of a rank, and how long loading, a transfer of the weights and a checkpoint take.

@@ -30,9 +30,9 @@ import yaml
 from PIL import Image
 from selenium import webdriver
 
-from lachesis.metrics.report.compare import write_compare
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.timeline import timeline
+from lachesis.plugins.report.compare import write_compare
+from lachesis.plugins.report.timeline import timeline
 from lachesis.run.status import read_status
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lachesis.metrics.report.page import write_report
+from lachesis.plugins.report.page import write_report
 
 FLAGS = (
     "--headless",

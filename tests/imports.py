@@ -16,11 +16,11 @@ import transformers.models.qwen2.modeling_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lachesis.cli
-import lachesis.engines.embedded.server.app
 import lachesis.plugins.atropos.environments.shipped.arithmetic
 import lachesis.plugins.atropos.environments.shipped.gsm8k
 import lachesis.plugins.atropos.services
-import lachesis.run.export
+import lachesis.plugins.embedded_server.app
+import lachesis.plugins.export.export
 import lachesis.run.serve
 import lachesis.run.train
 from tests import warm

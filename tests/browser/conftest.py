@@ -13,9 +13,9 @@ from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.hub import MetricsHub
-from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.metrics.sinks.tape import TapeSink
+from lachesis.plugins.report.page import ReportSink
 
 PIECES = {11: "=", 12: " ", 13: "\n", 14: "<eos>", 15: "</script><b>&", **{digit: str(digit) for digit in range(10)}}
 EOS = 14

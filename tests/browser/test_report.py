@@ -288,7 +288,7 @@ def test_text_of_the_model_stays_text(browser: Page, tmp_path: Path, make_run: C
     lines[0]["samples"][0] |= {"pieces": [hostile], "logprobs": [-1.0], "completion_ids": [1], "reward": 9.0}
     tape.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "config.yaml").write_text(f"run:\n  name: {json.dumps(hostile[:40])}\n")
-    from lachesis.metrics.report.page import write_report
+    from lachesis.plugins.report.page import write_report
 
     browser.complaints(), browser.requests()
     browser.open(write_report(run))

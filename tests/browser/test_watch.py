@@ -24,9 +24,9 @@ import uvicorn
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, write_groups
+from lachesis.plugins.report.watch import Watch
 from lachesis.run.requests import is_asked
 from lachesis.run.sinks import keep_evaluation
-from lachesis.run.watch import Watch
 from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
 from tests.browser.test_report import Page
 from tests.waiting import LONG_S, until

@@ -20,6 +20,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.build import load_players
 from lachesis.plugins.environments.verifiers.settings import VerifiersSettings, own_signals
 from lachesis.rollouts.call_batcher import GatheredCalls
@@ -33,7 +34,6 @@ from lachesis.rollouts.episodes import (
     RolloutFailed,
     TaskPlayers,
 )
-from lachesis.rollouts.turn_server import TurnServer
 from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.paths import ROOT

@@ -27,7 +27,7 @@ MAX_RANK = 8
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 EMBEDDED = """
 import sys
-from lachesis.engines.embedded.server.app import serve_embedded
+from lachesis.plugins.embedded_server.app import serve_embedded
 from lachesis.engines.options import ServeOptions
 serve_embedded(ServeOptions.model_validate_json(sys.argv[1]))
 """

@@ -30,7 +30,7 @@ from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
-from lachesis.rollouts.tools.mcp_server import ToolServerLost
+from lachesis.rollouts.tools.base import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation

@@ -20,10 +20,10 @@ from huggingface_hub import HfApi
 from lachesis import __version__
 from lachesis.cli.base import conclude
 from lachesis.common.errors import CheckpointError, ConfigError
-from lachesis.run import push as pushing
-from lachesis.run.export import export
-from lachesis.run.model_step import noted_step
-from lachesis.run.push import push, write_card
+from lachesis.plugins.export import push as pushing
+from lachesis.plugins.export.export import export
+from lachesis.plugins.export.push import push, write_card
+from lachesis.run.directory import noted_step
 from lachesis.run.status import read_status
 from lachesis.run.train import RunSummary
 from tests.e2e.runs import run_here, write_run

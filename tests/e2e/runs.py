@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import load_file
 
 import lachesis
-from lachesis.cli.doctor import write_proof
 from lachesis.config.load import load_config
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
+from lachesis.plugins.checks.doctor import write_proof
 from lachesis.run.train import RunSummary, train
 from tests import warm
 from tests.waiting import LONG_S

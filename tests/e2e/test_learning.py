@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lachesis.cli import doctor
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.plugins.checks import doctor
 from tests.e2e.runs import Main, metrics, rewards, run_here, untimed, weights, write_reward, write_run
 
 LETTER_A = 2

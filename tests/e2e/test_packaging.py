@@ -213,7 +213,7 @@ def test_who_reports_a_fault_is_asked_what_the_doctor_says():
 
 
 def test_the_doctor_answers_in_json():
-    from lachesis.cli import doctor
+    from lachesis.plugins.checks import doctor
 
     answer = json.loads(doctor.as_json([doctor.Check("torch", "2.13"), doctor.Check("disk", "full", failed=True)]))
     assert answer["lachesis"] == lachesis.__version__

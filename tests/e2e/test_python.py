@@ -20,8 +20,8 @@ import pandas
 import pytest
 
 import lachesis
-from lachesis.cli.doctor import write_proof
 from lachesis.metrics.sinks.tape import read_groups
+from lachesis.plugins.checks.doctor import write_proof
 from lachesis.run.requests import ask, is_asked
 from tests import warm
 from tests.e2e.runs import environment

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lachesis.run.export import export
+from lachesis.plugins.export.export import export
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager
 from tests import warm
 from tests.e2e.runs import (

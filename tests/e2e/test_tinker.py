@@ -19,8 +19,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lachesis.cli.doctor import write_proof
 from lachesis.common.errors import DataError
+from lachesis.plugins.checks.doctor import write_proof
 from lachesis.plugins.tinker.adapters import AdapterBank
 from lachesis.plugins.tinker.records import LoraShape
 from tests.e2e.tinker_server import KEY, tinker_server

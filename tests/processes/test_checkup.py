@@ -11,9 +11,9 @@ import torch
 
 from lachesis.common.errors import DependencyError, StaleWeights, TrainingError
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.checkup import ranks, transfer
-from lachesis.run.checkup.ranks import try_ranks
-from lachesis.run.checkup.transfer import engine_for_trial, try_transfer
+from lachesis.plugins.checks import ranks, transfer
+from lachesis.plugins.checks.ranks import try_ranks
+from lachesis.plugins.checks.transfer import engine_for_trial, try_transfer
 
 SERVED = {"engine": {"kind": "embedded_server"}}
 # Says that it has sent, and sends nothing.

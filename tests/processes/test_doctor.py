@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.cli.doctor import (
+from lachesis.plugins.checks.doctor import (
     Check,
     inspect_sandbox,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.cli.doctor import write_proof
+from lachesis.plugins.checks.doctor import write_proof
 from lachesis.run.directory import RunDirectory
 from tests.paths import SOURCE
 from tests.waiting import LONG_S

@@ -16,10 +16,10 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 
-from lachesis.run import live_page
+from lachesis.plugins.report import live_page
 from lachesis.run.requests import is_asked
 from tests.e2e.runs import environment
-from tests.unit.run.test_watch import write_run
+from tests.unit.plugins.report.test_watch import write_run
 from tests.waiting import LONG_S
 
 

@@ -23,7 +23,7 @@ from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.plugins.dialects.commands import keys
 from tests.logs import handlers_kept
-from tests.unit.run.test_watch import write_run
+from tests.unit.plugins.report.test_watch import write_run
 
 CONFIG = """
 run: {steps: 3}

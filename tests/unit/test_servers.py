@@ -12,15 +12,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from lachesis.common.types import SamplingParams
-from lachesis.engines.embedded.server.app import build_app as build_engine_app
 from lachesis.engines.serving.session import new_session
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plugins.atropos.api.server import ServerOptions, build_app
+from lachesis.plugins.embedded_server.app import build_app as build_engine_app
 from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.turn_server import TurnServer
+from lachesis.plugins.report.watch import Watch
 from lachesis.plugins.tinker.options import TinkerOptions
 from lachesis.plugins.tinker.server import build_app as build_tinker_app
-from lachesis.rollouts.turn_server import TurnServer
-from lachesis.run.watch import Watch
 from tests.paths import PACKAGE
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -68,13 +68,13 @@ SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     ),
     "embedded engine": (
         embedded_server,
-        "engines/embedded/server/app.py",
+        "plugins/embedded_server/app.py",
         ("/health", "/v1/models", "/bridge/info", "/generate"),
     ),
-    "live page": (watch_page, "run/watch.py", ("/", "/data", "/metrics", "/metrics.csv", "/stop")),
+    "live page": (watch_page, "plugins/report/watch.py", ("/", "/data", "/metrics", "/metrics.csv", "/stop")),
     "server of turns": (
         lambda directory: asyncio.run(turn_server(directory)),
-        "rollouts/turn_server.py",
+        "plugins/environments/turn_server.py",
         ("/v1/models", "/inference/v1/generate"),
     ),
     "tinker server": (tinker_server, "plugins/tinker/server.py", ("/api/v1/healthz", "/api/v1/create_session")),

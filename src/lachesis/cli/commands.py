@@ -24,8 +24,10 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "init": Command(
             "cli.training", "Write a first run, which runs at once: configuration, reward, model, problems."
         ),
-        "doctor": Command("cli.inspection", "Check the installation, and prove that training learns."),
-        "plan": Command("cli.training", "Say what a run will do and the memory it takes; --fit says what fits."),
+        "doctor": Command("plugins.checks.commands", "Check the installation, and prove that training learns."),
+        "plan": Command(
+            "plugins.planning.commands", "Say what a run will do and the memory it takes; --fit says what fits."
+        ),
         "explain": Command(
             "plugins.dialects.commands.keys", "Say what a key or flag means, ours or another trainer's."
         ),
@@ -43,13 +45,16 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
     },
     "Look": {
         "status": Command("cli.inspection", "Say how a run stands and what it waits for."),
-        "watch": Command("cli.inspection", "Show runs while they go on, and those that have ended, on a live page."),
-        "report": Command("cli.inspection", "Write report.html of a run anew."),
-        "compare": Command("cli.inspection", "Write a page that shows runs side by side."),
-        "rollouts": Command(
-            "cli.rollouts", "Search a run's rollouts, read one by turns, compare two steps of a prompt."
+        "watch": Command(
+            "plugins.report.commands", "Show runs while they go on, and those that have ended, on a live page."
         ),
-        "trace": Command("cli.inspection", "Write a run's steps as a timeline."),
+        "report": Command("plugins.report.commands", "Write report.html of a run anew."),
+        "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
+        "rollouts": Command(
+            "plugins.report.rollout_commands",
+            "Search a run's rollouts, read one by turns, compare two steps of a prompt.",
+        ),
+        "trace": Command("plugins.report.commands", "Write a run's steps as a timeline."),
     },
     "Serve": {
         "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),
@@ -59,10 +64,14 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "env": Command("plugins.atropos.commands.environments", "Serve, process or evaluate an environment."),
     },
     "More": {
-        "export": Command("cli.training", "Write a checkpoint as a model or an adapter."),
-        "push": Command("cli.training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
-        "data": Command("cli.inspection", "Look for what is wrong with a dataset: data check."),
-        "rewards": Command("cli.inspection", "Try reward functions on right and wrong answers: rewards check."),
+        "export": Command("plugins.export.commands", "Write a checkpoint as a model or an adapter."),
+        "push": Command(
+            "plugins.export.commands", "Upload a run's model to the Hugging Face hub, with a card of its figures."
+        ),
+        "data": Command("plugins.checks.commands", "Look for what is wrong with a dataset: data check."),
+        "rewards": Command(
+            "plugins.checks.commands", "Try reward functions on right and wrong answers: rewards check."
+        ),
         "translate": Command("plugins.dialects.commands.keys", "Print another trainer's file in our keys."),
         "scripts": Command("plugins.dialects.commands.scripts", "Write the scripts of other trainers' documents."),
         "version": Command("cli.inspection", "Print the version."),

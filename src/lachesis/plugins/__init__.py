@@ -13,6 +13,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "sources": {
         "atropos": "atropos.source.feed:build_feed",
         "agent": "environments.agents.build:build_agents",
+        "rollout_func": "environments.rollout_func:build_source",
         "steps": "environments.steps.build:build_players",
         "verifiers": "environments.verifiers.build:build_players",
     },
@@ -21,6 +22,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "binary_code": "sandbox.rewards.open_r1:binary_code_reward",
     },
     "sinks": {
+        "report": "report.page:ReportSink",
         "tensorboard": "sinks.tensorboard:TensorBoardSink",
         "wandb": "sinks.wandb:WandbSink",
         "trackio": "sinks.trackio:TrackioSink",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import RewardError
+from lachesis.common.errors import EngineError, RewardError
 from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.partial_rollouts import KeptRollouts
+
+if TYPE_CHECKING:
+    from lachesis.plugins.environments.rollout_func import RolloutTrainer
 
 
 class RolloutSource(ABC):
@@ -94,3 +98,12 @@ class GroupwiseSource(RolloutSource):
         Raises:
             DeadlineExceeded, EngineError, RewardError: for the draws that ``done`` was not told of.
         """
+
+
+class CustomRollouts(Protocol):
+    """The contract of a rollout function, as TRL's; ``plugins/environments/rollout_func.py`` says what it returns."""
+
+    def __call__(self, prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Any]: ...
+
+
+ROLLOUTS = contract("rollout function", CustomRollouts, error=EngineError)

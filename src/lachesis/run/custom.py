@@ -11,7 +11,7 @@ from lachesis.config.custom import custom_parts
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.build import ENGINE
 from lachesis.metrics.custom import HEALTH_RULE, SINK
-from lachesis.rollouts.custom import ROLLOUTS
+from lachesis.rollouts.base import ROLLOUTS
 from lachesis.train.losses.custom import LOSS
 from lachesis.train.losses.custom_advantage import ADVANTAGE
 from lachesis.train.optim.custom import OPTIMIZER, SCHEDULE

@@ -44,6 +44,8 @@ LEFT_BEHIND = "vllm_bridge_config.json"
 _EXCHANGED = ("adapters", "exports")
 # A run that is stopped before its first step saves what it began with.
 _UNTRAINED = "step_000000"
+# A saved model that takes the place of another replaces the whole directory, and this file with it.
+_STEP_FILE = "lachesis.json"
 
 
 @dataclass
@@ -360,3 +362,26 @@ def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
         )
     logger.warning("%s is damaged (%s): what it said is not taken into account", path, reason)
     return {}
+
+
+def note_step(model: Path, step: int) -> None:
+    """Note in the directory of a model the step that it is of."""
+    write_atomic(model / _STEP_FILE, json.dumps({"step": step}) + "\n")
+
+
+def noted_step(model: Path) -> int | None:
+    """Return the step that the model is of; ``None`` if it was not noted.
+
+    Raises:
+        CheckpointError: the file is malformed.
+    """
+    path = model / _STEP_FILE
+    if not path.exists():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not say the step of a model ({type(error).__name__}: {error})",
+            remedy='write {"step": N} into it, or remove it if the model is of the run\'s last step',
+        ) from error

@@ -23,7 +23,6 @@ from lachesis.common.types import EvalResult, Group
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.metrics.report.page import write_report
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
 from lachesis.run.at_exit import STOPS, hold_exit, say
@@ -220,6 +219,8 @@ class Run:
     @property
     def report(self) -> Path:
         """report.html, written anew from what there is. Raises DataError before the first line of metrics."""
+        from lachesis.plugins.report.page import write_report
+
         return write_report(self.directory)
 
     @property
@@ -263,9 +264,9 @@ class Run:
             to: ``gguf`` writes ``model.gguf`` for llama.cpp and Ollama too.
 
         Raises:
-            LachesisError: one of its subclasses, as :func:`lachesis.run.export.export`.
+            LachesisError: one of its subclasses, as :func:`lachesis.plugins.export.export.export`.
         """
-        from lachesis.run.export import export  # imports torch
+        from lachesis.plugins.export.export import export  # imports torch
 
         return export(self.directory, None if out is None else Path(out), merge=merge, to=to)
 

@@ -162,7 +162,7 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
         raise ConfigError(
             f"the embedded engine does not know {' '.join(wrong)}", remedy="leave it out, or serve with --engine vllm"
         )
-    from lachesis.engines.embedded.server.app import serve_embedded
+    from lachesis.plugins.embedded_server.app import serve_embedded
 
     def announce(url: str) -> None:
         session = read_session(server_url(url))

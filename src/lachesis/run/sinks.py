@@ -23,7 +23,6 @@ from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.health.rules import TURN_MARKS
 from lachesis.metrics.health.types import HealthLimits
 from lachesis.metrics.hub import MetricsHub, Sink
-from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.tape import TapeSink, token_texts, write_groups
@@ -70,7 +69,7 @@ def build_sinks(
     sinks += custom_sinks(
         logging_config.sinks, run_dir=run.path, settings=config.model_dump(mode="json"), resume_step=resume_step
     )
-    sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
+    sinks += [StateSink(run), load("sinks", "report")(run.path, logging_config.report_every_steps)]
     for console in consoles:
         if console is not None:
             every = logging_config.every_steps

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, update_wrapper
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import names_module
 from lachesis.common.types import Finding, Prompt, SamplingParams
@@ -20,7 +19,6 @@ from lachesis.engines.base import Engine
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.call_batcher import GatheredCalls
-from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
@@ -273,10 +271,8 @@ def build_source(
         return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
     if config.source.rollout_func is None:
         return LocalSource(**common)
-    rollouts = load_part(config.source.rollout_func, ROLLOUTS)
-    return CustomSource(
-        rollout_func=update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function),
-        name=rollouts.spec,
+    return load("sources", "rollout_func")(
+        config.source.rollout_func,
         tokenizer=policy.loaded.tokenizer,
         eos_token_ids=eos_token_ids(policy.loaded),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,

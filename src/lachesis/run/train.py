@@ -37,13 +37,12 @@ from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.run.activations import with_activations
 from lachesis.run.companions import Companions
 from lachesis.run.custom import check_custom_parts
-from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
+from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file, note_step
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
 from lachesis.run.feeds import build_rollouts
 from lachesis.run.gpu_meters import run_meter
 from lachesis.run.launch import LaunchedEngine, seed_everything, set_up
 from lachesis.run.log import LogFile, reason_of
-from lachesis.run.model_step import note_step
 from lachesis.run.parts import (
     build_checkpoints,
     build_evaluation,
@@ -54,7 +53,6 @@ from lachesis.run.parts import (
 )
 from lachesis.run.pause import RequestedPause
 from lachesis.run.pulse import Pulse, pulses_felt
-from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
@@ -126,6 +124,8 @@ def train(
     most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
     hub = loaded.config.checkpoint.hub
     if hub is not None:
+        from lachesis.plugins.export.push import push_final, warn_of_missing_login
+
         warn_of_missing_login(hub)
     for restart in range(1, most + 2):
         try:

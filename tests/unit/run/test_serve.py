@@ -23,10 +23,10 @@ from lachesis.common.errors import ConfigError, EngineError
 from lachesis.config.load import load_config
 from lachesis.engines import build
 from lachesis.engines.embedded.loading import load_causal_lm
-from lachesis.engines.embedded.server import app as embedded_server
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.session import new_session, write_session
 from lachesis.engines.vllm import launch
+from lachesis.plugins.embedded_server import app as embedded_server
 from lachesis.run import serve
 from lachesis.run.serve import config_options, vllm_arguments
 from tests.logs import handlers_kept

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lachesis.common.types import Finding, Level
-from lachesis.run.checkup.checks import CLOCKS_S
+from lachesis.plugins.checks.findings import CLOCKS_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from lachesis.common.world import World, find_world
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import find_shape
+from lachesis.plugins.checks.all_reduce import all_reduce_s
 from lachesis.plugins.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.process.managed import check_port_free
-from lachesis.run.checkup.all_reduce import all_reduce_s
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
 

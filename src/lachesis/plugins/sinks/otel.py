@@ -12,7 +12,7 @@ from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.jsonl import StepLine
-from lachesis.metrics.timeline import Event, step_events, timeline_rows
+from lachesis.plugins.report.timeline import Event, step_events, timeline_rows
 
 # How often gauges are sent, as they are then; spans are sent when some have gathered, and all at the end.
 _EVERY_MS = 5000

@@ -14,14 +14,14 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from transformers.trainer_utils import TrainOutput
 
 from lachesis.common.errors import ConfigError
+from lachesis.plugins.export.export import export
+from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
 from lachesis.plugins.trl.given import lora_keys, model_path, reward_list, write_tasks
 from lachesis.run.evaluation import evaluate_model
-from lachesis.run.export import export
 from lachesis.run.handle import Run
 from lachesis.run.library import load
-from lachesis.run.push import push
 from lachesis.run.requests import ask
 
 logger = logging.getLogger("lachesis")

@@ -12,6 +12,8 @@ from lachesis.rollouts.datasets.rows import Row, describe_type, is_blank
 
 logger = logging.getLogger(__name__)
 
+# Columns that hold the right answer, the likeliest first.
+GOLD_COLUMNS = ("response", "solution", "output", "completion", "answer", "target", "label")
 Format: TypeAlias = Literal["prompt", "instruction_response", "input_output", "problem_solution", "messages"]
 
 # Columns with the question and with its answer.

@@ -15,7 +15,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.json_values import own
 from lachesis.process.threads import CallOutcome, DaemonThread, Line
-from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
+from lachesis.rollouts.tools.base import ToolError, ToolServer, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]
-    server: McpServer | None = None
+    server: ToolServer | None = None
 
 
 class Observation(NamedTuple):
@@ -67,9 +67,7 @@ def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = N
     tools: list[Tool] = []
     try:
         for spec in specs:
-            tools += (
-                [described(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(McpServer(spec))
-            )
+            tools += [described(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(spec)
         names = [tool.name for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
@@ -92,7 +90,11 @@ def close_servers(tools: Sequence[Tool]) -> None:
         server.close()
 
 
-def _served(server: McpServer) -> list[Tool]:
+def _served(address: McpServerConfig) -> list[Tool]:
+    from lachesis.plugins.environments.mcp_server import McpServer
+
+    server = McpServer(address)
+
     def function(name: str) -> Callable[..., Awaitable[str]]:
         async def call(**arguments: Any) -> str:
             return await server.call(name, arguments)

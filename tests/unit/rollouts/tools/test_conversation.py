@@ -5,8 +5,8 @@ import pytest
 
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import Completion, VersionSpan
+from lachesis.plugins.environments.turn_server import Turn, joined
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.turn_server import Turn, joined
 
 
 def completion(before: int, *token_ids: int, turn: int) -> Completion:

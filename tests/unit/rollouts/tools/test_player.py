@@ -18,7 +18,7 @@ from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
-from lachesis.rollouts.tools.mcp_server import ToolServerLost
+from lachesis.rollouts.tools.base import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation, answer_message, short_token_ids

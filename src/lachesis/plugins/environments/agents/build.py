@@ -14,8 +14,8 @@ from lachesis.plugins.environments.agents.process import AgentCommand
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.datasets.formats import GOLD_COLUMNS
 from lachesis.rollouts.generation import reward_decoder
-from lachesis.rollouts.rewards.check import GOLD_COLUMNS
 from lachesis.rollouts.tools import load_parser
 from lachesis.train.model.loading import context_length
 from lachesis.train.policy import Policy

@@ -12,10 +12,10 @@ from lachesis.common.types import Completion, GenerationRequest, Message, Prompt
 from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen
 from lachesis.plugins.environments.steps.observations import Rendering
 from lachesis.plugins.environments.steps.scoring import EpisodeEnd, scored
+from lachesis.plugins.environments.turn_server import Turn, joined
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers, held_out_last
 from lachesis.rollouts.generation import request_seed, reward_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.rollouts.turn_server import Turn, joined
 
 MakeGame = Callable[[Row], Awaitable[Game]]
 """A new environment for one episode, for the columns of its task."""

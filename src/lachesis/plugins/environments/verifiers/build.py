@@ -9,6 +9,7 @@ from typing import Any
 
 from lachesis.common.errors import DependencyError, first_line
 from lachesis.config.schema import LachesisConfig, VerifiersSourceConfig
+from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.settings import (
     NEEDS,
     VerifiersPlayers,
@@ -19,7 +20,6 @@ from lachesis.plugins.environments.verifiers.settings import (
 from lachesis.rollouts.episodes import PolicyAccess, TaskPlayers
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.rollouts.turn_server import TurnServer
 
 
 def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> TaskPlayers:

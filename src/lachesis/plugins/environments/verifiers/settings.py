@@ -15,9 +15,9 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DependencyError, EngineError
 from lachesis.common.imports import installed_version
 from lachesis.common.types import SamplingParams
+from lachesis.plugins.environments.turn_server import Turn, TurnServer
 from lachesis.rollouts.episodes import TaskPlayers
 from lachesis.rollouts.generation import TextDecoder
-from lachesis.rollouts.turn_server import Turn, TurnServer
 
 NEEDS = "pip install 'lachesis[verifiers]'"
 

@@ -16,6 +16,7 @@ from verifiers.clients.renderer_client import RendererClient
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Prompt
+from lachesis.plugins.environments.turn_server import MODEL, SESSION, joined
 from lachesis.plugins.environments.verifiers.renderer import ListRenderer
 from lachesis.plugins.environments.verifiers.settings import (
     VerifiersPlayers,
@@ -25,7 +26,6 @@ from lachesis.plugins.environments.verifiers.settings import (
 )
 from lachesis.plugins.environments.verifiers.v01_rubrics import note_errors, take_error
 from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
-from lachesis.rollouts.turn_server import MODEL, SESSION, joined
 
 _NO_KEY = "LACHESIS_NO_KEY"
 _PARSERS = ("tool_parser", "reasoning_parser")

@@ -21,6 +21,7 @@ from verifiers.v1.utils.loaders import default_harness_id, load_environment, res
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import Prompt
+from lachesis.plugins.environments.turn_server import MODEL, joined
 from lachesis.plugins.environments.verifiers import harness
 from lachesis.plugins.environments.verifiers.settings import (
     VerifiersPlayers,
@@ -29,7 +30,6 @@ from lachesis.plugins.environments.verifiers.settings import (
     kept_turns,
 )
 from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
-from lachesis.rollouts.turn_server import MODEL, joined
 
 logger = logging.getLogger(__name__)
 

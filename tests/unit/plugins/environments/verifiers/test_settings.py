@@ -11,9 +11,9 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import Completion, Prompt, VersionSpan
+from lachesis.plugins.environments.turn_server import Turn
 from lachesis.plugins.environments.verifiers import settings
 from lachesis.rollouts import episodes
-from lachesis.rollouts.turn_server import Turn
 
 
 def turn(*tokens: int) -> Turn:

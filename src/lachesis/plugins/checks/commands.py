@@ -1,0 +1,107 @@
+"""Commands that check before a run: ``doctor``, ``data check`` and ``rewards check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from lachesis.cli.base import Overrides, app, console, hide_progress_bars, print_findings
+from lachesis.config.load import load_config
+
+data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
+rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(rewards_app, name="rewards")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    trials: Annotated[
+        bool,
+        typer.Option("--trials/--no-trials", help="Try what CONFIG needs: servers, ports, disk, ranks, a transfer."),
+    ] = True,
+    proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
+) -> None:
+    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
+
+    With CONFIG it also tries what a run needs: servers that answer, synchronized clocks, free ports, the disk, two
+    ranks, and a transfer of a tiny model's weights over its bridge.
+    """
+    from lachesis.plugins.checks import doctor as checks
+
+    hide_progress_bars()
+    findings: list[checks.Check] = []
+    for finding in checks.examine(config, tried=trials, proof=proof):
+        findings.append(finding)
+        if not as_json:
+            mark = ("fail", "red") if finding.failed else ("ok  ", "green") if finding.applies else ("n/a ", "dim")
+            console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
+    if as_json:
+        console.print(checks.as_json(findings))
+    if any(finding.failed for finding in findings):
+        raise typer.Exit(1)
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[str, typer.Argument(help="A file, a directory, or a dataset of the hub.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Measure lengths with it: a directory or a hub id.")] = None,
+    max_prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.")] = None,
+    transform: Annotated[str | None, typer.Option(help="Apply `module.function` or `FILE.py:FUNCTION` first.")] = None,
+    data_format: Annotated[str, typer.Option("--format", help="What the columns are; auto looks at them.")] = "auto",
+    prompt_column: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
+    name: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
+    split: Annotated[str, typer.Option(help="Split, or a part of one.")] = "train",
+) -> None:
+    """Check a dataset and report every problem found."""
+    from lachesis.config.schema import ModelConfig
+    from lachesis.plugins.checks.data import check_data
+    from lachesis.rollouts.datasets import Dataset
+
+    loaded = None
+    if tokenizer is not None:
+        from lachesis.train.model.loading import load_tokenizer
+
+        loaded = load_tokenizer(ModelConfig(path=tokenizer))
+    dataset = Dataset(file, name, split, data_format, transform, prompt_column)  # type: ignore[arg-type]
+    print_findings(check_data(dataset, tokenizer=loaded, max_prompt_length=max_prompt_length))
+
+
+@rewards_app.command("check")
+def rewards_check(
+    config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="Problems to look at.")] = 16,
+    gold: Annotated[str | None, typer.Option(help="Column with the right answers.")] = None,
+    gold_format: Annotated[str, typer.Option(help="What an answer looks like.")] = "{gold}",
+) -> None:
+    """Run the reward functions on right, empty, truncated, swapped and repeated answers."""
+    loaded = load_config(config, overrides=overrides or []).config
+    from lachesis.plugins.checks.rewards import VARIANTS, check_rewards
+    from lachesis.run.launch import set_up
+    from lachesis.run.sources import build_reward_functions, load_data, reward_workers
+    from lachesis.train.model.loading import load_tokenizer
+
+    set_up(loaded)  # which may make the model, and with it the tokenizer
+    checked = check_rewards(
+        build_reward_functions(loaded),
+        load_data(loaded)[0],
+        weights=loaded.rewards.weights,
+        rows=rows,
+        gold_column=gold,
+        gold_format=gold_format,
+        tokenizer=load_tokenizer(loaded.model),
+        timeout_s=loaded.rewards.timeout_s,
+        num_workers=reward_workers(loaded),
+        text_completions=loaded.rewards.text_completions,
+    )
+    console.print(f"{'':<24}" + "".join(f"{variant:>11}" for variant in VARIANTS))
+    for name, scores in checked.scores.items():
+        values = ["-" if scores[variant] is None else f"{scores[variant]:.3g}" for variant in VARIANTS]
+        console.print(f"{name:<24}" + "".join(f"{value:>11}" for value in values))
+    print_findings(checked.findings)

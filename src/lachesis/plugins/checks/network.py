@@ -1,0 +1,216 @@
+"""The addresses of a configuration: servers that have to answer, whose clocks have to agree, and ports to be free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from urllib.parse import urlsplit
+
+import httpx
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
+from lachesis.common.hosts import is_this_machine
+from lachesis.common.http import server_url
+from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
+from lachesis.engines.build import server_urls
+from lachesis.engines.http.control import ServerControl, tls
+from lachesis.plugins.checks.findings import CLOCKS_S, Check, attempted, failure
+from lachesis.process.managed import check_port_free
+from lachesis.transport.rendezvous import address_towards, listen
+
+# Of one server to answer; all are asked at once.
+LIMIT_S = 5.0
+_AT_ONCE = 32
+_KEY_WANTED = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """One that is to run already.
+
+    Args:
+        what: it is, as the line says.
+        route: that is asked for the time; it needs no key, or ``keyed`` says that a refusal without one is an answer.
+        ask: what more is asked of it, in words; raises where it is another kind of server.
+        awaited_s: how long a run waits for it.
+        startable: ``lachesis run`` starts one here, if there is none.
+    """
+
+    what: str
+    url: str
+    route: str
+    ask: Callable[[], str] = lambda: "answers"
+    keyed: bool = False
+    awaited_s: float = 0.0
+    startable: bool = False
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or self.url
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswer:
+    """What became of asking a server: words, or an error; and how many seconds its clock is ahead, if it said so."""
+
+    server: RunningServer
+    words: str = ""
+    error: LachesisError | None = None
+    ahead_s: float | None = None
+
+
+def try_servers(config: LachesisConfig) -> Iterator[Check]:
+    """Ask the servers of the configuration that run already, all at once; then compare the clocks of their hosts."""
+    servers = [*_engines(config), *_others(config)]
+    if not servers:
+        yield Check("servers", "none is to run already", applies=False)
+        yield Check("clock", "no server runs already, so there is one clock", applies=False)
+        return
+    with ThreadPoolExecutor(min(_AT_ONCE, len(servers))) as threads:
+        answers = list(threads.map(ask, servers))
+    for answer in answers:
+        yield _reached(answer)
+    yield from _clocks(answers)
+
+
+def ask(server: RunningServer) -> ServerAnswer:
+    """One request for the time, and what more is to be asked."""
+    limit = f"limit {LIMIT_S:.0f} s"
+    try:
+        before = time.time()
+        answer = httpx.get(server.url + server.route, timeout=LIMIT_S, verify=tls(server.url), trust_env=False)
+        ahead_s = _ahead(answer.headers, before=before, after=time.time())
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        return ServerAnswer(
+            server,
+            error=EngineUnreachable(
+                f"{server.url} does not answer ({limit}): {error or type(error).__name__}",
+                remedy="start it, or correct the address; one elsewhere has to listen on more than 127.0.0.1",
+            ),
+        )
+    try:
+        if not answer.is_success and not (server.keyed and answer.status_code in _KEY_WANTED):
+            raise EngineError(
+                f"{server.url}{server.route} answers {answer.status_code}",
+                remedy="see whether the address is that of another server",
+            )
+        return ServerAnswer(server, f"{server.ask()} ({limit})", ahead_s=ahead_s)
+    except LachesisError as error:
+        return ServerAnswer(server, error=error, ahead_s=ahead_s)
+
+
+def _engines(config: LachesisConfig) -> Iterator[RunningServer]:
+    if isinstance(config.engine, HttpEngineConfig):
+        for url in server_urls(config):
+            name, wait_s = f"engine {urlsplit(url).netloc}", config.engine.wait_s
+            yield RunningServer(name, url, "/bridge/info", partial(_engine_says, url), awaited_s=wait_s)
+
+
+def _engine_says(url: str) -> str:
+    """Raises EngineError where it is no server of ours."""
+    with closing(ServerControl(url)) as control:
+        info = control.info(deadline=Deadline(f"the doctor: what {url} says of itself", LIMIT_S))
+    return f"{info.engine} engine at weight version {info.weight_version}"
+
+
+def _others(config: LachesisConfig) -> Iterator[RunningServer]:
+    if isinstance(config.source, AtroposSourceConfig):
+        from lachesis.plugins.atropos.source.client import api_url
+
+        url, startable = api_url(config.source.url), config.services.api is not None
+        yield RunningServer("rollout API", url, "/info", partial(_api_says, url), startable=startable)
+    teacher = config.algorithm.teacher
+    if teacher is not None and teacher.kind == "url" and teacher.url is not None:
+        yield RunningServer("teacher", server_url(teacher.url), "/v1/models", keyed=True)
+
+
+def _api_says(url: str) -> str:
+    """Raises EngineError where it is no rollout API."""
+    from lachesis.plugins.atropos.source.client import RolloutApiClient
+
+    with closing(RolloutApiClient(url)) as client:
+        client.require(limit_s=LIMIT_S)
+    return "is a rollout API"
+
+
+def _reached(answer: ServerAnswer) -> Check:
+    server = answer.server
+    if answer.error is None:
+        return Check(server.what, f"{server.url} {answer.words}")
+    gone = isinstance(answer.error, EngineUnreachable)
+    if gone and server.startable and _is_free(server.url):
+        words = "is free for the rollout API that `lachesis run` starts; other commands need one there before"
+        return Check(server.what, f"{server.url} {words}", applies=False)
+    if gone and server.awaited_s:
+        words = f"{answer.error.message}; a run waits {server.awaited_s:g} s for it (engine.wait_s)"
+        return Check(server.what, words, applies=False)
+    return failure(server.what, answer.error)
+
+
+def _is_free(url: str) -> bool:
+    """Whether a server can be started at this address of this machine."""
+    try:
+        check_port_free(url)
+    except LachesisError:
+        return False
+    return is_this_machine(url)
+
+
+def _ahead(headers: Mapping[str, str], *, before: float, after: float) -> float | None:
+    """Seconds by which the sender's clock is ahead of ours; it says whole ones, so half of one is added."""
+    try:
+        return parsedate_to_datetime(headers["date"]).timestamp() + 0.5 - (before + after) / 2
+    except (KeyError, ValueError):
+        return None
+
+
+def _clocks(answers: list[ServerAnswer]) -> Iterator[Check]:
+    """One line for each host."""
+    of_hosts = {answer.server.host: answer.ahead_s for answer in answers if answer.ahead_s is not None}
+    for host in dict.fromkeys(answer.server.host for answer in answers):
+        subject, ahead = f"clock of {host}", of_hosts.get(host)
+        if ahead is None:
+            yield Check(subject, "no answer from there says its time", applies=False)
+        elif abs(ahead) > CLOCKS_S:
+            yield Check(
+                subject,
+                f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's "
+                f"(at most {CLOCKS_S:.0f} s) "
+                "-> set both by NTP, as `timedatectl set-ntp true` does: logs and timelines of the two disagree",
+                failed=True,
+            )
+        else:
+            yield Check(subject, f"within {abs(ahead) + 0.5:.1f} s of this machine's (at most {CLOCKS_S:.0f} s)")
+
+
+def try_ports(config: LachesisConfig) -> Iterator[Check]:
+    """See that ports are free on which a run listens: for its servers, and for trainer and engine to meet."""
+    listens = False
+    if config.engine.place == "run":
+        for url in server_urls(config):
+            listens = True
+            yield attempted(f"port {urlsplit(url).netloc}", partial(_free_port, url))
+    if isinstance(config.bridge, ChannelBridgeConfig):
+        listens = True
+        yield attempted("rendezvous", partial(_rendezvous, config, config.bridge))
+    if not listens:
+        yield Check("ports", "none is listened on", applies=False)
+
+
+def _free_port(url: str) -> Check:
+    check_port_free(url)
+    return Check(f"port {urlsplit(url).netloc}", "free for the engine that a run starts")
+
+
+def _rendezvous(config: LachesisConfig, bridge: ChannelBridgeConfig) -> Check:
+    chosen = bridge.init_method or f"tcp://{address_towards(server_urls(config))}:0"
+    found = listen(chosen)
+    found.listener.close()
+    which = "bridge.init_method" if bridge.init_method else "any free port of the address by which engines reach us"
+    return Check("rendezvous", f"{chosen} is free ({which})")

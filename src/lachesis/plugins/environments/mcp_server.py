@@ -1,0 +1,236 @@
+"""Tools of an MCP server, which is a process of ours or somewhere else: one connection, made anew where it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.process.threads import LoopThread
+from lachesis.rollouts.tools.base import ToolError, ToolServerLost
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+    from lachesis.config.schema import McpServerConfig
+
+_START_S = 60.0
+_STOP_S = 10.0
+# Of a single request; the limit of a call is the toolbox's.
+_HTTP_S = 3600.0
+_SHOWN_LOG = 500
+_MOST_PAGES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tool as its server describes it; ``schema`` is in the format of chat templates."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+class McpServer:
+    """Asks one server, many calls at the same time, on an event loop in a thread of its own.
+
+    Whatever breaks the connection (a process that ends, an address that no longer answers) fails the calls that are
+    under way with :class:`ToolServerLost`; the next call begins with a new one.
+
+    Args:
+        address: a command that speaks over its standard streams, or a URL of streamable HTTP.
+    """
+
+    def __init__(self, address: McpServerConfig) -> None:
+        self._address = address
+        self._loop = LoopThread("lachesis-mcp", what="the connection to the MCP server")
+        self._connecting: asyncio.Lock | None = None
+        self._connection: _Connection | None = None
+        self.starts = 0
+
+    @property
+    def name(self) -> str:
+        """Which one it is, in messages."""
+        return self._address.url or " ".join(self._address.command)
+
+    def tools(self) -> list[Described]:
+        """What the server offers. Raises ConfigError where it does not begin or describes nothing."""
+        try:
+            found = self._loop.run(self._list())
+        except ToolServerLost as error:
+            raise ConfigError(error.message, remedy=error.remedy) from error
+        if not found:
+            raise ConfigError(f"the MCP server {self.name!r} has no tools", remedy="take it out of source.tools")
+        return found
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """The text of an answer. Cancelled where the one who waits is.
+
+        Raises:
+            ToolError: the server says that it could not; the text is for the model.
+            ToolServerLost: there is no server any more.
+        """
+        return await asyncio.wrap_future(self._loop.submit(self._call(tool, arguments)))
+
+    def close(self) -> None:
+        """End the connection, and with it a process that was started for it. Idempotent."""
+        self._loop.close(self._disconnect)
+
+    async def _list(self) -> list[Described]:
+        client = (await self._connected()).client
+        found: list[Described] = []
+        cursor: str | None = None
+        for _ in range(_MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += [Described(one.name, _schema(one.name, one.description, one.input_schema)) for one in page.tools]
+            if (cursor := page.next_cursor) is None:
+                break
+        return found
+
+    async def _call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        connection = await self._connected()
+        try:
+            result = await connection.client.call_tool(tool, dict(arguments))
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise ToolError(str(error)) from error
+            raise await self._lost(connection) from error
+        text = "\n".join(_text(block) for block in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def _connected(self) -> _Connection:
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            if self._connection is None or self._connection.over:
+                self._connection = await _Connection.open(self._address, name=self.name)
+                self.starts += 1
+            return self._connection
+
+    async def _lost(self, connection: _Connection) -> ToolServerLost:
+        await connection.close()
+        return ToolServerLost(
+            f"the MCP server {self.name!r} broke off during a call{connection.last_words()}",
+            remedy="the next call starts it again; see why it ends",
+        )
+
+    async def _disconnect(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+
+class _Connection:
+    """A client within its own task: the library wants it left where it was entered."""
+
+    def __init__(self, address: McpServerConfig, log: TextIO) -> None:
+        self._address = address
+        self._log = log
+        self._end = asyncio.Event()
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.ensure_future(self._hold())
+        self.client: Client
+
+    @classmethod
+    async def open(cls, address: McpServerConfig, *, name: str) -> _Connection:
+        """A connection that answers. Raises ToolServerLost, with why."""
+        _require_mcp()
+        log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 -- is there as long as the connection
+        made = cls(address, log)
+        try:
+            await asyncio.wait([made._task, made._ready], timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            made._task.cancel()
+            raise
+        if made._ready.done():
+            made.client = made._ready.result()
+            return made
+        why = _cause(made._task.exception()) if made._task.done() else f"it did not answer within {_START_S:g} s"
+        made._task.cancel()
+        await made.close()
+        raise ToolServerLost(
+            f"the MCP server {name!r} cannot be started or reached: {why}{made.last_words()}",
+            remedy="try its command or address by hand",
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether it broke or was closed."""
+        return self._task.done()
+
+    async def close(self) -> None:
+        """Leave; a process that stays is killed by the library. Idempotent."""
+        self._end.set()
+        await asyncio.wait([self._task], timeout=_STOP_S)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # how it broke is told by the call that it broke
+            await self._task
+
+    def last_words(self) -> str:
+        """The end of what a process wrote to its standard error, as part of a message."""
+        file = self._log.fileno()
+        text = (
+            os.pread(file, _SHOWN_LOG, max(0, os.fstat(file).st_size - _SHOWN_LOG)).decode("utf-8", "replace").strip()
+        )
+        return f"; it wrote last: {text}" if text else ""
+
+    async def _hold(self) -> None:
+        from mcp import Client
+
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(Client(await _transport(self._address, self._log, stack)))
+            self._ready.set_result(client)
+            await self._end.wait()
+
+
+async def _transport(address: McpServerConfig, log: TextIO, stack: AsyncExitStack) -> Any:
+    """How the client reaches the server. A process gets the variables of ``env`` and a few harmless ones of ours."""
+    if address.command:
+        from mcp import StdioServerParameters, stdio_client
+
+        program, *arguments = address.command
+        return stdio_client(StdioServerParameters(command=program, args=arguments, env=dict(address.env)), errlog=log)
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    http = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(address.headers), timeout=_HTTP_S))
+    return streamable_http_client(address.url, http_client=http)
+
+
+def _require_mcp() -> None:
+    try:
+        import mcp  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise DependencyError(
+            "source.tools names an MCP server, and the package mcp is not installed",
+            remedy="pip install 'lachesis[mcp]'",
+        ) from error
+
+
+def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = {"name": name, "description": description or "", "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def _text(block: Any) -> str:
+    """A part of an answer as the model reads it: what is no text is named."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return str(block.resource.text)
+    return f"[{block.type}, which cannot be shown as text]"
+
+
+def _cause(error: BaseException | None) -> str:
+    """The first error in the groups that the library's tasks end with."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return f"{type(error).__name__}: {error}" if error is not None else "it ended"

@@ -1,0 +1,388 @@
+"""Rollouts by a function of the user: ``rollout_func(prompts, trainer) -> dict``, the contract of TRL 1.16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from itertools import compress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lachesis.common.contracts import load_part
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.imports import describe_exception
+from lachesis.common.json_values import own
+from lachesis.common.types import LOWEST_LOGPROB, Group, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.config.schema import CustomPart
+from lachesis.engines.base import Engine
+from lachesis.process.threads import CallThread
+from lachesis.rollouts.base import ROLLOUTS, Draw
+from lachesis.rollouts.generation import generate_groups, request_seed
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards.attempts import Item
+from lachesis.rollouts.rewards.functions import TrainerState, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RolloutFunction: TypeAlias = Callable[[list[Any], "RolloutTrainer"], Mapping[str, Any]]
+
+
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+# Rounding may lift the logprob of a certain token a little above 0.
+_MOST_LOGPROB = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutArgs:
+    """What a rollout function may ask ``trainer.args`` for, under TRL's names."""
+
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
+class RolloutTrainer:
+    """What a rollout function gets as ``trainer``: the tokenizer, the settings, the step, and a way to sample.
+
+    ``processing_class``, ``num_generations``, ``args`` and ``state`` have TRL's names. A new one is made for each
+    call, so that a call which was given up on cannot disturb the next.
+
+    Args:
+        seeds: one for each prompt that the function is given.
+        deadline: of all that the call generates.
+    """
+
+    def __init__(
+        self,
+        *,
+        processing_class: PreTrainedTokenizerBase,
+        args: RolloutArgs,
+        state: TrainerState,
+        engine: Engine,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        deadline: Deadline,
+    ) -> None:
+        self.processing_class = processing_class
+        self.num_generations = args.num_generations
+        self.args = args
+        self.state = state
+        self._engine = engine
+        self._params = params
+        self._seeds = tuple(seeds)
+        self._calls = 0
+        self._deadline = deadline
+
+    def generate(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+        """One completion of each prompt by the policy, sampled as the run does.
+
+        With as many prompts as the function was given, the completion of each depends on that prompt and its
+        place in the group only, and not on the others of the batch.
+
+        Args:
+            prompts: texts, lists of messages (which go through the chat template), or lists of token ids.
+
+        Returns:
+            For each prompt ``prompt_ids``, ``completion_ids``, ``logprobs`` (of the completion) and ``text``.
+
+        Raises:
+            EngineError, DeadlineExceeded.
+        """
+        problems = [
+            Prompt(id=str(number), token_ids=tuple(self._token_ids(prompt)), text="")
+            for number, prompt in enumerate(prompts)
+        ]
+        whole = len(problems) == len(self._seeds)
+        places = [(seed, 0) for seed in self._seeds] if whole else [(self._seeds[0], n) for n in range(len(problems))]
+        seeds = [request_seed(request_seed(seed, self._calls), number) for seed, number in places]
+        self._calls += 1
+        groups = generate_groups(
+            problems,
+            engine=self._engine,
+            params=self._params,
+            num_generations=1,
+            seeds=seeds,
+            decode=lambda ids: self.processing_class.batch_decode([*map(list, ids)], skip_special_tokens=True),
+            deadline=self._deadline,
+        )
+        samples = [group.samples[0] for group in groups]
+        return [
+            {
+                "prompt_ids": list(sample.prompt_ids),
+                "completion_ids": list(sample.completion_ids),
+                "logprobs": list(sample.logprobs),
+                "text": sample.text,
+            }
+            for sample in samples
+        ]
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        tokenizer = self.processing_class
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt)["input_ids"])  # type: ignore[arg-type]
+        if prompt and isinstance(prompt[0], int):
+            return list(prompt)
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+
+def build_source(spec: CustomPart, **more: Any) -> CustomSource:
+    """Build the source of a rollout function of the configuration; ``more`` are arguments of :class:`CustomSource`."""
+    rollouts = load_part(spec, ROLLOUTS)
+    function = update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function)
+    return CustomSource(rollout_func=function, name=rollouts.spec, **more)
+
+
+@dataclass(kw_only=True, eq=False)
+class CustomSource(LocalSource):
+    """A source whose samples come from a function of the user.
+
+    The function gets each prompt ``num_generations`` times in a row, as TRL gives it, and the trainer's
+    stand-in. It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know
+    them) with one entry per prompt that it got; ``env_mask`` is 0 for tokens that the model did not sample.
+    All other fields are columns for the reward functions.
+
+    Whether a resumed run goes on exactly is up to the function: ``trainer.generate`` does.
+
+    Args:
+        rollout_func: the function, and ``name`` what messages call it.
+        eos_token_ids: a completion that ends with one of them, or with a token of the environment, is whole.
+        vocab_size: of the model; no token id may reach it.
+    """
+
+    rollout_func: RolloutFunction
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: Collection[int]
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._thread = CallThread("rollout function")
+
+    def close(self) -> None:
+        """End the thread that the function runs on. Idempotent."""
+        self._thread.close()
+
+    def _check_columns(self) -> None:
+        """Columns that reward functions need may come from the rollout function: its first result tells."""
+
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
+        """Raises EngineError where the function failed or returned something else."""
+        prompts, seeds = [draw.prompt for draw in draws], self._seeds(draws)
+        repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        first = self.engine.health().version
+        output = self._call(repeated, seeds, deadline)
+        versions = VersionSpan(first, self.engine.health().version)
+        fields = read_fields(
+            output,
+            name=self.name,
+            prompts=len(prompts),
+            num_generations=self.num_generations,
+            vocab_size=self.vocab_size,
+        )
+        texts = self.decode(fields.completion_ids)
+        samples = [self._as_sample(fields, index, texts[index], versions) for index in range(len(repeated))]
+        size = self.num_generations
+        return [
+            Item(
+                Group(prompt, tuple(samples[number * size : (number + 1) * size])),
+                {key: values[number * size : (number + 1) * size] for key, values in fields.extras.items()},
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _call(self, repeated: Sequence[Prompt], seeds: Sequence[int], deadline: Deadline) -> object:
+        trainer = RolloutTrainer(
+            processing_class=self.tokenizer,
+            args=RolloutArgs(
+                num_generations=self.num_generations,
+                max_completion_length=self.params.max_tokens,
+                temperature=self.params.temperature,
+                top_p=self.params.top_p,
+                top_k=self.params.top_k,
+                min_p=self.params.min_p,
+                repetition_penalty=self.params.repetition_penalty,
+            ),
+            state=TrainerState(global_step=self._step),
+            engine=self.engine,
+            params=self.params,
+            seeds=[request_seed(seed, number) for seed in seeds for number in range(self.num_generations)],
+            deadline=deadline,
+        )
+        asked = [own(list(prompt.messages)) if prompt.messages else prompt.text for prompt in repeated]
+        remaining = deadline.remaining_s()
+        outcome = self._thread.call(partial(self.rollout_func, asked, trainer), {}, timeout_s=remaining)
+        if outcome.hung:
+            deadline.check(f"in the rollout function {self.name!r}")
+            raise DeadlineExceeded(f"the rollout function {self.name!r} did not return within {remaining:g} s")
+        if isinstance(outcome.error, EngineError | DeadlineExceeded):
+            raise outcome.error
+        if outcome.error is not None:
+            raise EngineError(
+                f"the rollout function {self.name!r} raised {describe_exception(outcome.error, self.rollout_func)}",
+                remedy="mend it; what it gets is described with CustomSource",
+            ) from outcome.error
+        return outcome.result
+
+    def _as_sample(self, fields: Fields, index: int, text: str, versions: VersionSpan) -> Sample:
+        ids = fields.completion_ids[index]
+        mask = fields.env_mask[index] if fields.env_mask is not None else None
+        whole = ids[-1] in self.eos_token_ids or (mask is not None and mask[-1] == 0)
+        return Sample(
+            prompt_ids=tuple(fields.prompt_ids[index]),
+            completion_ids=tuple(ids),
+            logprobs=tuple(fields.logprobs[index]),
+            finish_reason="stop" if whole else "length",
+            versions=versions,
+            text=text,
+            mask=None if mask is None else tuple(mask),
+            temperature=1.0 if self.params.greedy else self.params.temperature,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A rollout of N completions; ``logprobs`` are NaN where unknown, ``extras`` has N values for each name."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[float]]
+    env_mask: list[list[int]] | None
+    extras: dict[str, list[Any]]
+
+
+def read_fields(output: object, *, name: str, prompts: int, num_generations: int, vocab_size: int) -> Fields:
+    """Check what the rollout function ``name`` returned for ``prompts`` prompts, each given ``num_generations`` times.
+
+    Lists may be tensors or arrays. A logprob may stand in a list of its own. ``vocab_size`` is the model's; larger ids
+    are those of another tokenizer.
+
+    Raises:
+        EngineError: something is missing, of the wrong type, length or range; the message names field and entry.
+    """
+    if not isinstance(output, Mapping):
+        raise _fault(name, f"returned a {type(output).__name__}, no dictionary")
+    if missing := [field for field in _REQUIRED if field not in output]:
+        raise _fault(name, f"returned no {missing[0]!r}; it returned {', '.join(map(str, output)) or 'nothing'}")
+    count = prompts * num_generations
+    prompt_ids, completion_ids = (
+        _token_lists(output[field], field, name, prompts, num_generations) for field in ("prompt_ids", "completion_ids")
+    )
+    _check_vocabulary(prompt_ids, "prompt_ids", name, vocab_size)
+    _check_vocabulary(completion_ids, "completion_ids", name, vocab_size)
+    env_mask = output.get("env_mask")
+    logprobs = _logprobs(output["logprobs"], completion_ids, name)
+    masks = None if env_mask is None else _masks(env_mask, completion_ids, name)
+    for index, row in enumerate(logprobs):
+        lowest = min(row if masks is None else compress(row, masks[index]), default=0.0)
+        if lowest < LOWEST_LOGPROB:
+            raise _fault(name, f"logprobs[{index}] has {lowest:g}, which no sampled token has")
+    return Fields(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        env_mask=masks,
+        extras={
+            str(field): _extra(field, values, count, name)
+            for field, values in output.items()
+            if field not in (*_REQUIRED, "env_mask", "logprob_token_ids")
+        },
+    )
+
+
+def _token_lists(value: object, field: str, name: str, prompts: int, num_generations: int) -> list[list[int]]:
+    rows = _rows(value, field, name)
+    count = prompts * num_generations
+    if len(rows) != count:
+        hint = ""
+        if len(rows) == count * num_generations or len(rows) == prompts:
+            hint = "; each prompt comes num_generations times already, so one completion per entry is asked for"
+        raise _fault(name, f"returned {len(rows)} {field} for {count} prompts{hint}")
+    for index, row in enumerate(rows):
+        if not row or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in row):
+            raise _fault(name, f"{field}[{index}] is {shorten(row)}, not a list of token ids")
+    return rows
+
+
+def _check_vocabulary(rows: Sequence[Sequence[int]], field: str, name: str, vocab_size: int) -> None:
+    for index, row in enumerate(rows):
+        if (token := max(row)) >= vocab_size:
+            raise EngineError(
+                f"the rollout function {name!r}: {field}[{index}] has the token {token}, and the model's vocabulary "
+                f"{vocab_size}",
+                remedy="take token ids of the model's own tokenizer, trainer.processing_class",
+            )
+
+
+def _logprobs(value: object, completion_ids: Sequence[Sequence[int]], name: str) -> list[list[float]]:
+    if value is None:
+        return [[math.nan] * len(ids) for ids in completion_ids]
+    rows = [[_single(number) for number in row] for row in _rows(value, "logprobs", name)]
+    _check_lengths(rows, completion_ids, "logprobs", name)
+    for index, row in enumerate(rows):
+        for number in row:
+            good = isinstance(number, float | int) and not math.isinf(number) and not number > _MOST_LOGPROB
+            if not good:
+                raise _fault(name, f"logprobs[{index}] has {shorten(number)}, no logprob")
+    return [[float(number) for number in row] for row in rows]
+
+
+def _masks(value: object, completion_ids: Sequence[Sequence[int]], name: str) -> list[list[int]]:
+    rows = _rows(value, "env_mask", name)
+    _check_lengths(rows, completion_ids, "env_mask", name)
+    for index, row in enumerate(rows):
+        if any(bit not in (0, 1) for bit in row):
+            raise _fault(name, f"env_mask[{index}] is {shorten(row)}, not zeros and ones")
+    return [[int(bit) for bit in row] for row in rows]
+
+
+def _extra(field: object, values: object, count: int, name: str) -> list[Any]:
+    """A value per completion; what is no list is the same for all."""
+    values = _plain(values)
+    if not isinstance(values, list | tuple):
+        return [values] * count
+    if len(values) != count:
+        raise _fault(name, f"returned {len(values)} values in {field!r} for {count} completions")
+    return list(values)
+
+
+def _rows(value: object, field: str, name: str) -> list[Any]:
+    value = _plain(value)
+    rows = [_plain(row) for row in value] if isinstance(value, list | tuple) else None
+    if rows is None or not all(isinstance(row, list | tuple) for row in rows):
+        raise _fault(name, f"{field} is {shorten(value)}, not a list with a list per completion")
+    return [list(row) for row in rows]
+
+
+def _check_lengths(
+    rows: Sequence[Sequence[Any]], completion_ids: Sequence[Sequence[int]], field: str, name: str
+) -> None:
+    if len(rows) != len(completion_ids):
+        raise _fault(name, f"returned {len(rows)} {field} for {len(completion_ids)} completions")
+    for index, (row, ids) in enumerate(zip(rows, completion_ids, strict=True)):
+        if len(row) != len(ids):
+            raise _fault(name, f"{field}[{index}] has {len(row)} values for {len(ids)} tokens")
+
+
+def _single(number: Any) -> Any:
+    return number[0] if isinstance(number, list | tuple) and len(number) == 1 else number
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def _fault(name: str, what: str) -> EngineError:
+    return EngineError(
+        f"the rollout function {name!r}: {what}",
+        remedy="return prompt_ids, completion_ids and logprobs with one entry for each prompt that it was given",
+    )

@@ -1,0 +1,89 @@
+"""The command ``plan``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lachesis.cli.base import PASS_ON, Overrides, app, console
+from lachesis.common.errors import ConfigError
+from lachesis.config.custom import custom_parts
+from lachesis.config.load import LoadedConfig, load_argv, load_config
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import card_lines
+from lachesis.plan.plan import plan, plan_lines
+from lachesis.plan.shapes import find_shape
+from lachesis.plugins.planning.cost import scale_lines
+from lachesis.plugins.planning.fit import fit, fit_lines
+
+
+def _gigabytes(text: str) -> float:
+    """Return the size of a card in GB from text such as ``24`` or ``24GB``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?|GiB)?", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) < 1:
+        raise typer.BadParameter(f"{text!r} is no size of a card: give its gigabytes, as 24 or 24GB")
+    return float(found[1])
+
+
+@app.command("plan", context_settings=PASS_ON)
+def plan_command(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG|FLAGS", help="YAML file, or flags as `grpo` takes them.")],
+    overrides: Overrides = None,
+    device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
+    fit_gb: Annotated[
+        float | None,
+        typer.Option("--fit", parser=_gigabytes, metavar="GB", help="Say what fits on a card of this size (24, 24GB)."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=2, help="Say what a rank of so many GPUs takes, and the transfer; calculated.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: over so many machines.")] = 1,
+    card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
+) -> None:
+    """Print what a run will do and the memory and disk it takes, without loading the model or data."""
+    loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
+    for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
+        console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
+    found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
+    for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found)):
+        console.print(line)
+    if found is not None and device != "cpu":
+        on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found)
+        for line in card_lines(loaded.config, on_gpu):
+            console.print(line)
+    if gpus is not None:
+        train = devices if devices > 1 else None
+        for line in scale_lines(loaded.config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
+            console.print(line)
+    for line in _custom_lines(loaded.config):
+        console.print(line)
+    if fit_gb is not None:
+        for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
+            console.print(line)
+
+
+def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedConfig:
+    """Load a configuration from a file or from the Atropos trainer's flags."""
+    if words[0].startswith("-"):
+        return load_argv(words, overrides=overrides)
+    if len(words) > 1:
+        raise ConfigError(
+            f"plan takes one file, and {words[1]!r} is more", remedy="see `lachesis plan --help` for its options"
+        )
+    return load_config(Path(words[0]), overrides=overrides, processes=devices if devices > 1 else None)
+
+
+def _custom_lines(config: LachesisConfig) -> list[str]:
+    """Return lines about custom parts, which are loaded, because only loading shows that they fit."""
+    if not any(kind.name != "reward" for kind, _, _ in custom_parts(config)):
+        return []
+    from lachesis.run.custom import check_custom_parts  # imports torch, as most such files do
+
+    found = check_custom_parts(config)
+    return ["your own", *(f"  {part.kind:<18}{part.spec} ({part.key})" for part in found)]

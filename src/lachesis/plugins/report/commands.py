@@ -1,0 +1,64 @@
+"""Commands that read runs: ``report``, ``compare``, ``watch`` and ``trace``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lachesis.cli.base import app, console, shown
+from lachesis.common.errors import DataError
+from lachesis.common.files import write_atomic
+from lachesis.common.run_files import run_paths
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Rewrite report.html of a run."""
+    from lachesis.plugins.report.page import write_report
+
+    console.print(f"report: {shown(write_report(run_dir))}")
+
+
+@app.command()
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+) -> None:
+    """Write a page that compares runs side by side: curves, configurations, the same prompts."""
+    from lachesis.plugins.report.compare import write_compare
+
+    console.print(f"comparison: {shown(write_compare(run_dirs, out))}")
+
+
+@app.command()
+def watch(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
+) -> None:
+    """Show runs in the browser while they train. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
+    from lachesis.plugins.report.live_page import listen, serve
+
+    for path in run_dirs:
+        if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():
+            raise DataError(f"{path} holds no run", remedy="give the directories of runs, such as runs/NAME")
+    place = listen(port)
+    console.print(place.words)
+    serve(run_dirs, place.listener, place.token)
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[Path | None, typer.Argument(help="Where to; RUN/trace.json if unset.")] = None,
+) -> None:
+    """Write the steps of a run as a timeline that ui.perfetto.dev opens."""
+    from lachesis.metrics.sinks.jsonl import read_metrics
+    from lachesis.plugins.report.timeline import timeline
+
+    log = read_metrics(run_paths(run_dir)["metrics"])
+    out = out or run_dir / "trace.json"
+    write_atomic(out, json.dumps(timeline(log, name=run_dir.resolve().name)))
+    console.print(f"timeline of {len(log.steps)} steps: {shown(out)}; open it at https://ui.perfetto.dev")

@@ -1,0 +1,70 @@
+"""The server of the live page: a command of its own, or a process beside a run."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.http import http_server
+from lachesis.process.workers import ChildProcess, ProcessLimits
+
+DEFAULT_PORT = 8010
+# Of handing a new process its arguments.
+_HAND_OVER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PageAddress:
+    """A port of this machine that is listened at, and the token of the page there."""
+
+    listener: socket.socket
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+
+    @property
+    def words(self) -> str:
+        """The address for whoever may stop the runs, and the one for others."""
+        address = f"http://127.0.0.1:{self.listener.getsockname()[1]}/"
+        return f"{address}#token={self.token} (who has the token may stop the runs; {address} only shows them)"
+
+
+def listen(port: int) -> PageAddress:
+    """Raises ConfigError: the port is taken."""
+    try:
+        return PageAddress(socket.create_server(("127.0.0.1", port)))
+    except OSError as error:
+        raise ConfigError(f"port {port} is taken: {error.strerror}", remedy="choose another with --port") from error
+
+
+def serve(run_dirs: Sequence[Path], listener: socket.socket, token: str) -> None:
+    """Serve the page of these runs until the process ends."""
+    from lachesis.plugins.report.watch import Watch
+
+    http_server(Watch(run_dirs, token=token).app()).run(sockets=[listener])
+
+
+@contextmanager
+def beside(run_dir: Path) -> Iterator[str]:
+    """Within it a process of its own, which slows no training, serves the page of a run that may not be there yet.
+
+    It is at the usual port, or at a free one where another page has that. Yields its address in words.
+    """
+    try:
+        place = listen(DEFAULT_PORT)
+    except ConfigError:
+        place = listen(0)
+    child = ChildProcess(_serve_given, run_dir, place.token, timeout_s=_HAND_OVER_S, limits=ProcessLimits())
+    with place.listener, child:
+        socket.send_fds(child.link, [b"."], [place.listener.fileno()])
+        yield place.words
+
+
+def _serve_given(link: socket.socket, run_dir: Path, token: str) -> None:
+    """In the process beside the run, which listens where its parent does."""
+    _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+    with socket.socket(fileno=descriptors[0]) as listener:
+        serve([run_dir], listener, token)

@@ -1,0 +1,287 @@
+"""The live page: what the report shows, while a run goes on, and what it waits for; also of several runs."""
+
+from __future__ import annotations
+
+import csv
+import hmac
+import io
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from lachesis.common.errors import DataError, LachesisError
+from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.run_files import run_paths
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.plugins.report import compare, page
+from lachesis.plugins.report.rollout_search import (
+    Hit,
+    Query,
+    compare_steps,
+    failures,
+    read_sample,
+    read_steps,
+    search,
+)
+from lachesis.run.requests import Request as RunRequest
+from lachesis.run.requests import ask, is_asked, take
+from lachesis.run.status import NamedWait, RunStatus, fact_lines, log_lines, read_status, wait_lines
+from lachesis.web.pages import render_page
+
+TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
+# Asked of a run of which nothing is there yet.
+_NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
+# Steps of the tape that are searched for a prompt.
+_MOST_STEPS = 500
+_MOST_HITS = 50
+# How a run stands of which there is nothing to show.
+_NOTHING: Mapping[str, Any] = {"waits": [], "engines": [], "paused": False, "goes_on": False}
+# What the buttons ask of a run; "resume" takes the pause back.
+_ASKED: Mapping[str, RunRequest] = {"stop": "stop", "checkpoint": "checkpoint", "pause": "pause"}
+_BUTTONS = (*_ASKED, "resume")
+
+
+class Watch:
+    """The routes over some run directories. Those that ask something of a run want the token; all others only read."""
+
+    def __init__(self, run_dirs: Sequence[Path], *, token: str) -> None:
+        self._dirs = [Path(path) for path in run_dirs]
+        self._token = token
+
+    def app(self) -> Starlette:
+        """The application. It answers to names of this machine only, as through an SSH tunnel."""
+        reading = {
+            "/": self.page,
+            "/data": self.data,
+            "/compare": self.compare,
+            "/metrics.csv": self.csv,
+            "/prompt": self.prompt,
+            "/metrics": self.metrics,
+            "/rollouts": self.rollouts,
+            "/rollout": self.rollout,
+            "/diff": self.diff,
+        }
+        routes = [Route(path, endpoint) for path, endpoint in reading.items()]
+        routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in _BUTTONS]
+        return Starlette(
+            routes=routes, middleware=[Middleware(OwnHostOnly)], exception_handlers={LachesisError: _refused}
+        )
+
+    async def page(self, _: Request) -> Response:
+        """The page, which asks for all else."""
+        html = render_page(TEMPLATE, names=compare.run_names(self._dirs))
+        return HTMLResponse(html, headers={"Cache-Control": "no-store"})
+
+    async def data(self, request: Request) -> Response:
+        """How a run stands, and its report where that has changed since the tag that the page knows."""
+        return JSONResponse(await anyio.to_thread.run_sync(self._data, self._dir(request), _known(request)))
+
+    def _data(self, run_dir: Path, known: str) -> dict[str, Any]:
+        tag = _tag([run_dir])
+        answer: dict[str, Any] = {**_now(run_dir), "tag": tag, "html": None, "data": None}
+        if tag == known:
+            return answer
+        if not run_paths(run_dir)["metrics"].exists():
+            return answer | {"html": _NOTHING_YET}
+        html, data = page.render_body(run_dir)
+        return answer | {"html": html, "data": data}
+
+    async def compare(self, request: Request) -> Response:
+        """All runs side by side."""
+        return JSONResponse(await anyio.to_thread.run_sync(self._compare, _known(request)))
+
+    def _compare(self, known: str) -> dict[str, Any]:
+        tag = _tag(self._dirs)
+        names = compare.run_names(self._dirs)
+        states = [(name, _now(path)["status"][0][1]) for name, path in zip(names, self._dirs, strict=True)]
+        answer: dict[str, Any] = {**_NOTHING, "status": states, "tag": tag, "html": None, "data": None}
+        if tag == known:
+            return answer
+        if not all(run_paths(path)["metrics"].exists() for path in self._dirs):
+            return answer | {"html": _NOTHING_YET}
+        html, data = compare.render_body(self._dirs)
+        return answer | {"html": html, "data": data}
+
+    async def csv(self, request: Request) -> Response:
+        """All values, a row a step."""
+        run_dir = self._dir(request)
+        text = await anyio.to_thread.run_sync(metrics_csv, run_dir)
+        name = f'attachment; filename="{run_dir.resolve().name}.csv"'
+        return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
+
+    async def metrics(self, _: Request) -> Response:
+        """The last values of all runs, for Prometheus."""
+        return PlainTextResponse(await anyio.to_thread.run_sync(prometheus, self._dirs))
+
+    async def prompt(self, request: Request) -> Response:
+        """When a prompt was met, and how it was answered."""
+        met = await anyio.to_thread.run_sync(prompt_history, self._dir(request), request.query_params.get("id", ""))
+        return JSONResponse({"met": met})
+
+    async def rollouts(self, request: Request) -> Response:
+        """Rollouts that fit, or those that failed. The text is searched as it stands: a pattern could take for ever."""
+        return JSONResponse(await anyio.to_thread.run_sync(_found, self._dir(request), dict(request.query_params)))
+
+    async def rollout(self, request: Request) -> Response:
+        """One rollout, turn by turn."""
+        place = request.query_params.get("place", "")
+        hit, turns = await anyio.to_thread.run_sync(read_sample, self._dir(request), place)
+        return JSONResponse({"hit": _row(hit), "turns": [asdict(turn) for turn in turns]})
+
+    async def diff(self, request: Request) -> Response:
+        """A prompt at two steps."""
+        asked = request.query_params
+        steps = _whole(asked.get("first", "")), _whole(asked.get("second", ""))
+        compared = partial(compare_steps, self._dir(request), steps, prompt_id=asked.get("prompt", ""))
+        return JSONResponse(asdict(await anyio.to_thread.run_sync(compared)))
+
+    async def ask(self, request: Request) -> Response:
+        """Ask the run to stop, to save a checkpoint, to pause or to go on, for who has the token."""
+        if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
+            return PlainTextResponse("the token is not that of this page's address", status_code=403)
+        run_dir, what = self._dir(request), request.url.path.strip("/")
+        status = read_status(run_dir)
+        if not status.goes_on:
+            return PlainTextResponse(f"the run does not go on: it is {status.state}", status_code=409)
+        if what == "resume":
+            take(run_dir, "pause")
+            return PlainTextResponse("asked; it goes on")
+        ask(run_dir, _ASKED[what])
+        return PlainTextResponse("asked; it does so after this step")
+
+    def _dir(self, request: Request) -> Path:
+        number = request.query_params.get("run", "0")
+        if not number.isdecimal() or int(number) >= len(self._dirs):
+            raise DataError(f"there is no run {number!r} on this page")
+        return self._dirs[int(number)]
+
+
+def _found(run_dir: Path, asked: Mapping[str, str]) -> dict[str, Any]:
+    if asked.get("finish") == "failed":
+        return {"failures": [asdict(one) for one in failures(run_dir)[:_MOST_HITS]]}
+    first, last = read_steps(asked.get("steps"))
+    query = Query(
+        text=re.compile(re.escape(asked["find"]), re.IGNORECASE) if "find" in asked else None,
+        first_step=first,
+        last_step=last,
+        least=_decimal(asked.get("least")),
+        most=_decimal(asked.get("most")),
+        prompt_id=asked.get("prompt"),
+        finish=asked.get("finish"),
+        environment=asked.get("environment"),
+    )
+    hits = [*islice(search(run_dir, query), _MOST_HITS + 1)]
+    return {"hits": [_row(hit) for hit in hits[:_MOST_HITS]], "more": len(hits) > _MOST_HITS, "failures": None}
+
+
+def _row(hit: Hit) -> dict[str, Any]:
+    return asdict(hit) | {"place": hit.place}
+
+
+def _whole(words: str) -> int:
+    if not words.isdecimal():
+        raise DataError(f"{words!r} is no step", remedy="write the number of a step")
+    return int(words)
+
+
+def _decimal(words: str | None) -> float | None:
+    try:
+        return None if words is None else float(words)
+    except ValueError as error:
+        raise DataError(f"{words!r} is no number", remedy="write a reward such as 0.5") from error
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), status_code=404)
+
+
+def _known(request: Request) -> str:
+    return request.query_params.get("known", "")
+
+
+def _tag(run_dirs: Sequence[Path]) -> str:
+    """Differs when a run has got another line of metrics, or another configuration."""
+    files = [run_paths(path)[name] for path in run_dirs for name in ("metrics", "config")]
+    return "-".join(f"{file.stat().st_mtime_ns:x}.{file.stat().st_size:x}" if file.exists() else "0" for file in files)
+
+
+def _now(run_dir: Path) -> dict[str, Any]:
+    """How a run stands: lines, what it waits for, its engines, and whether somebody wants it paused."""
+    if not run_dir.exists():
+        return {**_NOTHING, "status": [("state", "loading: the run has no directory yet")]}
+    try:
+        status = read_status(run_dir)
+    except LachesisError as error:
+        return {**_NOTHING, "status": [("state", error.message)]}
+    return {
+        # What the health rules say is in the report below.
+        "status": [*fact_lines(replace(status, findings=())), *log_lines(status)],
+        "waits": _waits(status),
+        "engines": [asdict(engine) for engine in status.engines],
+        "paused": is_asked(run_dir, "pause"),
+        "goes_on": status.goes_on,
+    }
+
+
+def _waits(status: RunStatus) -> list[dict[str, Any]]:
+    """Each in words, and how much of its time is over, if that passes: it does not while the run is paused."""
+    now = time.time()
+    title, texts = wait_lines(status, now=now)
+    shares = [_share(wait, now=now) if status.state in ("loading", "running") else None for wait in status.waits or ()]
+    return [{"title": title, "text": text, "share": share} for text, share in zip_longest(texts, shares[: len(texts)])]
+
+
+def _share(wait: NamedWait, *, now: float) -> float | None:
+    return min(1.0, max(0.0, now - wait.since) / wait.limit_s) if wait.limit_s else None
+
+
+def metrics_csv(run_dir: Path) -> str:
+    """metrics.jsonl as CSV: step, time (seconds since 1970), and all values; empty where a step has none."""
+    steps = read_metrics(run_paths(run_dir)["metrics"]).steps
+    names = list(dict.fromkeys(name for line in steps for name in line.values))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=["step", "time", *names], restval="")
+    writer.writeheader()
+    writer.writerows({"step": line.step, "time": line.time, **line.values} for line in steps)
+    return out.getvalue()
+
+
+def prometheus(run_dirs: Sequence[Path]) -> str:
+    """The values of the last step of each run as gauges, in Prometheus' text format."""
+    gauges: dict[str, list[str]] = {}
+    for name, run_dir in zip(compare.run_names(run_dirs), run_dirs, strict=True):
+        path = run_paths(run_dir)["metrics"]
+        steps = read_metrics(path).steps if path.exists() else ()
+        label = name.replace("\\", r"\\").replace('"', r"\"")
+        for metric, value in {"step": float(steps[-1].step), **steps[-1].values}.items() if steps else ():
+            gauge = f"lachesis_{re.sub(r'[^a-zA-Z0-9_]', '_', metric)}"
+            gauges.setdefault(gauge, []).append(f'{gauge}{{run="{label}"}} {value}')
+    return "".join(f"# TYPE {gauge} gauge\n" + "".join(f"{line}\n" for line in gauges[gauge]) for gauge in gauges)
+
+
+def prompt_history(run_dir: Path, prompt_id: str) -> list[dict[str, Any]]:
+    """Each time that a prompt is on the tape, the latest first: step, mean reward, best completion."""
+    met: list[dict[str, Any]] = []
+    files = tape_files(run_paths(run_dir)["rollouts"])
+    for step in list(reversed(files))[:_MOST_STEPS]:
+        for line in read_lines(files[step]):
+            known = [sample for sample in line["samples"] if sample["reward"] is not None]
+            if line["prompt"]["id"] == prompt_id and known:
+                best = max(known, key=lambda sample: sample["reward"])
+                mean = statistics.fmean(sample["reward"] for sample in known)
+                met.append({"step": step, "mean": mean, "best": best["text"]})
+    return met

@@ -1,0 +1,137 @@
+"""The cost model of several GPUs and nodes: sums that can be checked by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.plan.cards import process_bytes
+from lachesis.plan.plan import plan
+from lachesis.plan.shapes import FoundShape, find_shape
+from lachesis.plugins.planning import cost
+from lachesis.plugins.planning.cost import Scale, scale, scale_lines
+
+PARAMETERS = 8_190_735_360
+
+
+@pytest.fixture
+def model() -> FoundShape:
+    found = find_shape("Qwen/Qwen3-8B")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def over(build, model: FoundShape):
+    def run(gpus: int, nodes: int = 1, *, card: float = 80, train: int | None = None, **sections: Any) -> Scale:
+        given = {"model": {"gradient_checkpointing": True}, "engine": {"kind": "http"}, "bridge": {"kind": "broadcast"}}
+        config = build(**given | sections)
+        return scale(config, gpus=gpus, nodes=nodes, card_gb=card, found=model, train=train)
+
+    return run
+
+
+def test_the_measured_transfer_comes_out(over):
+    """One GPU to another: 16.06 GB of another 8B took 0.058 s."""
+    alone = over(2, card=240)
+    assert (alone.layout.train, alone.layout.engines, alone.layout.tensor_parallel) == (1, 1, 1)
+    assert alone.transfer_s == pytest.approx(2 * PARAMETERS / (16.06e9 / 0.0584), rel=0.01)
+
+
+def test_each_sender_sends_a_share_while_others_do_until_engines_cannot_take_more(over):
+    over = partial(over, bridge={"kind": "broadcast", "senders": 8})
+    size = 2 * PARAMETERS
+    assert over(8).transfer_s == pytest.approx(size / cost.TAKE_WITHIN_NODE), "four ranks send more than is taken in"
+    assert over(16, 2).transfer_s == pytest.approx(size / 8 / cost.SEND_BETWEEN_NODES), "eight, the most"
+    assert over(512, 64).transfer_s == over(16, 2).transfer_s
+    assert over(32).transfer_s == pytest.approx(size / cost.TAKE_WITHIN_NODE)
+    three = over(16, 2, bridge={"kind": "broadcast", "senders": 3})
+    assert three.transfer_s == pytest.approx(size / 3 / cost.SEND_BETWEEN_NODES)
+
+
+def test_with_one_sender_gathering_comes_before_sending_and_nodes_are_slower(over):
+    node, nodes = over(8), over(16, 2)
+    size = 2 * PARAMETERS
+    assert node.transfer_s == pytest.approx(size * 3 / 4 / cost.GATHER_WITHIN_NODE + size / cost.SEND_WITHIN_NODE)
+    assert nodes.layout.train == 8  # on one node, so that what is gathered stays within it
+    assert nodes.transfer_s == pytest.approx(size * 7 / 8 / cost.GATHER_WITHIN_NODE + size / cost.SEND_BETWEEN_NODES)
+    assert over(32, 4).transfer_s > nodes.transfer_s
+
+
+def test_memory_checkpoint_and_loading(over, build, model: FoundShape):
+    found = over(8)
+    config = build(model={"gradient_checkpointing": True}, engine={"kind": "http"}, bridge={"kind": "broadcast"})
+    assert found.rank == process_bytes(plan(config, device="cuda", devices=4, found=model), "trainer")
+    assert found.checkpoint == 14 * PARAMETERS and found.host == 2 * PARAMETERS, "all four ranks are of one node"
+    assert found.load_s == 2 * PARAMETERS / cost.READ_BYTES_S
+    assert found.checkpoint_s == found.checkpoint / cost.WRITE_BYTES_S
+    assert (found.copy, found.copy_s) == (found.checkpoint / 4, found.checkpoint / 4 / cost.COPY_BYTES_S)
+    assert over(64, 8).checkpoint_s == pytest.approx(found.checkpoint_s / 4), "each node that trains writes its part"
+    gathered = over(8, checkpoint={"format": "whole"})
+    assert gathered.checkpoint_s > gathered.checkpoint / cost.WRITE_BYTES_S and gathered.copy == gathered.checkpoint
+    copies = over(8, distributed={"strategy": "replicate"})
+    assert copies.checkpoint_s == copies.checkpoint / cost.WRITE_BYTES_S and copies.copy == copies.checkpoint
+
+
+def test_more_train_where_half_do_not_hold_it(over):
+    assert over(8, card=80).layout.train == 4
+    tight = over(8, card=40)
+    assert tight.layout.train == 6 and tight.rank < over(8, card=40, train=4).rank
+
+
+@pytest.mark.parametrize(("card", "ways"), [(80, 4), (141, 2), (240, 1)])
+def test_large_models_are_split_over_the_gpus_of_an_engine(build, card: float, ways: int):
+    found = find_shape("meta-llama/Llama-3.1-70B")
+    assert found is not None
+    config = build(engine={"kind": "http"}, bridge={"kind": "broadcast"})
+    assert scale(config, gpus=64, nodes=8, card_gb=card, found=found).layout.tensor_parallel == ways
+
+
+def test_what_cannot_be(over):
+    for gpus, nodes, train in ((10, 4, None), (8, 1, 8)):
+        with pytest.raises(ConfigError):
+            over(gpus, nodes, train=train)
+
+
+def test_the_lines(build, model: FoundShape):
+    config = build(engine={"kind": "http"}, bridge={"kind": "broadcast"}, model={"gradient_checkpointing": True})
+    text = "\n".join(scale_lines(config, gpus=64, nodes=8, card_gb=80, found=model, train=None))
+    assert "on 8 x 8 GPUs of 80 GB, calculated" in text and "32 + 32, 32 engines of 1" in text
+    with pytest.raises(ConfigError, match="no config"):
+        list(scale_lines(config, gpus=64, nodes=8, card_gb=80, found=None, train=None))
+
+
+TP4 = {"kind": "vllm", "tensor_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "nodes", "expected"),
+    [
+        (TP4 | {"devices": "4,5,6,7"}, 8, 1, (4, 4, 1, False)),
+        (TP4, 8, 1, (4, 4, 1, False)),
+        (TP4 | {"data_parallel_size": 2}, 8, 1, (8, 8, 2, True)),
+        (TP4 | {"data_parallel_size": 2, "enable_sleep_mode": True}, 8, 1, (8, 8, 2, True)),
+        ({"kind": "vllm", "devices": "7"}, 8, 1, (7, 1, 1, False)),
+        ({"kind": "vllm"}, 4, 1, (4, 1, 1, True)),
+        (TP4 | {"data_parallel_size": 3}, 32, 4, (16, 12, 3, False)),
+    ],
+)
+def test_the_layout_is_that_of_the_file(over, engine: dict[str, Any], gpus: int, nodes: int, expected: tuple[Any, ...]):
+    layout = over(gpus, nodes, engine=engine).layout
+    assert (layout.train, layout.generate, layout.engines, layout.shared) == expected
+    assert layout.idle == (4 if nodes == 4 else 0)
+
+
+def test_engines_that_do_not_fit_beside_the_ranks_are_refused(over):
+    for gpus, nodes, train in ((4, 1, 2), (2, 1, None), (8, 4, None)):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            over(gpus, nodes, train=train, engine=TP4)
+
+
+def test_a_gpu_of_trainer_and_engine_counts_both(build, model: FoundShape):
+    config = build(engine=TP4 | {"data_parallel_size": 2}, bridge={"kind": "broadcast"})
+    text = "\n".join(scale_lines(config, gpus=8, nodes=1, card_gb=80, found=model, train=None))
+    assert "8 + 8 on the same GPUs, 2 engines of 4" in text and "a GPU of both" in text
