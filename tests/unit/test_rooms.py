@@ -205,7 +205,7 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("run.train", 45_500), ("config.load", 3_700), ("rollouts.rewards.registry", 1_900)]
+    ("module", "most"), [("run.train", 45_600), ("config.load", 3_700), ("rollouts.rewards.registry", 1_900)]
 )
 def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
     loaded = closure(module)
@@ -214,7 +214,7 @@ def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
 
 
 def test_the_core_stays_small():
-    assert lines(CORE) <= 55_600
+    assert lines(CORE) <= 55_700
     assert lines(FILES) <= 90_440
 
 
