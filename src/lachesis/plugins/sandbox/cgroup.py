@@ -1,8 +1,8 @@
-"""A control group (version 2) for what a warden runs: limits of a whole tree of processes, kept by the kernel.
+"""Control group (version 2) for the jobs of a warden: limits of a whole tree of processes, enforced by the kernel.
 
-The warden looks at the memory of its job twenty times a second; between two looks a program can take what there is.
+The warden checks the memory of its job twenty times a second; between two checks a program can take all memory.
 Where a control group may be made (by root, or below a user's own ``systemd``), the kernel holds the tree to its memory,
-its number of processes and one processor, and kills all of it at once. Elsewhere the looks have to do.
+its number of processes and one processor, and kills all of it at once. Elsewhere the checks have to do.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Cgroup:
     files: dict[str, int]
 
     def restrict(self, limits: Limits, *, held_bytes: int = 0) -> None:
-        """Set the limits of the job that comes next: what it has in memory, files of its scratch included.
+        """Set the limits of the next job, whose memory includes the files of its scratch.
 
         Args:
-            held_bytes: what the judge holds of tests and inputs.
+            limits: of the job.
+            held_bytes: size of the tests and inputs that the judge holds.
         """
         self._write("memory.max", limits.memory_bytes + limits.scratch_bytes + held_bytes + _OWN_BYTES)
         self._write("pids.max", limits.processes + _OURS)
@@ -51,7 +52,7 @@ class Cgroup:
             self._write("cgroup.kill", 1)
 
     def ran_out(self) -> int:
-        """How often the kernel has killed a process of it for want of memory, since the group was made."""
+        """Return how often the kernel has killed a process of the group for lack of memory since it was made."""
         lines = os.pread(self.files["memory.events"], 1 << 12, 0).decode().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
@@ -62,11 +63,11 @@ class Cgroup:
 def make_cgroup(
     *, mountinfo: Path = Path("/proc/self/mountinfo"), own: Path = Path("/proc/self/cgroup")
 ) -> Cgroup | None:
-    """A group for this process's jobs, in the nearest one that lets us; ``None`` where none does.
+    """Make a group for this process's jobs, in the nearest group that allows it; ``None`` if none does.
 
     Args:
-        mountinfo: says where control groups are mounted.
-        own: says in which this process is.
+        mountinfo: file that says where control groups are mounted.
+        own: file that says which group this process is in.
     """
     for parent in _parents(mountinfo, own):
         _sweep(parent)
@@ -89,7 +90,7 @@ def remove_cgroup(path: Path) -> None:
 
 
 def _parents(mountinfo: Path, own: Path) -> Iterator[Path]:
-    """Groups that hand memory and processes on to groups inside of them: this process's own, and those around it."""
+    """Yield the groups that delegate memory and processes to child groups: this process's own, and those around it."""
     try:
         mounts = [line.split() for line in mountinfo.read_text().splitlines()]
         at = next(line.partition("::")[2] for line in own.read_text().splitlines() if line.startswith("0::"))
@@ -109,7 +110,7 @@ def _parents(mountinfo: Path, own: Path) -> Iterator[Path]:
 
 
 def _opened(path: Path) -> Cgroup:
-    """Open its files, set what is the same for all jobs, and try to enter it in a child."""
+    """Open the group's files, set the limits that all jobs share, and try to enter it in a child."""
     files = {name: os.open(path / name, os.O_WRONLY) for name in ("cgroup.procs", "memory.max", "pids.max")}
     files["memory.events"] = os.open(path / "memory.events", os.O_RDONLY)
     with contextlib.suppress(OSError):  # Linux before 5.14 has none
@@ -123,7 +124,7 @@ def _opened(path: Path) -> Cgroup:
 
 
 def _set(file: Path, value: str) -> bool:
-    """Whether there is such a limit."""
+    """Write a limit; return False if the kernel does not have it."""
     try:
         descriptor = os.open(file, os.O_WRONLY)
     except OSError:
@@ -134,7 +135,7 @@ def _set(file: Path, value: str) -> bool:
 
 
 def _try_to_enter(group: Cgroup) -> None:
-    """Raises OSError where no process of ours can be moved: the groups above it may be another's."""
+    """Move a child process into the group; raises OSError if that is not allowed, as below another user's groups."""
     child = os.fork()
     if child == 0:
         code = 1

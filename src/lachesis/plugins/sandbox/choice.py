@@ -1,4 +1,4 @@
-"""Which sandbox: the one that is named, or the best one that works on this machine."""
+"""Choice of a sandbox: the one that is named, or the best one that works on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMEDY = (
 class Sandbox(Protocol):
     """Runs programs and tests behind a wall; thread-safe.
 
-    Both raise SandboxError where the sandbox itself fails, which says nothing of the code.
+    Methods raise SandboxError if the sandbox itself fails, which says nothing about the code.
     """
 
     @property
@@ -42,11 +42,11 @@ class Sandbox(Protocol):
         ...
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
-        """With one input after the other, until a limit, which is for all together, ends it."""
+        """Run a program with one input after the other, until the limit for all of them together ends it."""
         ...
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
-        """A verdict for each test."""
+        """Return a verdict for each test."""
         ...
 
     def close(self) -> None:
@@ -55,13 +55,14 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
-    """A sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE``, ``e2b:TEMPLATE``, or a URL.
+    """Open a sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE``, ``e2b:TEMPLATE``, or a URL.
 
     Args:
+        kind: name of the sandbox.
         count: programs that it runs at a time; one for each processor if unset.
 
     Raises:
-        SandboxError: it cannot be had here, in words; or, with ``auto``, none whose wall holds all escapes.
+        SandboxError: it is not available here, with the reason; or, with ``auto``, no wall here holds all escapes.
     """
     if kind.startswith(("http://", "https://")):
         return FusionSandbox(kind)
@@ -85,7 +86,7 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
 
 
 def _open_best(count: int | None) -> Sandbox:
-    """The first whose wall holds. One that is there but lets something through is none."""
+    """Open the first sandbox whose wall holds all escapes."""
     tried: list[str] = []
     for kind in _AUTOMATIC:
         try:
@@ -121,7 +122,7 @@ def use_sandbox(kind: str) -> None:
 
 
 def shared_sandbox() -> Sandbox:
-    """The sandbox of this process, opened when it is first asked for. Raises as :func:`open_sandbox`."""
+    """Return the sandbox of this process, opened on first use. Raises as :func:`open_sandbox`."""
     kind = os.environ.get(VARIABLE) or "auto"
     with _lock:
         if kind not in _shared:

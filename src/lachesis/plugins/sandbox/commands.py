@@ -39,9 +39,9 @@ class Command:
 
 
 def run_inside(link: socket.socket, command: Command, walls: str) -> None:
-    """In a child process: run a command with a warden inside, which has ``link`` as its input and output.
+    """Run a command with a warden inside, in a child process; the warden has ``link`` as its input and output.
 
-    It stays in this process's group, with which it ends.
+    It stays in this process's group, and ends with it.
     """
     main = f"import sys; sys.path.insert(0, {command.root!r}); import lachesis; sys.path.append(sys.path.pop(0)); "
     main += f"from lachesis.plugins.sandbox.commands import keep_inside; keep_inside({walls!r}, {command.piped!r})"
@@ -50,7 +50,7 @@ def run_inside(link: socket.socket, command: Command, walls: str) -> None:
 
 
 def keep_inside(walls: str, piped: bool) -> None:
-    """The main of what a command runs: a warden that is asked over the standard streams."""
+    """Run a warden inside a command, with the standard streams as its link."""
     if piped:
         link, other = socket.socketpair()
         if os.fork() == 0:
@@ -69,7 +69,7 @@ def keep_inside(walls: str, piped: bool) -> None:
 
 
 def _pump(link: socket.socket) -> None:
-    """Hand on what comes by the standard input, and what the warden answers, until one of them ends."""
+    """Pass on the standard input, and the warden's answers, until one of them ends."""
     while True:
         for source in select.select([0, link], [], [])[0]:
             part = os.read(0, _CHUNK) if source == 0 else link.recv(_CHUNK)

@@ -1,7 +1,7 @@
-"""A sandbox elsewhere, by E2B's HTTP API or another that is compatible with it: a virtual machine for each program.
+"""Remote sandbox, by E2B's HTTP API or a compatible one: a virtual machine for each program.
 
 A machine is made (``POST /sandboxes``), told to run a cell (``POST /execute`` of its code interpreter), and deleted.
-The cell is ours: it starts the program as a process of its own, with its input, and prints what came of it.
+The cell is ours: it starts the program as a separate process, with its input, and prints the result.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class _Machine:
 
 
 class E2bSandbox:
-    """Runs programs with their input, each in a machine of its own without a network, which goes with it.
+    """Runs programs with their input, each in its own machine without a network, which is deleted afterwards.
 
     The memory limit is one of address space, for each process. Tests of functions are refused, as by any server that
-    only says what a program printed.
+    only returns what a program printed.
 
     Args:
         template: of the machines; one with E2B's code interpreter.
-        environment: ``E2B_API_KEY``, and of a server of one's own ``E2B_DOMAIN``, or its URLs (``E2B_API_URL``,
+        environment: ``E2B_API_KEY``, and for a self-hosted server ``E2B_DOMAIN``, or its URLs (``E2B_API_URL``,
             ``E2B_SANDBOX_URL``).
-        sleep: waits so many seconds.
+        sleep: waits the given seconds.
 
     Raises:
         SandboxError: there is no key.
@@ -112,7 +112,7 @@ class E2bSandbox:
         return self.run_each(program, [program.stdin])[0]
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
-        """With one input after the other, until one takes too long. Raises as :meth:`run`."""
+        """Run a program with one input after the other, until one takes too long. Raises as :meth:`run`."""
         outcomes: list[Outcome] = []
         with self._machine(life_s=len(inputs) * (program.limits.wall_s + _GRACE_S)) as machine:
             for stdin in inputs:
@@ -129,11 +129,11 @@ class E2bSandbox:
         )
 
     def close(self) -> None:
-        """There is nothing to end: machines go with their programs."""
+        """Do nothing: each machine is deleted with its program."""
 
     @contextmanager
     def _machine(self, *, life_s: float) -> Iterator[_Machine]:
-        """A new machine, which ends by itself after ``life_s`` seconds should nobody be left to delete it."""
+        """Make a machine for the context, which also ends by itself after ``life_s`` seconds if nobody deletes it."""
         asked = {"templateID": self._template, "timeout": round(life_s), "allow_internet_access": False, "secure": True}
         said = self._request("POST", f"{self._api}/sandboxes", asked, self._headers, _CONTROL_S)
         try:
@@ -184,7 +184,7 @@ class E2bSandbox:
         *,
         gone_is_well: bool = False,
     ) -> bytes:
-        """The body of the answer; asked again after a pause where requests come too fast."""
+        """Send a request and return the body of the answer; retries after a pause if requests come too fast."""
         data = None if body is None else json.dumps(body).encode()
         for pause_s in (*_PAUSES_S, None):
             request = urllib.request.Request(url, data, dict(headers), method=method)

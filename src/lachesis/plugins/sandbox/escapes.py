@@ -22,7 +22,7 @@ _PR_SET_NAME = 15
 
 
 class Runs(Protocol):
-    """What the attempts are made against."""
+    """Target of the attempts."""
 
     def run(self, program: Program) -> Outcome: ...
 
@@ -38,7 +38,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """What lies outside to be found: a directory, a secret in a file and in the environment, a server, a process."""
+    """Bait outside the sandbox: a directory, a secret in a file and in the environment, a server, a process."""
 
     directory: str
     secret: str
@@ -48,10 +48,10 @@ class _Bait:
 
 
 def try_escapes(sandbox: Runs) -> list[Attempt]:
-    """All ten, and first that an honest program runs.
+    """Try all ten escapes, after checking that an honest program runs.
 
     Raises:
-        SandboxError: it does not.
+        SandboxError: the honest program does not run.
     """
     outcome = sandbox.run(Program(source="print(sum(map(int, input().split())))", stdin=b"1 2 3\n", limits=_LIMITS))
     if outcome.stdout.strip() != b"6" or not outcome.succeeded:
@@ -78,7 +78,7 @@ def _attempt(sandbox: Runs, name: str, source: str, bait: _Bait) -> Attempt:
 
 
 def _lives(name: str) -> int:
-    """A process of this name that is still there after a moment; 0 where there is none."""
+    """Return the id of a process of this name that still runs after a moment; 0 if there is none."""
     for _ in range(20):
         found = [entry for entry in Path("/proc").glob("[0-9]*") if _text(entry / "comm") == name]
         if not found:

@@ -1,4 +1,4 @@
-"""What the kernel refuses code of a model: a seccomp program over system calls, and Landlock rules over paths."""
+"""Kernel rules that confine code of a model: a seccomp filter of system calls, and Landlock rules for paths."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ _SCOPE_SIGNALS = 2
 
 
 def deny_system_calls(*, contained: bool, signals_contained: bool) -> None:
-    """Set the seccomp filter for this process and all that it starts.
+    """Set the seccomp filter for this process and all processes that it starts.
 
     Args:
-        contained: a namespace of processes ends what it starts.
+        contained: a process namespace ends all processes that it starts.
         signals_contained: its signals cannot reach others.
 
     Raises:
-        OSError: the kernel has none, or the architecture is another.
+        OSError: the kernel has no seccomp, or the architecture is not supported.
     """
     kernel.gain_nothing()
     kernel.set_filter(_program(contained, signals_contained))
@@ -131,7 +131,7 @@ def _when(number: int, verdict: int) -> Iterator[bytes]:
 
 
 def _when_argument(number: int, index: int, test: int, value: int, *, then: int, otherwise: int) -> Iterator[bytes]:
-    """The low half of an argument decides; flags and families have no other."""
+    """Yield the instructions that decide by the low half of an argument; flags and families have only that half."""
     yield _instruction(_EQUAL, 0, 4, number)
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
     yield _instruction(test, 0, 1, value)
@@ -173,7 +173,7 @@ def contain_signals() -> None:
 
 
 def _rights_of(path: str, rights: int) -> int:
-    """Those that a file can have, or a directory with what is below it."""
+    """Return the rights that apply to a path: all for a directory and its content, fewer for a file."""
     if stat.S_ISDIR(os.stat(path).st_mode):
         return rights
     return rights & (_EXECUTE | _WRITE | _READ | 1 << 14 | 1 << 15)

@@ -60,7 +60,7 @@ class FusionSandbox:
         )
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
-        """With one input after the other, until one takes too long. Raises as :meth:`run`."""
+        """Run a program with one input after the other, until one takes too long. Raises as :meth:`run`."""
         outcomes: list[Outcome] = []
         for stdin in inputs:
             if outcomes and outcomes[-1].ending == "wall":
@@ -76,7 +76,7 @@ class FusionSandbox:
         )
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: the server keeps no state of ours."""
 
     def _post(self, body: Mapping[str, Any], *, timeout_s: float) -> Mapping[str, Any]:
         request = urllib.request.Request(

@@ -1,8 +1,8 @@
 """One program, or one test of some code, behind the walls: two processes, of which only the last runs the code.
 
-The warden forks the *judge* and ends all of it at a limit. The judge is the first process of a namespace of its own, so
+The warden forks the *judge* and ends all of it at a limit. The judge is the first process of a new namespace, so
 that nothing in there can end it and all in there ends with it; it puts up the walls, and reads the test or the input
-only once the *subject*, forked from it, is on its own and keeps but a socket to it.
+only once the *subject*, forked from it, is separate and keeps only a socket to it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Which walls there are around all jobs.
+    """Walls around all jobs.
 
     Args:
-        view: what is seen of files.
-        contained: each job has namespaces of its own; otherwise Landlock and the filter of system calls do it all.
+        view: the files that a job can see.
+        contained: each job has its own namespaces; otherwise Landlock and the filter of system calls do all the work.
         nobody: there is a user without rights to become.
         filtered: there are Landlock and the filter; without them there is no wall at all, only limits.
-        group: which holds the job to its limits, where there may be one.
+        group: control group that holds the job to its limits, if one could be made.
     """
 
     view: View
@@ -65,7 +65,10 @@ class Walls:
 
 
 def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
-    """In the warden, which reads nothing of it: have run what comes over ``requests``, and answer there."""
+    """Have a judge run the request that comes over ``requests``, and answer there.
+
+    Runs in the warden, which reads nothing of the request.
+    """
     limits = Limits(**header["limits"])
     started = time.monotonic()
     scratch = walls.view.scratch if walls.contained else new_directory()
@@ -94,9 +97,9 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
 def _watch(
     report: socket.socket, judge_pid: int, limits: Limits, *, base: int, walls: Walls, scratch: str
 ) -> dict[str, Any]:
-    """What the judge reports, and which limit the program hit before its end if it did.
+    """Return the judge's reports, and the limit that the program hit, if any.
 
-    The program's time begins when the judge has its request. An ending ``died`` is that of the judge, for which the
+    The program's time begins when the judge has its request. The ending ``died`` is the judge's own, for which the
     program is not to blame.
     """
     verdicts: list[Any] = []
@@ -136,9 +139,9 @@ def _watch(
 
 
 def _ending_of(judge_pid: int) -> dict[str, str]:
-    """Tell how the judge ended: ``left`` by a test that ends its process, or else ``died``.
+    """Return how the judge ended: ``left`` by a test that ends its process, or else ``died``.
 
-    The code cannot do it: its signals do not reach the judge, and what it leaves behind is an error of its own.
+    The code cannot cause it: its signals do not reach the judge, and the files it leaves are reported separately.
     """
     code = os.waitstatus_to_exitcode(os.waitpid(judge_pid, 0)[1])
     if code < 0:
@@ -147,7 +150,7 @@ def _ending_of(judge_pid: int) -> dict[str, str]:
 
 
 def _processes(walls: Walls) -> list[int]:
-    """All of a job's: those of the namespace but for this one, or those of the group that are not above it."""
+    """Return a job's processes: all others of the namespace, or all of the group that are not above this one."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     if walls.contained:
         return [pid for pid in pids if pid != os.getpid()]
@@ -156,7 +159,7 @@ def _processes(walls: Walls) -> list[int]:
 
 
 def _ancestors() -> set[int]:
-    """This process and those above it in its group, and the first of all."""
+    """Return this process, those above it in its group, and process 1."""
     found, pid = {1}, os.getpid()
     while pid > 1 and _group_of(pid) == os.getpgid(0):
         found.add(pid)
@@ -175,7 +178,7 @@ def _group_of(pid: int) -> int:
 
 
 def _memory_of(pid: int) -> int:
-    """Resident bytes of a process, 0 where it is gone."""
+    """Return the resident bytes of a process, 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
     except (OSError, IndexError):
@@ -207,7 +210,7 @@ def _kill(pid: int) -> None:
 
 
 def _reap(pid: int) -> bool:
-    """Whether a child that has ended was taken note of; also where there is none."""
+    """Return True if a child that has ended was reaped, or if there is no such child."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     except ChildProcessError:
@@ -225,7 +228,7 @@ def _run_judge(
 
 
 def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
-    """Put up the walls around this process and what it will start."""
+    """Put up the walls around this process and its children."""
     if walls.group is not None:
         walls.group.enter()
     if walls.contained:
@@ -251,7 +254,7 @@ def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
 
 
 def _limit(limits: Limits) -> None:
-    """What the subject, and each process that it starts, may use by itself."""
+    """Set the limits for the subject, and for each process that it starts."""
     # Those of a warden without users of its own count its processes too.
     limit(resource.RLIMIT_NPROC, limits.processes + 4)
     limit(resource.RLIMIT_CPU, max(1, round(limits.cpu_s + 0.5)))
@@ -270,12 +273,12 @@ def limit(kind: int, value: int) -> None:
 
 
 def measure_own_space() -> None:
-    """Of the warm interpreter, which a program's limit of address space comes on top of."""
+    """Measure the address space of the warm interpreter, which is added to a program's limit."""
     _OWN_SPACE["bytes"] = int(Path("/proc/self/statm").read_bytes().split()[0]) * _PAGE
 
 
 def _judge_tests(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
-    """Each test with a process of its own, forked by one that never has anything to hide."""
+    """Run each test with a new process for the code, forked by one that never holds a secret."""
     pairs = [socket.socketpair() for _ in range(header["count"])]
     control, theirs = socket.socketpair()
     forker = os.fork()
@@ -315,7 +318,7 @@ def _reap_all(forker: int) -> None:
 
 
 def _fork_subjects(control: socket.socket, links: list[socket.socket], limits: Limits, walls: Walls) -> None:
-    """A process for each test when its time has come, and an end to all that the one before has left."""
+    """Fork a process for each test when its time has come, after ending all that the previous one left."""
     _keep_only([control.fileno(), *(link.fileno() for link in links)])
     _silence()
     subject = 0
@@ -329,7 +332,7 @@ def _fork_subjects(control: socket.socket, links: list[socket.socket], limits: L
 
 
 def _clean_up(subject: int, walls: Walls) -> bool:
-    """End what a test has left. Returns False where its files cannot be removed."""
+    """End the processes of a test and remove its files; return False if the files cannot be removed."""
     if walls.contained and os.getppid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all of the namespace but this process and the first
@@ -376,7 +379,7 @@ def _silence() -> None:
 
 
 def _run_programs(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
-    """A program with each of its inputs, each time in a new process; nothing here is to be hidden from it."""
+    """Run a program with each of its inputs, each time in a new process, from which nothing has to be hidden."""
     limits = Limits(**header["limits"])
     program = receive(requests, max_bytes=MAX_REQUEST_BYTES)
     stdins = [receive_part(requests) for _ in range(program["inputs"])]
@@ -504,7 +507,7 @@ def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limi
 
 
 def _exit_code_of(source: str) -> int:
-    """Run a script as Python does: its threads are waited for, and what it registered for its end is called."""
+    """Run a script as Python does: wait for its threads and call its exit handlers."""
     import atexit
     import threading
     import traceback
@@ -523,7 +526,7 @@ def _exit_code_of(source: str) -> int:
 
 
 def _end_with(run: Any) -> None:
-    """In a forked process: call, and end whatever comes of it."""
+    """Call a function in a forked process, and end the process whatever happens."""
     code = _FAILED
     try:
         run()

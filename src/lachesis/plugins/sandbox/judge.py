@@ -1,7 +1,7 @@
-"""Runs a test of code that is in another process: the test sees stand-ins, and all that it compares is data.
+"""Runner of a test of code that is in another process: the test sees stand-ins, and all comparisons are of data.
 
-The test's statements run here, where the code cannot reach them; what it calls of the code's runs there, and comes back
-as plain data or as a stand-in for an object there (:mod:`lachesis.plugins.sandbox.stand_ins`).
+The test's statements run here, where the code cannot reach them; functions of the code run there, and their results
+come back as plain data or as stand-ins for objects there (:mod:`lachesis.plugins.sandbox.stand_ins`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _IMPORTED_FROM = (
 def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
     """Run a test against code in another process.
 
-    The test passes if its last statement returned and no assertion of its own failed on the way, also where the code
-    or a thread caught the error. What the code raises, prints or returns is never read as a verdict.
+    The test passes if its last statement returned and none of its own assertions failed on the way, also if the code
+    or a thread caught the error. Whatever the code raises, prints or returns is never read as a verdict.
     """
     session = Session(link)
     try:
@@ -84,9 +84,10 @@ def _phrase(error: BaseException) -> str:
 
 
 class _Names:
-    """Which names of a test are the code's, and which this process's own.
+    """Table that says which names of a test are the code's, and which this process's own.
 
-    Built-in and usual names are its own, whatever the code calls so, unless the test has no other name to test.
+    Built-in and usual names are this process's, even if the code defines them, unless the test has no other name to
+    test.
     """
 
     def __init__(self, session: Session, code: str, test: str, imports: str) -> None:
@@ -118,7 +119,7 @@ class _Names:
         return namespace
 
     def _asked(self) -> list[str]:
-        """Of the code: what can only be its; else what it might be; else the first, though it is built in."""
+        """Return the names to ask the code for: those only it can define; else usual ones; else the first built-in."""
         free = [
             name for name, called in self._free.items() if name not in self._own and (called or not _is_module(name))
         ]
@@ -182,7 +183,7 @@ def _module(name: str) -> types.ModuleType | None:
 
 
 def _module_of(session: Session) -> types.ModuleType:
-    """What ``from solution import f`` finds."""
+    """Return the module that ``from solution import f`` finds."""
     module = types.ModuleType(MODULE)
 
     def look_up(name: str) -> Any:

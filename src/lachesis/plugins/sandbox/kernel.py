@@ -29,7 +29,7 @@ def _check(result: int, what: str) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, a forked one, at once: what it has of its parent's is not flushed, closed or called."""
+    """End this forked process at once, without flushing, closing or calling anything that it inherited."""
     _libc._exit(code)
     raise AssertionError("unreachable")
 
@@ -40,7 +40,7 @@ def unshare(flags: int) -> None:
 
 
 def use_new_process_namespace() -> None:
-    """Have the next process that is forked be the first of a namespace of its own, also after an earlier one."""
+    """Have the next forked process be the first of a new namespace, even after an earlier call."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _check(_libc.setns(own, CLONE_NEWPID), "setns")
@@ -63,7 +63,7 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """A mount and all mounts in it: nothing is written, no device and no set-user-id counts."""
+    """Make a mount and all mounts in it read-only, without devices and set-user-id."""
     attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     result = _libc.syscall(
         _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
@@ -73,7 +73,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(directory: str) -> None:
-    """Make a mount the root, and put what was the root out of sight."""
+    """Make a mount the root, and detach the old root."""
     os.chdir(directory)
     _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     unmount(".")
@@ -96,13 +96,13 @@ def gain_nothing() -> None:
 
 
 def keep_memory_together() -> None:
-    """Let threads share two heaps: each of their own would reserve 64 MiB of address space."""
+    """Let threads share two heaps: a separate one for each would reserve 64 MiB of address space."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 2)
 
 
 def drop_capabilities() -> None:
-    """All of them, for good where :func:`gain_nothing` was called before."""
+    """Drop all capabilities, for good if :func:`gain_nothing` was called before."""
     _check(_libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
 
 
@@ -114,7 +114,7 @@ def set_filter(instructions: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 where there is none."""
+    """Return the version of the kernel's Landlock; 0 if it has none."""
     return max(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
 
 

@@ -1,6 +1,6 @@
 """Messages between the processes of a sandbox: JSON, each with its length before it, and never more than a limit.
 
-What is asked comes from who is trusted and may be large; what the code answers may not.
+Requests come from trusted processes and may be large; answers of the code may not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COPIED_BYTES = 1 << 16
 
 
 class LinkClosed(Exception):
-    """The other end is gone, or sends what is no message."""
+    """Error for an other end that is gone, or sends an invalid message."""
 
 
 def send(link: socket.socket, message: Any, *, max_bytes: int = MAX_BYTES) -> None:
@@ -31,7 +31,7 @@ def send(link: socket.socket, message: Any, *, max_bytes: int = MAX_BYTES) -> No
 
 
 def pack(message: Any, *, max_bytes: int) -> bytes:
-    """The JSON of a message. Raises ValueError where it is too long."""
+    """Encode a message as JSON. Raises ValueError if it is too long."""
     content = json.dumps(message, separators=(",", ":")).encode()
     if len(content) > max_bytes:
         raise ValueError(f"a message of {len(content)} bytes, and {max_bytes} are the most")
@@ -51,7 +51,7 @@ def receive_part(link: socket.socket) -> bytes:
 
 
 def receive(link: socket.socket, *, max_bytes: int = MAX_BYTES) -> Any:
-    """Receive one message. Raises LinkClosed where the other end is gone, or sends what is no message."""
+    """Receive one message. Raises LinkClosed if the other end is gone, or sends an invalid message."""
     size = int.from_bytes(_exactly(link, 4), "big")
     if size > max_bytes:
         raise LinkClosed(f"a message of {size} bytes")

@@ -47,9 +47,9 @@ class LocalSandbox:
     """Runs programs and tests behind a wall of this machine; thread-safe.
 
     Args:
-        walls: what the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
+        walls: kind of wall that the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
         count: of wardens, and so of programs at a time; one for each processor if unset.
-        command: what puts up a wall of its own around them, such as bubblewrap.
+        command: command that puts up its own wall around them, such as bubblewrap.
 
     Raises:
         SandboxError: the wall cannot be put up here.
@@ -96,7 +96,7 @@ class LocalSandbox:
         return outcomes
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
-        """A verdict for each test; one that a limit came before has not passed. Raises as :meth:`run`."""
+        """Return a verdict for each test; one that a limit preceded has not passed. Raises as :meth:`run`."""
         verdicts: list[Verdict] = []
         limits, ending = tests.limits, "exited"
         while len(verdicts) < len(tests.tests) and ending == "exited":
@@ -114,7 +114,7 @@ class LocalSandbox:
 
     @property
     def pids(self) -> list[int]:
-        """Of the wardens that are idle, each with a process group of that number."""
+        """Process ids of the idle wardens; each leads the process group of that number."""
         return [one.pid for one in list(self._idle.queue) if one is not None]
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class LocalSandbox:
 
 
 def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
-    """The JSON of a request, and how much memory it and its parts may take where they are read.
+    """Return the JSON of a request, and how much memory it and its parts may take where they are read.
 
     Raises:
         SandboxError: it is too large for any judge.
@@ -183,7 +183,7 @@ def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> t
 
 
 def _first_part(inputs: Sequence[bytes]) -> list[bytes]:
-    """As many of the inputs, at least one, as are sent at once."""
+    """Return as many of the inputs, at least one, as are sent at once."""
     part: list[bytes] = []
     for stdin in inputs:
         if part and sum(map(len, part)) + len(stdin) > _INPUTS_AT_A_TIME_BYTES:
@@ -217,13 +217,13 @@ class _Warden:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Id of the warden's process."""
         return self._child.pid
 
     def ask(
         self, header: Mapping[str, Any], content: bytes, parts: Sequence[bytes], wall_s: float
     ) -> Mapping[str, Any]:
-        """What became of a job. Raises LinkClosed where the warden or the judge is gone, or does not answer in time."""
+        """Run a job and return its result; raises LinkClosed if warden or judge is gone, or does not answer in time."""
         link = self._child.link
         link.settimeout(wall_s + REQUEST_S + _GRACE_S)
         send(link, header)

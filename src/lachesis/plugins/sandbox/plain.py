@@ -1,6 +1,7 @@
-"""Values as plain data, between a test and the code that it tests: what is compared is data, never a foreign object.
+"""Values as plain data, between a test and the code that it tests: comparisons are of data, never of foreign objects.
 
-What JSON has goes as it is; all else is a list that begins with a tag. A value of another type is a reference to it.
+JSON's own types are unchanged; every other value is a list that begins with a tag. A value without a plain form is
+passed by reference.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _MAKE: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 class NotPlain(ValueError):
-    """A value that is no data, or data that is none of ours."""
+    """Error for a value that is not data, or data that :func:`encode` does not make."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
-    """As JSON; ``refer`` gives what stands for an object, or raises NotPlain."""
+    """Encode a value as JSON; ``refer`` returns the reference of an object, or raises NotPlain."""
     kind = type(value)
     if value is None or kind is bool or kind is str or kind is float:
         return value
@@ -96,10 +97,10 @@ def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[list[Any]], Any], depth: int = 0) -> Any:
-    """The value; ``resolve`` gives what a reference stands for.
+    """Return the value of encoded data; ``resolve`` returns the object of a reference.
 
     Raises:
-        NotPlain: it is none that :func:`encode` makes.
+        NotPlain: :func:`encode` does not make such data.
     """
     if data is None or isinstance(data, bool | str | float | int):
         return data
@@ -145,10 +146,10 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any], depth: int = 0) -> An
 
 
 def base_value(value: Any) -> Any:
-    """The plain content of an object whose class derives from a plain type and compares as that does.
+    """Return the plain content of an object whose class derives from a plain type and compares as that does.
 
     Raises:
-        NotPlain: it is none.
+        NotPlain: there is none.
     """
     for kind in (str, int, float):
         if isinstance(value, kind) and type(value).__eq__ is kind.__eq__:
@@ -160,7 +161,7 @@ def base_value(value: Any) -> Any:
 
 
 def _encode_array(value: Any) -> Any:
-    """numpy's arrays and scalars of numbers, booleans and texts."""
+    """Encode numpy's arrays and scalars of numbers, booleans and texts."""
     numpy = sys.modules.get("numpy")
     if numpy is None or (type(value) is not getattr(numpy, "ndarray", None) and not isinstance(value, numpy.generic)):
         return None

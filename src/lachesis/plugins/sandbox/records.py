@@ -1,4 +1,4 @@
-"""What is asked of a sandbox, what comes of it, and why there is none."""
+"""Requests to a sandbox, their results, and the error of a sandbox that fails."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Ending: TypeAlias = Literal["exited", "cpu", "wall", "memory", "output", "scratc
 
 
 class SandboxError(LachesisError):
-    """There is no wall, or it fell: this says nothing of the code that was to run."""
+    """Error of a wall that is missing or fell: it says nothing about the code that was to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program and all that it starts may use together.
+    """Limits of a program and all processes that it starts together.
 
     Args:
         cpu_s: processor time of each process.
-        wall_s: time until all of it is killed.
+        wall_s: time until all of them are killed.
         memory_bytes: of all processes together, beside the interpreter's own; and address space of each.
         processes: processes and threads at a time.
         output_bytes: standard output and standard error, each.
@@ -39,13 +39,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python source, or a command line of what the sandbox has, with its input.
+    """Python source, or a command line that the sandbox can run, with its input.
 
     Args:
         source: run as a script, in an interpreter that is warm already.
         argv: instead of a source.
         stdin: its standard input.
-        files: by their names in its directory, in which it starts.
+        files: contents by name, in the directory where it starts.
     """
 
     source: str | None = None
@@ -57,10 +57,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program did.
+    """Result of a program.
 
     Args:
-        ending: how it ended; only ``exited`` was of its own will.
+        ending: how it ended; only ``exited`` was by itself.
         exit_code: negative: the signal that killed it.
     """
 
@@ -72,16 +72,16 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """It ended by itself, with exit code 0."""
+        """True if the program ended by itself with exit code 0."""
         return self.ending == "exited" and self.exit_code == 0
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTests:
-    """Statements that call what some code defines, as ``assert add(1, 2) == 3``.
+    """Statements that call functions of some code, as ``assert add(1, 2) == 3``.
 
     Args:
-        code: of the model; run anew for each test, in a process of its own.
+        code: of the model; run anew for each test, in a new process.
         tests: each passes if all of it runs. The code's process never has it in its memory.
         imports: statements of the reference solution, for names that tests take from there.
         limits: ``wall_s`` is for all tests together.
@@ -95,7 +95,7 @@ class FunctionTests:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a test, and why it did not pass, in words."""
+    """Result of a test, with the reason if it did not pass."""
 
     passed: bool
     reason: str = ""
@@ -103,11 +103,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Wall:
-    """What stands between a program and this machine.
+    """Barrier between a program and this machine.
 
     Args:
         name: of the kind of wall.
-        layers: what it is made of, as ``user namespace`` or ``seccomp``.
+        layers: its parts, as ``user namespace`` or ``seccomp``.
     """
 
     name: str

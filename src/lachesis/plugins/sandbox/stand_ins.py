@@ -1,7 +1,7 @@
-"""What a test sees of code in another process: plain data, and stand-ins for the objects there that are none.
+"""A test's view of code in another process: plain data, and stand-ins for the objects there that are not data.
 
-Nothing that the code makes decides over plain data: such a comparison takes place here, and an object that is no data
-is equal to none.
+The code never decides comparisons of plain data: they take place here, and an object that is not data
+equals no data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEST_FILE = "<test>"
 
 
 class CodeEnded(BaseException):
-    """The process of the code is gone, or sends what is none of ours."""
+    """Error for a process of the code that is gone, or sends an invalid message."""
 
 
 class Unsplittable(TypeError):
@@ -34,7 +34,7 @@ class Unsplittable(TypeError):
 
 
 class Session:
-    """Asks the code's process, and answers what it asks of the test's functions meanwhile."""
+    """Client of the code's process, which also serves its calls of the test's functions."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -45,11 +45,11 @@ class Session:
         self._random = random.SystemRandom()
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """The answer's value. Raises what the code raised, or CodeEnded."""
+        """Return the value of an answer. Raises the code's own errors, or CodeEnded."""
         return self._value(self._answer(question))
 
     def do(self, operation: str, *args: Any, **keywords: Any) -> Any:
-        """An operation there, on stand-ins and data."""
+        """Run an operation in the code's process, on stand-ins and data."""
         question = {
             "do": operation,
             "args": [self.encode(one) for one in args],
@@ -88,7 +88,7 @@ class Session:
         return found[0] and not found[1] and not found[2]
 
     def data(self, value: StandIn) -> Any:
-        """The plain content of an object there, whose class derives from a plain type. Raises NotPlain."""
+        """Return the plain content of an object there, whose class derives from a plain type. Raises NotPlain."""
         try:
             data = self.do("data", value)
         except Exception as error:
@@ -188,7 +188,7 @@ class Session:
             return {"raised": type(error).__name__, "text": _text(error)}
 
     def _change(self, args: tuple[Any, ...], place: str, data: Any) -> None:
-        """Do to an argument here what the code did to it there."""
+        """Repeat on an argument here the change that the code made to it there."""
         try:
             old, new = args[int(place)], self._decode(data)
         except (ValueError, IndexError, NotPlain, RecursionError) as error:
@@ -222,7 +222,7 @@ async def _await(session: Session, coroutine: StandIn) -> Any:
 
 
 def _exception_class(number: int, name: str, bases: list[str]) -> type[BaseException]:
-    """A class here for an exception there: the built-in one, or one that derives from the same."""
+    """Return a class for an exception there: the built-in one, or a new one with the same base."""
     known = getattr(builtins, bases[0], None)
     if not isinstance(known, type) or not issubclass(known, BaseException):
         raise NotPlain("no exception")
@@ -230,10 +230,10 @@ def _exception_class(number: int, name: str, bases: list[str]) -> type[BaseExcep
 
 
 class StandIn:
-    """For an object in the code's process.
+    """Stand-in for an object in the code's process.
 
     ``_kind``: a *class* that the test names in capitals makes *things*, whose operators are part of what is tested,
-    also with data of the test. An *other* object gets no such data: it may be what is expected.
+    also with data of the test. An *other* object gets no such data, which may be the expected result.
     """
 
     __slots__ = ("_kind", "_number", "_session")
@@ -403,7 +403,7 @@ def _compare(name: str) -> Callable[[StandIn, Any], bool]:
 
 
 def _combine(name: str, *, reflected: bool) -> Callable[[StandIn, Any], Any]:
-    """An operator: between things there, or here on plain data."""
+    """Return a method for an operator: computed there for things, else here on plain data."""
 
     def combine(self: StandIn, other: Any) -> Any:
         session = _session(self)
@@ -432,7 +432,7 @@ for _name in OPERATORS:
 
 
 def as_class(name: str, value: Any) -> Any:
-    """What the test names in capitals makes things."""
+    """Mark an object that the test names in capitals as a class, which makes things."""
     if isinstance(value, StandIn) and name[:1].isupper():
         object.__setattr__(value, "_kind", "class")
     return value

@@ -1,7 +1,7 @@
-"""The process that runs code of a model, and answers calls of what it defines.
+"""Process that runs code of a model, and answers calls of its functions.
 
-Nothing that decides is here. The code may do with this module what it likes: all that it can change is which data its
-own functions are seen to return.
+No decision is made here. The code may tamper with this module: it can only change the data that its
+own functions return.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Subject:
         raise NotPlain(str(data[0]))
 
     def _function(self, number: int) -> Callable[..., Any]:
-        """A function of the test's, which runs there."""
+        """Return a stand-in for a function of the test, which runs in the judge."""
 
         def call(*args: Any, **keywords: Any) -> Any:
             send(
@@ -168,7 +168,7 @@ class _Subject:
 
 
 def _exception_bases(kind: type) -> list[str] | None:
-    """The built-in exceptions that a class derives from, the nearest first; None where it is no exception."""
+    """Return the built-in exceptions that a class derives from, the nearest first; None if it is not an exception."""
     if not issubclass(kind, BaseException):
         return None
     return [

@@ -1,4 +1,4 @@
-"""What code of a model sees of this machine's files: a read-only Python, the system's libraries, its scratch."""
+"""View of this machine's files for code of a model: a read-only Python, the system's libraries, its scratch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class View:
 
 
 def python_view() -> View:
-    """Of the interpreter that runs this, with the packages that are installed for it."""
+    """Return the view with this interpreter and the packages installed for it."""
     links = {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)}
     paths = {path for path in _SYSTEM if path not in links and os.path.exists(path)}
     for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix):
@@ -61,7 +61,7 @@ def python_view() -> View:
 
 
 def enter_view(view: View) -> None:
-    """Make it the root of this process's mounts, which are its own already; ``/proc`` is that of its own processes."""
+    """Make the view the root of this process's private mounts, with a ``/proc`` of its namespace."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     place = next(
         path for path in _PLACES if os.path.isdir(path) and not any(_below(one, path) for one in view.readable)
@@ -122,14 +122,14 @@ def _below(path: str, directory: str) -> bool:
 
 
 def new_directory() -> str:
-    """A new directory of one job, where it has no file system of its own."""
+    """Make a directory for one job that has no file system for itself."""
     path = f"{os.environ.get('TMPDIR', '/tmp')}/lachesis-code-{os.getpid()}-{time.monotonic_ns()}"
     os.mkdir(path, 0o700)
     return path
 
 
 def size_of(directory: Path) -> float:
-    """Bytes of all files below a directory, those that go meanwhile aside; infinite where it is nested too deep."""
+    """Return the bytes of all files below a directory, ignoring those that vanish; infinite if nested too deep."""
     total, left = 0, [(str(directory), 0)]
     while left:
         path, depth = left.pop()
@@ -181,7 +181,7 @@ def empty_directory(path: str, *, keep: tuple[int, int] | None = None) -> None:
 
 
 def _remove_files(place: int, keep: tuple[int, int] | None) -> list[str]:
-    """Remove all entries of an open directory that are no directories, and return the names of those that are."""
+    """Remove all files of an open directory, and return the names of its directories."""
     directories = []
     for name in os.listdir(place):
         found = os.stat(name, dir_fd=place, follow_symlinks=False)
@@ -195,7 +195,7 @@ def _remove_files(place: int, keep: tuple[int, int] | None) -> list[str]:
 
 
 def _allow_owner(path: str, place: int | None = None) -> None:
-    """Let this process list and change a directory, where it is its own."""
+    """Let this process list and change a directory that it owns."""
     if os.stat(path, dir_fd=place, follow_symlinks=False).st_uid == os.geteuid():
         os.chmod(path, 0o700, dir_fd=place)
 

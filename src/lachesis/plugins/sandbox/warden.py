@@ -1,6 +1,6 @@
-"""The process that keeps a warm interpreter behind the walls, and forks from it what runs code of a model.
+"""Process that keeps a warm interpreter behind the walls, and forks the processes that run code of a model.
 
-It never reads code or tests: what it forks does.
+It never reads code or tests: the processes that it forks do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARM = (
 
 
 def keep(link: socket.socket, walls: str) -> None:
-    """The main of a warden: put up ``walls``, say which there are, and serve until the other end is closed."""
+    """Run a warden: put up ``walls``, report which there are, and serve until the other end is closed."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     group = make_cgroup()

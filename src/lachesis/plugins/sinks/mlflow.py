@@ -25,14 +25,14 @@ _METRICS_A_CALL, _PARAMS_A_CALL, _PARAM_CHARACTERS, _TAG_CHARACTERS = 1000, 100,
 class MlflowSink(Sink):
     """Logs every value as a metric at its step, the configuration as parameters, and findings as tags.
 
-    The id of the MLflow run is kept in RUN/mlflow_run_id, so that a resumed run goes on in the same one.
+    The id of the MLflow run is kept in RUN/mlflow_run_id, so that a resumed run continues it.
 
     Args:
         config: the section ``logging.mlflow``.
         run_dir: the run directory.
         run_name: used where the section names no run.
         settings: the resolved configuration of the run.
-        resume_step: not ``None`` where a run is resumed.
+        resume_step: not ``None`` if a run is resumed.
         completions: which completions are logged, as completions/step_N.json; ``None`` logs none.
 
     Raises:
@@ -111,7 +111,7 @@ class MlflowSink(Sink):
 
 
 def metric_name(name: str) -> str:
-    """A name as MLflow takes it: letters, digits, ``_ - . /`` and spaces, and no path that could be another's."""
+    """Return a name that MLflow accepts: letters, digits, ``_ - . /`` and spaces, without relative paths."""
     return posixpath.normpath(re.sub(r"[^\w.\- /]", "_", name, flags=re.ASCII)).lstrip("/.") or "_"
 
 

@@ -20,18 +20,18 @@ _ANSWER_S = 5.0
 
 
 class OpenTelemetrySink(Sink):
-    """Sends in threads of the library's own: training waits at its end alone, and then not for long.
+    """Sends traces in the library's own threads: training waits only at its end, and then not for long.
 
-    Each step is a trace of its own. A collector that does not answer is said in the log, by the library. Headers, such
-    as a key, are read from OTEL_EXPORTER_OTLP_HEADERS, by the library too.
+    Each step is a separate trace. The library logs a collector that does not answer, and reads headers, such
+    as a key, from OTEL_EXPORTER_OTLP_HEADERS.
 
     Args:
         url: of the collector, without ``/v1/traces``.
-        run_name: the attribute ``lachesis.run`` of all that is sent.
+        run_name: the attribute ``lachesis.run`` of all traces.
 
     Raises:
         DependencyError: the SDK or its exporter is not installed.
-        ConfigError: ``url`` is no address.
+        ConfigError: ``url`` is not an address.
     """
 
     def __init__(self, url: str, *, run_name: str) -> None:
@@ -85,7 +85,7 @@ class OpenTelemetrySink(Sink):
             gauge.set(value)
 
     def _trace(self, events: list[Event]) -> None:
-        """The first is the step, which has the others in it."""
+        """Send one trace; its first event is the step, which contains the others."""
         context = None
         whole: Any = None
         for event in events:

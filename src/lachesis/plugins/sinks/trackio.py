@@ -21,9 +21,9 @@ class TrackioSink(Sink):
 
     Args:
         config: the section ``logging.trackio``.
-        run_name: used where the section names no run. A resumed run goes on in the one of that name.
+        run_name: used where the section names no run. A resumed run continues the one of that name.
         settings: the resolved configuration of the run.
-        resume_step: not ``None`` where a run is resumed.
+        resume_step: not ``None`` if a run is resumed.
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:

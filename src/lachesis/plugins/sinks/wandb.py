@@ -27,14 +27,14 @@ _INSTALL = 'pip install "lachesis[wandb]"'
 class WandbSink(Sink):
     """Logs every value of a step, drawn over our own step number.
 
-    The id of the W&B run is kept in RUN/wandb/lachesis_run_id, so that a resumed run goes on in the same one.
+    The id of the W&B run is kept in RUN/wandb/lachesis_run_id, so that a resumed run continues it.
 
     Args:
         config: the section ``logging.wandb``.
         run_dir: the run directory; W&B keeps its files under RUN/wandb.
         run_name: used where the section names no run.
         settings: the resolved configuration of the run, shown by W&B.
-        resume_step: not ``None`` where a run is resumed.
+        resume_step: not ``None`` if a run is resumed.
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:
@@ -102,7 +102,7 @@ class WandbSink(Sink):
 
 
 def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online", "offline", "disabled"] | None:
-    """For wandb.init; None leaves it to WANDB_MODE."""
+    """Return the mode for wandb.init; None leaves it to WANDB_MODE."""
     if config.mode != "auto":
         return config.mode
     if os.environ.get("WANDB_MODE"):
@@ -119,7 +119,7 @@ def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online"
 
 
 def _run_id(run_dir: Path, *, resumed: bool) -> str:
-    """The id that W&B knows this run by: the stored one where the run is resumed, else a new one."""
+    """Return W&B's id for this run: the stored one if the run is resumed, else a new one."""
     path = run_dir / "wandb" / "lachesis_run_id"
     if resumed and path.exists():
         return path.read_text(encoding="utf-8").strip()

@@ -16,9 +16,9 @@ _OURS = frozenset(
 
 @dataclass
 class GRPOConfig(TrainingArguments):
-    """The arguments of :class:`~lachesis.trl.GRPOTrainer`, with the names and defaults of TRL 1.16.
+    """Arguments of :class:`~lachesis.trl.GRPOTrainer`, with the names and defaults of TRL 1.16.
 
-    What they mean here is said by ``lachesis explain NAME``. A name that cannot be honoured is an error or a warning
+    ``lachesis explain NAME`` tells what each means here. A name that cannot be honoured is an error or a warning
     when the trainer is built, as in a file.
     """
 
@@ -104,7 +104,7 @@ class GRPOConfig(TrainingArguments):
         ]
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what the script has set, in the constructor or afterwards, as TRL's file would write it."""
+        """Return the values that the script has set, in the constructor or later, as TRL's file would write them."""
         changed = {name: value for name, _, value in self._named() if value is not self._settled[name]}
         said = {name: _plain(value) for name, value in (self._written | changed).items() if name not in _OURS}
         if not self.fp16 and "bf16" not in said:

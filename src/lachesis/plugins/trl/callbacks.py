@@ -1,4 +1,4 @@
-"""Callbacks of transformers, told of a run's steps and evaluations, and what they ask for."""
+"""Bridge to callbacks of transformers: it tells them of a run's steps and evaluations, and obeys their requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluation_metrics(result: EvalResult) -> dict[str, float]:
 
 
 class BestModel:
-    """Which evaluation was the best so far, by the metric that the arguments name."""
+    """Record of the best evaluation so far, by the metric that the arguments name."""
 
     def __init__(self, metric: str, *, greater_is_better: bool) -> None:
         self.metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -58,19 +58,19 @@ class BestModel:
 
 
 class CallbackSink(Sink):
-    """Tells callbacks what they would hear from transformers' trainer, in its order, before the next step begins.
+    """Calls callbacks as transformers' trainer would, in its order, before the next step begins.
 
-    An exception of a callback ends the run; :attr:`error` has it.
+    An exception of a callback ends the run and is kept in :attr:`error`.
 
     Args:
-        handler: the callbacks, with the objects that they are handed.
+        handler: the callbacks, with the objects that they receive.
         args: the arguments, as ``GRPOConfig``.
         state, control: as of transformers' trainer.
-        best: which evaluation was the best; ``None`` where nobody asks.
-        epoch_of: how many times the data have been gone through by a step; ``None`` where that is not known.
+        best: record of the best evaluation; ``None`` if not wanted.
+        epoch_of: number of passes over the data by a step; ``None`` if unknown.
         stop, save: ask the run to end, and to save a checkpoint.
-        keep: given the step of the best evaluation, keeps its checkpoint and removes those that nobody needs; ``None``
-            where the last model is wanted.
+        keep: keeps the checkpoint of the best evaluation, given its step, and removes old ones; ``None``
+            to keep the last model.
     """
 
     waited_for = True

@@ -1,4 +1,4 @@
-"""Objects that a TRL script passes, as what a configuration names: models in directories, LoRA as its keys."""
+"""Translation of objects that a TRL script passes to configuration: models to directories, LoRA to its keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def save_tokenizer(processing_class: Any, place: Path) -> str:
 
 
 def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
-    """Return TRL's keys for a ``LoraConfig``; none where there is none.
+    """Return TRL's keys for a ``LoraConfig``; none for ``None``.
 
     Raises:
         ConfigError: it is of another kind, or asks for more than plain LoRA.

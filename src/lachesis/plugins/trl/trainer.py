@@ -106,7 +106,7 @@ class GRPOTrainer:
 
     @property
     def run(self) -> Run:
-        """The run of Lachesis: its metrics, rollouts, report."""
+        """Lachesis run behind this trainer: its metrics, rollouts, report."""
         return self._run
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -118,13 +118,13 @@ class GRPOTrainer:
         self.callback_handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train to the end, or until a callback stops it. A run that is in ``args.output_dir`` already is replaced.
+        """Train to the end, or until a callback stops it. A run in ``args.output_dir`` is replaced.
 
         Args:
-            resume_from_checkpoint: go on from the last checkpoint of that run instead.
+            resume_from_checkpoint: continue from the last checkpoint of that run instead.
 
         Raises:
-            LachesisError: one of its subclasses, where the run failed. What a callback raised is raised as it is.
+            LachesisError: one of its subclasses, if the run failed. Exceptions of callbacks are raised unchanged.
         """
         self.state.max_steps = max(0, self.args.max_steps)  # with epochs it is known when the data have been read
         self.state.num_train_epochs = int(self.args.num_train_epochs)
@@ -141,10 +141,10 @@ class GRPOTrainer:
         return TrainOutput(summary.steps, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Return reward and accuracy of the model as it is now, on ``eval_dataset`` or that of the constructor.
+        """Return reward and accuracy of the current model on ``eval_dataset``, or on that of the constructor.
 
         Raises:
-            ConfigError: there is neither.
+            ConfigError: there is no such dataset.
         """
         sections = {**self._sections}
         if eval_dataset is not None and "data" not in sections:
@@ -194,9 +194,9 @@ class GRPOTrainer:
         return True
 
     def _trained(self, *, merge: bool = False) -> Path | None:
-        """Return the directory of what was trained, the best where that is asked for; an adapter is merged on request.
+        """Return the directory of the trained model, the best one if requested; merge an adapter on request.
 
-        ``None`` before anything has been trained.
+        ``None`` before training.
         """
         if self._sink is None:
             return None
@@ -228,7 +228,7 @@ class GRPOTrainer:
 
 
 def _best_model(args: GRPOConfig) -> BestModel | None:
-    """By what the best evaluation is told; reward, where the arguments name no metric or the loss."""
+    """Return the record of the best evaluation; by reward if the arguments name no metric or the loss."""
     metric = args.metric_for_best_model
     if metric is None:
         return None
@@ -239,7 +239,7 @@ def _best_model(args: GRPOConfig) -> BestModel | None:
 
 
 def _keep_best(checkpoints: Path, best: int) -> None:
-    """Remove all checkpoints but that of the best step and the two latest, of which one may be under way."""
+    """Remove all checkpoints except that of the best step and the two latest, one of which may still be written."""
     names = sorted(path.name for path in checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit())
     for name in names[:-2]:
         if int(name.removeprefix("step_")) != best:

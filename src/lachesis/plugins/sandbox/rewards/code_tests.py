@@ -33,7 +33,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class InputTest:
-    """What a script reads, and what it has to print."""
+    """Input of a script, and the output that it has to print."""
 
     stdin: str
     stdout: str
@@ -45,10 +45,10 @@ CodeTest: TypeAlias = str | InputTest
 
 
 def cases_of(row: Mapping[str, Any]) -> list[CodeTest]:
-    """All tests of a row, whichever of the columns it has.
+    """Return all tests of a row, from whichever test columns it has.
 
     Raises:
-        ValueError: a column has something else.
+        ValueError: a column has another form.
     """
     found: list[CodeTest] = [*read_cases(row.get("test_cases"))]
     found += _listed(row)
@@ -60,7 +60,7 @@ def cases_of(row: Mapping[str, Any]) -> list[CodeTest]:
 
 
 def read_cases(value: object) -> list[CodeTest]:
-    """Tests from a list, a list in JSON, or one string; ``None`` is none.
+    """Read tests from a list, a list in JSON, or one string; ``None`` is no test.
 
     Raises:
         ValueError: it is something else.
@@ -115,7 +115,7 @@ def _written(row: Mapping[str, Any]) -> list[CodeTest]:
 
 
 def _functions_of(test: str) -> list[str]:
-    """A test for each function ``test_...``, after all that the source defines; the whole where it has none."""
+    """Return a test for each function ``test_...``, each after the whole source; the source alone without any."""
     calls: list[str] = []
     for node in ast.parse(test).body:
         if isinstance(node, _FUNCTIONS) and node.name.startswith("test"):
@@ -129,7 +129,7 @@ def _functions_of(test: str) -> list[str]:
 
 
 def _called(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
-    """The statement that runs a test to its end: to call a coroutine function alone would run none of it."""
+    """Return the statement that runs a test to its end: calling a coroutine function alone would run none of it."""
     if isinstance(function, ast.FunctionDef):
         return f"{name}()"
     return f"__import__('asyncio').run({name}())"
@@ -176,7 +176,7 @@ def _unpacked(packed: str) -> object:
 
 
 def _call_test(name: str, args: Sequence[Any], output: Any) -> str:
-    """A call of a function, or of the method of a class ``Solution``, by its value."""
+    """Return a test that calls a function, or the method of a class ``Solution``, and compares the result."""
     wanted = f"_wanted = {output!r}\n"
     if isinstance(output, list) and len(output) == 1:  # APPS has outputs in lists of one
         wanted = f"_wanted = {output!r}\nif _got == _wanted[0]: _wanted = _got\n"

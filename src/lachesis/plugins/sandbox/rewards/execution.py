@@ -23,15 +23,18 @@ def run_tests(
     memory_mb: int = MEMORY_LIMIT_MB,
     sandbox: Sandbox | None = None,
 ) -> int:
-    """How many of the tests pass; none where ``code`` raises or ends the process.
+    """Return how many of the tests pass; none if ``code`` raises or ends the process.
 
     Args:
+        code: of the model.
         tests: statements such as ``assert f(1) == 2``, or inputs with the output that a script has to print.
         imports: those of the reference solution, for names that tests take from there.
         time_limit_s: for all together; tests that passed before it count.
+        memory_mb: for the code's processes together, in MiB.
+        sandbox: by default the one of this process.
 
     Raises:
-        SandboxError: there is none, or it failed; the code may not be blamed.
+        SandboxError: there is no sandbox, or it failed; the code may not be blamed.
     """
     sandbox = sandbox or shared_sandbox()
     limits = Limits(time_limit_s, time_limit_s, memory_mb << 20, scratch_bytes=_SCRATCH_BYTES)
@@ -45,7 +48,7 @@ def run_tests(
 
 
 def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> float | Excluded:
-    """The share of the tests that pass, or why the code could not be judged, for which it is not to blame.
+    """Return the share of the tests that pass, or why the code could not be judged, for which it is not to blame.
 
     Raises:
         SandboxError: this machine has no sandbox.
@@ -58,7 +61,7 @@ def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> 
 
 
 def _count_inputs(sandbox: Sandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:
-    """How often a script prints what is expected, which its process is never given."""
+    """Return how often a script prints the expected output, which its process is never given."""
     if not tests:
         return 0
     inputs = [test.stdin.encode("utf-8", "replace") for test in tests]

@@ -15,9 +15,9 @@ from lachesis.rollouts.rewards.registry import completion_text
 def code_reward(
     completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
 ) -> list[float | Excluded | None]:
-    """The share of ``verification_info``'s test cases (input, output) that the code passes, run in a sandbox.
+    """Return the share of ``verification_info``'s test cases (input, output) that the code passes in a sandbox.
 
-    A completion whose sandbox failed is excluded. Raises SandboxError where there is none.
+    A completion whose sandbox failed is excluded. Raises SandboxError if there is no sandbox.
     """
     rewards: list[float | Excluded | None] = []
     for completion, info in zip(completions, verification_info, strict=True):

@@ -1,6 +1,6 @@
-"""Ready-made transforms and rewards for code: used under the name ``grpo_code`` where no such module is.
+"""Ready-made transforms and rewards for code, importable as ``grpo_code`` unless such a module is installed.
 
-Each is loaded when it is asked for: a process that calls the rewards needs nothing of datasets.
+Each is loaded on first use: a process that calls the rewards needs nothing of datasets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards for code: is there any, is it Python, does it do what the tests ask."""
+"""Rewards for code: for having any, for valid Python, and for passing tests."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def code_execution_reward_func(
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Any,
 ) -> list[float | Excluded | None]:
-    """The share of tests that the code passes, run in a sandbox: where the code has no say in what passes.
+    """Return the share of tests that each completion's code passes, run in a sandbox out of its control.
 
-    Tests are in any of the columns of :mod:`lachesis.plugins.sandbox.rewards.code_tests`. Without: the share of the
-    functions and classes of ``response`` that the code defines when it runs, 0 where that raises. ``None`` where there
-    is neither a test nor a name to look for. A completion whose sandbox failed is excluded.
+    Tests are in any of the columns of :mod:`lachesis.plugins.sandbox.rewards.code_tests`. Without tests: the share of
+    the functions and classes of ``response`` that the code defines when it runs, 0 if it raises. ``None`` if there is
+    neither a test nor a name to look for. A completion whose sandbox failed is excluded.
 
-    An answer to a follow-up question counts whether it is the whole class or the new method alone.
+    An answer to a follow-up question may be the whole class or the new method alone.
 
     Raises:
-        SandboxError: there is no sandbox, and the configuration does not say to do without.
-        ValueError: a column of tests has none.
+        SandboxError: there is no sandbox, and the configuration does not allow running without one.
+        ValueError: a test column cannot be read.
     """
     count = len(completions)
     rows = [{name: columns[name][i] for name in COLUMNS if columns.get(name)} for i in range(count)]
@@ -81,7 +81,7 @@ def answer_execution_reward_func(
 
 
 def extract_code(text: str) -> str:
-    """The last code block that says Python or nothing; the whole text where it has no block."""
+    """Return the last code block in Python or without a language; the whole text if it has no such block."""
     blocks = [code for language, code in code_blocks(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
@@ -125,10 +125,10 @@ def _warn_of_no_tests() -> None:
 
 
 def join_turns(before: str, code: str) -> str:
-    """The code of an answer to a follow-up question, after that of the turn before it.
+    """Join the code of an answer to a follow-up question with that of the turn before it.
 
-    Methods that stand alone become methods of the last class there. Code that is nested too deep to be written anew
-    is put after it as it is.
+    Methods outside a class become methods of the last class there. Code that is nested too deep to be rewritten
+    is appended unchanged.
     """
     if not before:
         return code
@@ -158,7 +158,7 @@ def _is_method(node: ast.AST) -> bool:
 
 
 def _name_test(name: str, before: str) -> str:
-    """That a name is defined: at the top, or as a method of a class of the turn before."""
+    """Return a test that a name is defined: at the top, or as a method of a class of the turn before."""
     tests = name
     for node in _parsed(before).body:
         if isinstance(node, ast.ClassDef) and node.name != name:
@@ -167,7 +167,7 @@ def _name_test(name: str, before: str) -> str:
 
 
 def _earlier_code(prompt: Any) -> str:
-    """The code of the assistant's last message in a conversation, which a follow-up question is about."""
+    """Return the code of the assistant's last message in a conversation, which a follow-up question is about."""
     if not isinstance(prompt, list):
         return ""
     answers = [message for message in prompt if message.get("role") == "assistant"]
@@ -184,7 +184,7 @@ def _format_score(text: str) -> float:
 
 
 def _does_something(code: str) -> bool:
-    """Valid Python with more than expressions in it: prose of one word is an expression. A call may print, though."""
+    """Return True if the code is valid and has more than expressions (prose of one word is one), or prints."""
     body = _parsed(code).body
     return any(not isinstance(node, _IDLE) or (isinstance(node, ast.Expr) and _prints(node)) for node in body)
 
@@ -200,7 +200,7 @@ def _definitions(code: str) -> list[str]:
 
 
 def _all_names(code: str) -> list[str]:
-    """Those, and those of methods."""
+    """Return the names of all functions, classes and methods."""
     return [node.name for node in ast.walk(_parsed(code)) if isinstance(node, _DEFINITIONS)]
 
 
@@ -209,7 +209,7 @@ def _imports(code: str) -> str:
 
 
 def _parsed(code: str) -> ast.Module:
-    """Its tree; an empty one where it is no Python."""
+    """Return the syntax tree of code; an empty one if it is not Python."""
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -29,7 +29,7 @@ def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tu
 def instruction_response_with_tests_transform(
     cfg: object, *args: Any, **kwargs: Any
 ) -> tuple[RowFunction, dict[str, Any]]:
-    """The same for rows with ``test_cases``: the first test is shown, as it tells the names to define."""
+    """Return the transform of rows with ``test_cases``: the first test is shown, since it has the names to define."""
     return _ask_with_tests, {"remove_columns": _OTHERS}
 
 
@@ -39,7 +39,7 @@ def axolotl_acecode_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[R
 
 
 def read_tests(value: object) -> list[str]:
-    """Tests as a list of statements: from a list, or from a list in JSON, or one string; ``None`` is none.
+    """Return tests as a list of statements: from a list, a list in JSON, or one string; ``None`` is no test.
 
     Raises:
         ValueError: it is something else.
