@@ -74,6 +74,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron_h": _LLAMA_LIKE
     | {"head_dim": 8, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
     | {"ssm_state_size": 8, "n_groups": 1},
+    "qwen3_5_text": _LLAMA_LIKE
+    | {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    | {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1},
+    "falcon_h1": _LLAMA_LIKE
+    | {"head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    | {"mamba_d_ssm": 64, "mamba_chunk_size": 16},
+    "kimi_linear": _LLAMA_LIKE
+    | {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "num_key_value_heads": 4}
+    | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "layer_types": ["linear_attention", "full_attention"]}
+    | {"initializer_range": 0.1},
     "lfm2": _LLAMA_LIKE | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "recurrent_gemma": _LLAMA_LIKE
     | {

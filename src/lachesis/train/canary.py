@@ -43,7 +43,8 @@ class CanaryReader:
         self._seen: tuple[int, ...] | None = None
         self._captured: _Captured | None = None
         self._micro = lru_cache(1)(lambda tokens: plain_micro_batch(tokens).to(device))
-        self._capture = capture and not looks_at_inputs(transformer)
+        # Runs of recurrent layers are laid out on the CPU.
+        self._capture = capture and plan.recurrent is None and not looks_at_inputs(transformer)
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int]) -> list[float]:

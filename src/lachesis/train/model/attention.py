@@ -27,6 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.flash4 import flash4
+from lachesis.train.model.recurrent import RunWays, plan_runs
 
 AttentionKind = Literal["flash4", "flash", "bucketed", "padded"]
 ATTENTION_NAME = "lachesis_packed"
@@ -52,7 +53,7 @@ _OF_THE_PASS = frozenset(
     {
         "position_ids", "cache_position", "use_cache", "past_key_values", "is_causal", "target_dtype",
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
-        "deterministic", "layer_idx", "position_embeddings", "num_items_in_batch",
+        "deterministic", "layer_idx", "position_embeddings", "num_items_in_batch", "seq_idx",
     }
 )  # fmt: skip
 # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
@@ -94,17 +95,21 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
 
 
-def packing_arguments(micro: MicroBatch, *, kind: AttentionKind, context: ContextGroup | None = None) -> dict[str, Any]:
+def packing_arguments(
+    micro: MicroBatch, *, kind: AttentionKind, context: ContextGroup | None = None, recurrent: RunWays | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments that make a forward pass attend within the micro-batch's segments.
 
     ``flash`` and ``flash4`` use a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The
     4-d attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a
-    ``context`` the pass is of this rank's run of the tokens.
+    ``context`` the pass is of this rank's run of the tokens. ``recurrent`` is for a model with recurrent layers.
     """
     placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
     arguments: dict[str, Any] = {"attention_mask": placeholder}
     if context is not None:
         arguments |= {"packed_context": context, "packed_tokens": micro.num_inputs}
+    if recurrent is not None:
+        arguments["seq_idx"] = plan_runs(micro, ways=recurrent)
     if kind == "bucketed":
         return arguments | {"packed_plan": plan_buckets(micro)}
     return arguments | {

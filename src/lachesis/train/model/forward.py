@@ -16,7 +16,7 @@ from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
-from lachesis.train.model import attention, flash4
+from lachesis.train.model import attention, flash4, recurrent
 from lachesis.train.model.activations import spares_memory
 from lachesis.train.model.attention import AttentionKind
 from lachesis.train.model.context import ContextGroup
@@ -30,6 +30,7 @@ from lachesis.train.model.head import (
     scaled_logits,
     token_logprobs,
 )
+from lachesis.train.model.recurrent import RunWays
 from lachesis.train.model.tensor import TensorGroup
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class ForwardPlan:
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
     ``context``: the ranks that share the tokens of a micro-batch, where there are several; ``tensor``: those that
-    share the matrices of its layers. ``told``: how the model is run, and why not faster, in a line.
+    share the matrices of its layers. ``recurrent``: how its recurrent layers, if any, take runs of a packed stream.
+    ``told``: how the model is run, and why not faster, in a line.
     """
 
     attention: AttentionKind
@@ -57,6 +59,7 @@ class ForwardPlan:
     softcap: float | None = None
     context: ContextGroup | None = field(default=None, compare=False)
     tensor: TensorGroup | None = field(default=None, compare=False)
+    recurrent: RunWays | None = None
     told: str = field(default="", compare=False)
 
     @property
@@ -168,7 +171,7 @@ def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) ->
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
-        **attention.packing_arguments(micro, kind=plan.attention, context=plan.context),
+        **attention.packing_arguments(micro, kind=plan.attention, context=plan.context, recurrent=plan.recurrent),
         **keep,
     )
     if plan.head == "model":
@@ -224,10 +227,20 @@ def plan_forward(
     probe = _probe(model, device)
     differences: dict[str, str] = {}
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
-    if packing != "padded" and takes_attention:
-        attention.install(model)
+    ways = recurrent.ways_of(model, device)
+    if ways is not None and context is not None:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch: its recurrent "
+            "layers compute each token from the state after the one before",
+            remedy="leave distributed.context_parallel_size out",
+        )
+    if packing != "padded" and (takes_attention or ways is not None):
+        if takes_attention:
+            attention.install(model)
+        if ways is not None:
+            recurrent.install(model)
         for candidate in _candidates(model, device, packed=True, shared_head=tensor is not None):
-            plan = replace(candidate, context=context, tensor=tensor)
+            plan = replace(candidate, context=context, tensor=tensor, recurrent=ways)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
                 return _told(model, plan, differences)
@@ -240,8 +253,7 @@ def plan_forward(
         )
     if packing == "packed":
         raise ModelError(
-            f"{type(model).__name__} cannot train on packed sequences: its attention does not follow the "
-            "segments of a pack",
+            f"{type(model).__name__} cannot train on packed sequences: its layers do not follow the segments of a pack",
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
     for candidate in _candidates(model, device, packed=False, shared_head=tensor is not None):
