@@ -54,6 +54,7 @@ from lachesis.train.batch import pack
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
+from lachesis.train.model.forward import Packing
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
@@ -120,6 +121,7 @@ def our_policy(
     activations: Activations = "keep",
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
     torch_attention: bool = False,
+    packing: Packing = "auto",
 ) -> Policy:
     model = random_model(config, device=device, checkpointing=False, dtype=dtype)
     keep_activations(model, activations)
@@ -133,6 +135,7 @@ def our_policy(
             build_optimizer, config=OptimizerConfig(learning_rate=1e-6), learning_rate=1e-6, total_steps=1000
         ),
         options=AlgorithmConfig(loss_type="grpo", sampler_correction="sequence_mask"),
+        packing=packing,
         compile_layers=device.type == "cuda",
     )
     if torch_attention and policy.plan.attention == "flash4":

@@ -24,6 +24,7 @@ RUN_HERE = {
     "api": ([], "groups_per_s"),
     "end_to_end": (["--only", "Lachesis", "--engine", "embedded", "--steps", "2", "--prompts", "2", "--work", WORK],
                    "| Lachesis |"),
+    "hybrids": (["--repeats", "1", "--lengths", "ragged", "--trained", "LoRA", "--groups", "2"], '"way": "dense"'),
     "long_rows": (["--repeats", "1", "--only", "4B LoRA 65536"], "Qwen3-4B LoRA 65536"),
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),

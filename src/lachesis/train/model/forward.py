@@ -230,8 +230,8 @@ def plan_forward(
     ways = recurrent.ways_of(model, device)
     if ways is not None and context is not None:
         raise ModelError(
-            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch: its recurrent "
-            "layers compute each token from the state after the one before",
+            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch: its "
+            "recurrent layers compute each token from the state after the one before",
             remedy="leave distributed.context_parallel_size out",
         )
     if packing != "padded" and (takes_attention or ways is not None):

@@ -77,7 +77,7 @@ class RecurrentPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunWays:
-    """How a model's recurrent layers take runs.
+    """Form in which a model's recurrent layers take runs.
 
     Attributes:
         tail: how many tokens before a run its convolutions see.
@@ -161,9 +161,7 @@ def _delta_rule(
     def scan(rows: Rows, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         laid = [rows.lay(x.squeeze(0)) for x in (query, key, value)]
         gates = {"g": rows.lay_gate(g.squeeze(0)), "beta": rows.lay_gate(beta.squeeze(0))}
-        return original(
-            *laid, **gates, **given, initial_state=initial, output_final_state=True, cu_seqlens=rows.bounds
-        )
+        return original(*laid, **gates, **given, initial_state=initial, output_final_state=True, cu_seqlens=rows.bounds)
 
     return _scanned(plan, scan), None
 
@@ -173,12 +171,12 @@ def _state_space(
     plan: RecurrentPlan,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
     chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -277,9 +275,7 @@ def _rows(starts: Tensor, lengths: Tensor, *, parents: Tensor | None, end_to_end
     return Rows(index, whole, (len(starts), len(longest)), None, parents), held.flatten().nonzero().squeeze(1)
 
 
-def _tails(
-    starts: Tensor, before: Sequence[int], lengths: Tensor, *, tail: int, total: int
-) -> tuple[Tensor, Tensor]:
+def _tails(starts: Tensor, before: Sequence[int], lengths: Tensor, *, tail: int, total: int) -> tuple[Tensor, Tensor]:
     """Return the stream with each run's ``tail`` tokens in front of it, and where its own tokens are in there."""
     previous = torch.arange(-1, total)  # of the position ``total``, that of zeros, it is never asked
     previous[starts] = torch.tensor([place if place >= 0 else total for place in before])
