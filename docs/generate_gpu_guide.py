@@ -18,6 +18,7 @@ sys.path.append(str(BENCHMARKS))
 from memory_rows import MODELS, Measurement, error, kept, largest_error, plan_of  # noqa: E402
 
 TARGET = Path(__file__).with_name("gpu-guide.md")
+ROWS = BENCHMARKS / "raw" / "README.md"
 # Of a context: prompt, completion, tokens of a micro-batch.
 CONTEXTS = {1024: (128, 896, 4096), 8192: (1024, 7168, 8192)}
 VLLM, SERVER = {"kind": "vllm"}, {"kind": "vllm", "devices": "1"}
@@ -46,58 +47,61 @@ PROPOSED, PROPOSED_SIZES = (24, 40, 48, 80), ("8B", "14B", "24B", "32B")
 NO_CARD = "none of them"
 
 INTRODUCTION = """\
-# GPU guide: what fits, how much memory it takes
+# GPU guide: what fits
 
 <!-- Written by docs/generate_gpu_guide.py from benchmarks/raw/memory*.json and lachesis plan; do not edit. -->
 
-`lachesis plan config.yaml` says of your own configuration which cards it fits on, by phase and part;
-`lachesis plan config.yaml --fit 40` what to change for a card of 40 GB, and what each change saves. It loads nothing;
-of a model of the hub it asks for config.json alone. This page is made of the same arithmetic, and of what was measured.
+```bash
+lachesis plan config.yaml              # memory by phase, and the cards that have it
+lachesis plan config.yaml --fit 40     # what to change for a card of 40 GB
+```
 
-GB are 10^9 bytes. Contexts are prompt and completion together: 128 + 896 tokens in micro-batches of 4,096, and 1,024 +
-7,168 in micro-batches of 8,192. Memory follows the tokens of a micro-batch, not the number of prompts in a step.
+It loads nothing, and asks the hub only for config.json. This page comes from the same arithmetic. GB are 10^9 bytes. A
+context is prompt and completion: 128 + 896 tokens in micro-batches of 4,096, or 1,024 + 7,168 in micro-batches of
+8,192. Memory follows the tokens of a micro-batch, not the number of prompts.
+
+## Measured
+
 """
 
-AFTER_MEASURED = """
-Peak of the trainer's tensors over a step, and what its process takes of the card (the allocator's blocks and CUDA's
-context included), beside what `plan` says of the same configuration. Every sequence has the context's whole length, a
-step has two micro-batches, layers are compiled; "shared" trains on weights that another process has, as vLLM's. Seconds
-are the fastest step after the first. A process without a figure was read too late. Of rows with several GPUs, sharded
-by FSDP2, bytes and tokens are those of one.
+MEASURED = """\
+# Memory of a step, measured and planned
+
+<!-- Written by docs/generate_gpu_guide.py from these files and lachesis plan; do not edit. -->
+
+`benchmarks/memory.py`: peak of the trainer's tensors over a step of two full micro-batches, and what its process takes
+of the card, each beside what `lachesis plan` says. "Shared" trains on weights that another process holds, as vLLM's.
+Layers are compiled; seconds are the fastest step after the first. Of several GPUs, sharded by FSDP2, the figures are
+those of one.
 """
 
 NOT_MEASURED_TEXT = """
-Sizes and layouts that are not here are planned and not measured. Of [the table of cards](#which-card) these have no
-row, at either context:
+These have no row, so the tables below only plan them:
 """
 CARDS_TEXT = """
 ## Which card
 
-By `plan`, with `model.gradient_checkpointing` and AdamW. Each cell is for a context of 1,024 and of 8,192 tokens: the
-GB that are needed, and the smallest of cards of 24, 40, 48, 80 and 141 GB that has them.
+Planned, with `model.gradient_checkpointing` and AdamW. Each cell has the GB for a context of 1,024 and of 8,192 tokens,
+and the smallest card (24, 40, 48, 80 or 141 GB) that has them.
 
-- **One card, shared**: trainer and engine. Full: `shared_vllm`; LoRA: `lora_only` with `share_base`; both with the
-  smallest share of the card that lets vLLM serve 16 sequences at a time. Where `engine.gpu_memory_utilization` is not
-  set it is 0.45, or what the trainer leaves. QLoRA: the embedded engine, in the trainer's process, 64 sequences at a
-  time.
-- **One each**: the trainer's card. The engine's own needs what the last column says, with vLLM's default share of 0.9.
-- **Two, four**: each of the trainer's cards, sharded by FSDP2, with the engine elsewhere. Quantized weights cannot be
-  sharded; with `distributed.strategy: replicate` each card takes what one takes.
+- **One card, shared**: trainer and engine on one copy of the weights, with the smallest share that lets vLLM serve 16
+  sequences. Full: `shared_vllm`; LoRA: `lora_only` with `share_base`; QLoRA: the embedded engine.
+- **One each**: the trainer's card; the last column is the engine's.
+- **Two, four**: each of the trainer's cards, sharded by FSDP2, with the engine elsewhere.
 """
 
 
 PROPOSALS_TEXT = """
 ## 24, 40, 48 and 80 GB
 
-What `plan --fit` chooses for a configuration that trains all weights with `shared_vllm` at a context of 1,024 tokens.
-`--set` takes the words as they are.
+What `plan --fit` chooses for all weights with `shared_vllm` at a context of 1,024 tokens. `--set` takes the words as
+they are.
 """
 ORDER_TEXT = """
 ## When it does not fit: in this order
 
-From what changes seconds alone to what changes what is trained, with what each saves for 8B, all weights, vLLM on the
-same card with a copy of its own, a context of 8,192 and micro-batches of 16,384 tokens. Then: more cards (`torchrun`),
-or shorter completions.
+From what costs only time to what changes training, with what each saves for 8B, all weights, vLLM beside it with a copy
+of its own, a context of 8,192 and micro-batches of 16,384. Then: more cards (`torchrun`), or shorter completions.
 """
 
 
@@ -270,16 +274,13 @@ def proposals() -> Iterator[str]:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     measurements = kept()
-    return "\n".join(
+    rows = [row for one in measurements for row in one.rows]
+    return INTRODUCTION + "\n".join(
         [
-            INTRODUCTION,
-            "## Measured\n",
-            "`benchmarks/memory.py`, in runs of their own:\n",
-            *sources(measurements, directory="../benchmarks/raw/"),
-            AFTER_MEASURED,
-            *measured_rows(measurements),
+            f"{len(rows)} steps of 1.5B to 24B on one to four H100s and H200s were measured; `plan` was off by at most "
+            f"{largest_error(rows):.1%} ([all rows](../benchmarks/raw/README.md)).",
             NOT_MEASURED_TEXT,
             *not_measured(measurements),
             *too_large(),
@@ -294,5 +295,12 @@ def render() -> str:
     )
 
 
+def render_measured() -> str:
+    """Return the page with all measured rows, beside the files that they come from."""
+    measurements = kept()
+    return "\n".join([MEASURED, *sources(measurements, directory=""), "", *measured_rows(measurements), ""])
+
+
 if __name__ == "__main__":
     TARGET.write_text(render())
+    ROWS.write_text(render_measured())

@@ -1,10 +1,11 @@
-"""Writes configuration.md from the schema and migration.md from the tables of other trainers' names.
+"""Writes configuration.md from the schema, and migration.md and assets/keys.json from other trainers' tables.
 
 Run ``python docs/generate_reference.py``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
 
 TARGET = Path(__file__).with_name("configuration.md")
 MIGRATION = Path(__file__).with_name("migration.md")
+KEYS = Path(__file__).parent / "assets" / "keys.json"
 
 INTRODUCTION = """\
 # Configuration
@@ -58,61 +60,49 @@ the default, also `data.path` and `rewards.functions`.
 
 
 MIGRATION_INTRODUCTION = """\
-# Coming from another trainer
+# Keys of other trainers
 
 <!-- Written by docs/generate_reference.py from src/lachesis/plugins/dialects/; do not edit. -->
 
-`lachesis train config.yaml` takes a file in Axolotl's keys or in TRL's names as it stands: its dialect is seen from
-its keys, and every key is translated by the tables below. Errors name the line and the key of *your* file; an unknown
-key is an error with the nearest known one, and `--set KEY=null` trains without it. `--set` takes a key of the file's
-own dialect (`--set trl.beta=0.01`, `--set datasets[0].path=x`) or one of ours (`--set algorithm.beta=0.01`), and
-`lachesis explain KEY` knows the names of all trainers. What a run was translated to is in `config.yaml` of its
-directory. `null` counts as unset, the last of duplicate keys wins, and unset keys keep the source trainer's defaults,
-except for [those below](#defaults-that-differ): a note of the run names them, and the value that restores
-theirs. Axolotl's warm-up over 3 % of the steps and its checkpoint each epoch are among what is taken over
-(`checkpoint.every_epochs`), and so are TRL's 240 s wait for a server and vLLM's share of 0.3 with `colocate`.
+`lachesis train FILE` takes a file in Axolotl's or TRL's keys as it stands. `lachesis translate FILE` prints it in
+Lachesis' keys, and does the same for scripts of verl and OpenRLHF. `lachesis grpo` takes the flags of the Atropos
+trainer.
 
-**Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained
-weights, such as an upload, is a warning; what would change what is trained is an error that says what to do. The
-tables have each field of the classes that the files are read into: transformers' `TrainingArguments`, TRL's
-`GRPOConfig`, `ModelConfig`, `ScriptArguments` and mixtures, Axolotl's `AxolotlInputConfig` (`tests/schemas/`), and the
-names that open-r1's recipes have beside them.
+In a terminal, `lachesis explain KEY` says what a key of any of them means here. On the site, search all {count} of
+them:
 
-**Paths** are relative to the current directory, as they are there; what is not found there is looked for beside the
-file.
+<div id="keys" data-source="assets/keys.json"></div>
 
-**Batches.** An optimizer step has rows × accumulation steps × processes completions there, and `batch.prompts_per_step`
-prompts here: that number divided by the group size. Where it does not divide, the error names the nearest numbers
-that do. The number of processes is `$WORLD_SIZE`; where that is unset it is `num_processes`, a key of either's file or
-of `--set`, and else the fewest that make whole groups, with a warning where that is more than one: a recipe for several
-devices keeps the size of its steps on one. `generation_batch_size` counts unique prompts in Axolotl and completions in
-TRL, `steps_per_generation` micro-batches: what is more than an optimizer step becomes `batch.steps_per_generation`, and
-what is less is part of a step, whose completions are all of the same weights there too.
+The [data](assets/keys.json) behind the search is made from the same tables as the translation.
 
-**Length.** Without `max_steps` a run is as long as its epochs say (`run.epochs`).
+## What happens to a key
 
-**Rewards of open-r1's recipes.** A name that Lachesis does not have is looked up in the `REWARD_FUNCS_REGISTRY` of the
-checkout that the recipe lies in, and is that function. A recipe that names none has the default of the checkout's own
-`GRPOScriptArguments`; outside of one, a file with keys of open-r1's script has its `accuracy`, `format` and
-`tag_count`, with a warning. Nothing of the checkout is run for this.
+- **It has a counterpart**: it is translated. `null` counts as unset, and the last of duplicate keys wins.
+- **It means nothing here**: one note lists all of these.
+- **It affects something beside training** and cannot be done, such as an upload: a warning.
+- **It would change what is trained** and cannot be done: an error, with the line and what to do. `--set KEY=null`
+  trains without it.
 
-**Servers.** `vllm_mode: server` expects a server at that address: `lachesis vllm-serve config.yaml` starts it from the
-same file. `0.0.0.0` as the address of a server is this machine. `colocate` is a vLLM server that the
-run starts on the trainer's GPU.
+`--set` takes the file's own keys (`--set trl.beta=0.01`) and ours (`--set algorithm.beta=0.01`). The run directory's
+`config.yaml` has the result. Paths are relative to the current directory, as they are there, and then to the file.
 
-**The sampler's correction** is on with vLLM, as there. In Axolotl's asynchronous trainer truncation has a floor of
-1 / cap, which is kept; there its masks have the floor too, which undoes them, and here a mask masks.
+## What to know
 
-**The Atropos trainer's flags** are those of `lachesis grpo`, and of `lachesis run`, which starts the engine, the
-rollout API and an environment too. Defaults are those of its documents; where its code has another, the table says
-so.
+- **Batches.** Rows x accumulation steps x processes completions become `batch.prompts_per_step` prompts: divide by the
+  group size. The number of processes is `$WORLD_SIZE`, or `num_processes`; else the fewest that make whole groups, with
+  a warning.
+- **Length.** Without `max_steps` a run has `run.epochs` epochs.
+- **Servers.** `vllm_mode: server` expects a server: `lachesis vllm-serve FILE` starts it. With `colocate` the run
+  starts vLLM itself.
+- **Rewards** get texts for text prompts and messages for conversations, as there. Names of open-r1's recipes are looked
+  up in their own checkout.
+- **The sampler's correction** is on with vLLM, as there.
+- **Atropos' KL term** is to the base model, as its documents say; its code takes the policy that sampled (`--set
+  algorithm.kl_reference=sampler`). `--kl-coef 0` leaves the term out.
 
-**Rewards** get what that system gives them: in files of Axolotl and TRL the completion of a text prompt is a text, that
-of a conversation a list of one message (`rewards.text_completions`).
+## Defaults that differ
 
-**The Atropos trainer's KL term** is to the base model, as its documents say; with all weights trained that is a second
-copy of the model. Its code takes the policy that sampled, which holds nothing back
-(`--set algorithm.kl_reference=sampler`). `--kl-coef 0` leaves the term and the copy out.
+Unset keys keep the defaults of their trainer, except for these. A note of the run names them.
 """
 
 
@@ -150,47 +140,43 @@ def _row(key: Key, *, discriminated: bool) -> str:
 
 
 def render_migration() -> str:
-    """The page for those who come from another trainer."""
-    return "\n".join([MIGRATION_INTRODUCTION, _defaults(), *(_dialect(dialect) for dialect in DIALECTS)])
+    """Return the page for those who come from another trainer."""
+    count = sum(len(dialect.entries) for dialect in DIALECTS)
+    return MIGRATION_INTRODUCTION.replace("{count}", f"{count:,}") + "\n" + _defaults()
 
 
 def _defaults() -> str:
-    """Where what is not written means something else."""
-    head = [
-        "## Defaults that differ",
-        "",
-        "| of | key | without it there | without it here |",
-        "| --- | --- | --- | --- |",
-    ]
+    """Return the table of unset keys that mean something else here."""
     rows = [
         f"| {trainer} | `{key}` | {found.there} | {found.here} |"
         for table in (DIFFERENT, IN_CODE)
         for trainer, keys in table.items()
         for key, found in keys.items()
     ]
-    return "\n".join([*head, *rows, ""])
+    return "\n".join(["| of | key | without it there | without it here |", "| --- | --- | --- | --- |", *rows, ""])
 
 
-def _dialect(dialect: Dialect) -> str:
-    title = dialect.name[0].upper() + dialect.name[1:]
-    rows = [f"| {' | '.join(cells)} |" for cells in (_entry(dialect, entry) for entry in dialect.entries.values())]
-    head = ["| there | here | default of theirs | what is different |", "| --- | --- | --- | --- |"]
-    return "\n".join([f"## {title}", "", *head, *rows, ""])
+def render_keys() -> str:
+    """Return the data of the search: trainer, key, ours, their default and a note for each key."""
+    rows = [[dialect.name, *_entry(dialect, entry)] for dialect in DIALECTS for entry in dialect.entries.values()]
+    return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
 
 
 def _entry(dialect: Dialect, entry: Entry) -> tuple[str, ...]:
     here = (
-        f"`{entry.path}`"
+        entry.path
         if entry.path
-        else {"cannot": "not on this build", "refused": "refused"}.get(entry.treatment, "—")
+        else {"cannot": "not on this build", "refused": "refused"}.get(entry.treatment, "no effect")
     )
-    default = "" if entry.default is UNSET else f"`{value_in_words(entry.default)}`"
-    return f"`{dialect.prefix}{entry.name}`", here, default, entry.note.replace("|", "\\|")
+    default = "" if entry.default is UNSET else value_in_words(entry.default)
+    return f"{dialect.prefix}{entry.name}", here, default, entry.note
 
 
 def main() -> None:
     TARGET.write_text(render(), encoding="utf-8")
     MIGRATION.write_text(render_migration(), encoding="utf-8")
+    KEYS.parent.mkdir(exist_ok=True)
+    KEYS.write_text(render_keys(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,38 +18,45 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 EXIT_CODES = sorted(int(path.stem.rpartition("-")[2]) for path in (ROOT / "docs" / "errors").glob("exit-code-*.md"))
 KINDS = {
+    "Start": [
+        "pages",
+        "install",
+        "start/laptop",
+        "start/one-gpu",
+        "start/eight-gpus",
+        "tutorials/cluster",
+        "tutorials/agent",
+        "tutorials/from-trl",
+        "tutorials/from-axolotl",
+        "tutorials/from-atropos",
+        "tutorials/from-verifiers",
+        "tinker",
+    ],
     "Tutorials": [
         "tutorials/first-run",
         "tutorials/own-reward",
         "tutorials/after-the-run",
-        "tutorials/from-axolotl",
-        "tutorials/from-trl",
-        "tutorials/from-atropos",
-        "tutorials/from-verifiers",
-        "tutorials/agent",
         "tutorials/code",
         "tutorials/two-gpus",
-        "tutorials/cluster",
         "tutorials/does-not-learn",
-        "python",
     ],
-    "How-to guides": [
-        "quickstart-by-mode",
+    "Guides": [
+        "python",
         "data-and-rewards",
-        "distillation",
-        "tinker",
-        "custom",
         "code",
+        "agents",
         "environments",
+        "distillation",
+        "custom",
         "watching",
         "gpu-guide",
+        "several-gpus",
         "scale",
-        "migration",
-        "extending",
         "troubleshooting",
     ],
     "Reference": [
         "configuration",
+        "migration",
         "commands",
         "errors",
         *(f"errors/exit-code-{code}" for code in EXIT_CODES),
@@ -57,11 +64,12 @@ KINDS = {
         "losses",
         "mixtures",
         "atropos-api",
+        "public-files",
     ],
-    "Explanation": ["architecture", "pipeline", "engines", "defects"],
+    "How it works": ["architecture", "pipeline", "engines", "defects", "extending"],
 }
 # Where a page goes that nobody has put anywhere.
-OTHERS = "How-to guides"
+OTHERS = "Guides"
 # What weight the search gives a page, if not 1: who asks something wants a page that answers it before one that only
 # has its words, as a history, a table of measurements or a list of all keys.
 SEARCH_BOOST = {

@@ -98,20 +98,6 @@ def test_what_the_page_says_works(page: Path, main: Main, tmp_path: Path, monkey
     assert ran >= 2
 
 
-def test_the_axolotl_file_of_the_modes_runs(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As it stands there, but for the server: its reward reads texts, as Axolotl's do."""
-    monkeypatch.chdir(tmp_path)
-    assert main("init", "first").code == 0
-    section = (DOCS / "quickstart-by-mode.md").read_text().split("## An Axolotl file")[1].split("\n## ")[0]
-    for _, text in _BLOCK.findall(section):
-        if named := _FILE.match(text):
-            (tmp_path / "first" / Path(named[1]).name).write_text(text)
-    smoke = main("train", "first/config.yaml", "--smoke")
-    assert smoke.code == 0, smoke.err
-    trained = main("train", "first/axolotl.yaml", "--set", "trl.use_vllm=false", "--set", "max_steps=3")
-    assert trained.code == 0, trained.err
-
-
 def test_the_first_page_is_first_and_each_kind_is_there():
     assert {page.stem for page in PAGES} == {
         *("first-run", "own-reward", "from-axolotl", "from-trl", "from-atropos", "from-verifiers"),

@@ -34,13 +34,6 @@ def test_a_row_names_tests_that_exist(row: str):
     assert not missing
 
 
-def test_each_part_has_rows_and_none_comes_twice():
-    headings = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
-    first = ["Losses", "Advantages", "Corrections", "Pipeline", "Rewards", "Weights", "Rollout API"]
-    assert headings == [*first, "Sharded training"]
-    assert len(ROWS) > 70 and len(set(ROWS)) == len(ROWS)
-
-
 def test_a_name_that_is_gone_would_be_noticed():
     assert "test_a_name_that_is_gone_would_be_noticed" in functions_of("unit/test_defects.py")
     assert "test_of_nothing" not in functions_of("unit/test_defects.py")

@@ -32,6 +32,10 @@ def test_pages_do_not_drift(name: str):
     assert made.TARGET.read_text() == made.render(), f"run: python docs/{name}.py"
 
 
+def test_the_page_of_measured_rows_does_not_drift(guide: ModuleType):
+    assert guide.ROWS.read_text() == guide.render_measured(), "run: python docs/generate_gpu_guide.py"
+
+
 def test_plan_is_within_a_tenth_of_what_was_measured(guide: ModuleType):
     assert guide.largest_error(row for one in guide.kept() for row in one.rows) < 0.1
 

@@ -120,7 +120,7 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
     if str(machines or said.get("nnodes", 1)) != "1":
         raise ConfigError(
             "a command starts the processes of its own machine only",
-            remedy="start torchrun --nnodes N -m lachesis train on each of them (docs/quickstart-by-mode.md)",
+            remedy="start torchrun --nnodes N -m lachesis train on each of them (docs/several-gpus.md)",
         )
     number = number or said.get("nproc_per_node") or otherwise
     if not str(number).isdecimal() or int(str(number)) < 1:

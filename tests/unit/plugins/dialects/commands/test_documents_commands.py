@@ -68,17 +68,3 @@ def test_it_is_a_command_here(line: str, written: set[str], monkeypatch: pytest.
         assert loaded.dialect == "axolotl" and not [one for one in loaded.findings if one.level == "problem"]
     else:
         check_options(commands()[command], rest, page=PAGE)
-
-
-def test_the_page_says_what_became_of_each():
-    """A row has the words that a command of the documents begins with."""
-    said = PAGE.read_text().partition("## The documents' commands, pasted")[2].partition("\n## ")[0]
-    named = {beginning(code) for code in re.findall(r"^\| [^|]* \| `([^`]+)`", said, re.M)}
-    unsaid = [line for line in (str(parameter.values[0]) for parameter in DOCUMENTS) if beginning(line) not in named]
-    assert {line.split()[0] for line in unsaid} <= OTHERS
-
-
-def beginning(line: str) -> str:
-    """The program and its first word, without what Python and the environment are told."""
-    words = [word for word in line.split() if not re.match(r"[A-Z_0-9]+=|-[um]$", word)]
-    return " ".join(words[:2])
