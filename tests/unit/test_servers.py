@@ -19,6 +19,7 @@ from lachesis.plugins.embedded_server.app import build_app as build_engine_app
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.report.watch import Watch
+from lachesis.plugins.tinker.clients import Clients
 from lachesis.plugins.tinker.options import TinkerOptions
 from lachesis.plugins.tinker.server import build_app as build_tinker_app
 from tests.paths import PACKAGE
@@ -55,7 +56,8 @@ async def turn_server(directory: Path) -> Any:
 def tinker_server(directory: Path) -> Any:
     tiny_model().save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
-    return build_tinker_app(TinkerOptions(model=str(directory / "model"), dir=directory / "tinker"))
+    options = TinkerOptions(model=str(directory / "model"), dir=directory / "tinker")
+    return build_tinker_app(options, clients=Clients.single(None))
 
 
 # A server, the file that makes it, and one route of each of its pages: dashboards and metrics are the API's and the

@@ -29,7 +29,7 @@ _PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([^/]+)", flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What is known of a checkpoint. ``time`` and ``expires_at`` are seconds since the epoch."""
+    """What is known of a checkpoint; ``time`` and ``expires_at`` are seconds since the epoch, ``owner`` a client."""
 
     path: str
     base_model: str
@@ -39,6 +39,7 @@ class Saved:
     expires_at: float | None = None
     user_metadata: Mapping[str, str] | None = None
     has_optimizer: bool = False
+    owner: str = ""
 
     @property
     def run_id(self) -> str:
@@ -69,6 +70,7 @@ class CheckpointStore:
         ttl_s: int | None = None,
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
+        owner: str = "",
     ) -> Saved:
         """Write a checkpoint, whole or not at all.
 
@@ -98,6 +100,7 @@ class CheckpointStore:
                     expires_at=None if ttl_s is None else now + ttl_s,
                     user_metadata=user_metadata,
                     has_optimizer=optimizer is not None,
+                    owner=owner,
                 )
                 (directory / _ABOUT).write_text(json.dumps(asdict(saved)))
         except OSError as error:

@@ -28,6 +28,19 @@ class TinkerOptions(BaseModel):
         default=8192, ge=1, description="Most tokens in one forward pass; lower it where memory is short."
     )
     max_lora_rank: int = Field(default=256, ge=1, description="Largest rank of an adapter that clients may ask for.")
+    engine: tuple[str, ...] = Field(
+        default=(),
+        description="Address of a vLLM server of the same model that samples, with --enable-lora; may be repeated. "
+        "Without, this process samples.",
+    )
+    unembed: Literal["asked", "never"] = Field(
+        default="asked",
+        description="Whether adapters of the output layer are made. vLLM does not serve them: with --engine and "
+        "`asked`, runs of clients that ask for one are sampled by this process.",
+    )
+    clients: Path | None = Field(
+        default=None, description="TOML file with a table for each client: key_variable, max_runs, max_lora_rank."
+    )
     seed: int | None = Field(default=None, description="Of adapters and samples for which clients give no seed.")
     session_timeout: float = Field(
         default=3600.0, ge=1, description="Seconds of silence after which a client's runs are forgotten."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +22,8 @@ from lachesis.common.http import BodyTooLong, read_body
 from lachesis.common.json_values import read_object
 from lachesis.plugins.tinker import wire
 from lachesis.plugins.tinker.checkpoints import Saved
+from lachesis.plugins.tinker.clients import Clients
+from lachesis.plugins.tinker.page import page
 from lachesis.plugins.tinker.service import Run, Service, Unknown
 from lachesis.plugins.tinker.worker import Answer, Failure
 
@@ -37,18 +38,16 @@ _MAX_DATA = 256 << 20
 _MAX_JSON = 32 << 20
 _MAX_WINDOW = 32 << 20
 _PART = 1 << 20
+# Fields of bodies that name what a client has.
+_NAMES = ("session_id", "model_id", "sampling_session_id", "model_path")
 
 
 class Routes:
-    """What each path does with the service.
+    """What each path does with the service, for clients with a key."""
 
-    Args:
-        api_key: that clients have to send; ``None`` takes any.
-    """
-
-    def __init__(self, service: Service, *, api_key: str | None) -> None:
+    def __init__(self, service: Service, *, clients: Clients) -> None:
         self._service = service
-        self._api_key = api_key
+        self._clients = clients
 
     def table(self) -> list[Route]:
         """All paths; what is not among them is refused by name."""
@@ -98,16 +97,21 @@ class Routes:
             Route(f"{_PREFIX}/{path}", self._guarded(endpoint), methods=[method])
             for method, paths in (("POST", posts), ("GET", gets), ("DELETE", deletes))
             for path, endpoint in paths.items()
-        ] + [Route("/{path:path}", self._unserved, methods=["GET", "POST", "PUT", "DELETE"])]
+        ] + [
+            Route("/", self._page, methods=["GET"]),
+            Route("/{path:path}", self._unserved, methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """With the key, and what the endpoint raises as an answer that says what to do."""
 
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("x-api-key", "")
-            if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
-                return _refusal(401, "the key is not this server's", "set TINKER_API_KEY to the server's own")
+            client = self._clients.of(request.headers.get("x-api-key", ""))
+            if client is None:
+                return _refusal(401, "no client of this server has this key", "set TINKER_API_KEY to one that it knows")
+            request.state.client = client
             try:
+                self._check_own(request, *map(str, request.path_params.values()))
                 return await endpoint(request)
             except Unknown as error:
                 return _refusal(404, error.message, error.remedy)
@@ -118,23 +122,39 @@ class Routes:
 
         return guarded
 
+    def _check_own(self, request: Request, *names: str) -> None:
+        """Raise Unknown if a session, run, sampler or checkpoint of these names is another client's."""
+        for name in names:
+            if not self._service.owns(request.state.client, name):
+                raise Unknown(f"there is no {name}, or no more", remedy="use what was made with the same key")
+
+    async def _read(self, request: Request, body: type[B]) -> B:
+        """Return a request's body, all of whose names are the client's own.
+
+        Raises:
+            DataError: the body is another one.
+            Unknown: it names what another client has.
+        """
+        found = await _read(request, body)
+        names = [getattr(found, field, None) for field in _NAMES]
+        if isinstance(found, types.LoadWeightsRequest):
+            names.append(found.path)
+        self._check_own(request, *filter(None, names))
+        return found
+
     # --- requests whose answer is fetched later ---------------------------------------------------------------
 
     async def _future(self, body: type[BaseModel], start: Callable[[Any], str], request: Request) -> Response:
-        return JSONResponse({"request_id": self._started(start, await _read(request, body))})
+        return JSONResponse({"request_id": self._started(start, await self._read(request, body))})
 
     async def _pass(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "request_id": self._started(
-                    self._service.pass_through, wire.pass_message(await _body(request, limit=_MAX_DATA))
-                )
-            }
-        )
+        message = wire.pass_message(await _body(request, limit=_MAX_DATA))
+        self._check_own(request, message.model_id)
+        return JSONResponse({"request_id": self._started(self._service.pass_through, message)})
 
     async def _sample(self, request: Request) -> Response:
-        body = await _read(request, types.SampleRequest)
-        request_id = self._started(self._service.sample, body)
+        body = await self._read(request, types.SampleRequest)
+        request_id = self._started(partial(self._service.sample, client=request.state.client), body)
         names = [f"{request_id}:{number}" for number in range(min(body.num_samples, wire.MOST_SAMPLES))]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
@@ -171,11 +191,12 @@ class Routes:
 
     async def _create_session(self, request: Request) -> Response:
         await _read(request, types.CreateSessionRequest)
-        return _model(types.CreateSessionResponse(session_id=self._service.create_session()))
+        session_id = self._service.create_session(request.state.client)
+        return _model(types.CreateSessionResponse(session_id=session_id))
 
     async def _heartbeat(self, request: Request) -> Response:
         try:
-            self._service.hear((await _read(request, types.SessionHeartbeatRequest)).session_id)
+            self._service.hear((await self._read(request, types.SessionHeartbeatRequest)).session_id)
         except Unknown as error:
             return _refusal(410, error.message, error.remedy)  # by which clients stop
         return _model(types.SessionHeartbeatResponse())
@@ -199,16 +220,16 @@ class Routes:
         return _model(types.GetServerCapabilitiesResponse(supported_models=[model]))
 
     async def _info(self, request: Request) -> Response:
-        return _model(self._service.info((await _read(request, types.GetInfoRequest)).model_id))
+        return _model(self._service.info((await self._read(request, types.GetInfoRequest)).model_id))
 
     # --- samplers ---------------------------------------------------------------------------------------------
 
     async def _create_sampler(self, request: Request) -> Response:
-        body = await _read(request, types.CreateSamplingSessionRequest)
+        body = await self._read(request, types.CreateSamplingSessionRequest)
         return _model(types.CreateSamplingSessionResponse(sampling_session_id=self._service.create_sampler(body)))
 
     async def _join_sampler(self, request: Request) -> Response:
-        body = await _read(request, types.JoinSamplingSessionRequest)
+        body = await self._read(request, types.JoinSamplingSessionRequest)
         sampler = self._service.sampler(body.sampling_session_id)
         sampler.clients += 1
         return _model(types.JoinSamplingSessionResponse(client_counter=sampler.clients))
@@ -221,7 +242,9 @@ class Routes:
     # --- runs and what they saved -----------------------------------------------------------------------------
 
     async def _weights_info(self, request: Request) -> Response:
-        saved = self._service.store.find(str(_object(await _body(request)).get("tinker_path")))
+        path = str(_object(await _body(request)).get("tinker_path"))
+        self._check_own(request, path)
+        saved = self._service.store.find(path)
         shape = saved.shape
         return _model(
             types.WeightsInfoResponse(
@@ -235,10 +258,13 @@ class Routes:
         )
 
     async def _training_runs(self, request: Request) -> Response:
-        found = [self._described(run_id, run) for run_id, run in self._service.runs.items() if run.training]
+        found = [self._described(run_id, run) for run_id, run in self._runs(request) if run.training]
         first, limit = _count(request, "offset", 0), _count(request, "limit", 20)
         cursor = types.Cursor(offset=first, limit=limit, total_count=len(found))
         return _model(types.TrainingRunsResponse(training_runs=found[first : first + limit], cursor=cursor))
+
+    def _runs(self, request: Request) -> Iterable[tuple[str, Run]]:
+        return self._service.runs_of(request.state.client).items()
 
     async def _training_run(self, request: Request) -> Response:
         run_id = request.path_params["run"]
@@ -263,13 +289,22 @@ class Routes:
         )
 
     async def _checkpoints(self, request: Request) -> Response:
-        found = self._service.store.of_run(request.path_params["run"])
+        found = [
+            saved
+            for saved in self._service.store.of_run(request.path_params["run"])
+            if saved.owner == request.state.client.name
+        ]
         return _model(types.CheckpointsListResponse(checkpoints=[_checkpoint(saved) for saved in found]))
 
     async def _delete(self, request: Request) -> Response:
         parts = request.path_params
-        self._service.store.delete(f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}")
+        path = f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}"
+        self._check_own(request, path)
+        self._service.store.delete(path)
         return JSONResponse({})
+
+    async def _page(self, request: Request) -> Response:
+        return page(self._service)
 
     async def _unserved(self, request: Request) -> Response:
         remedy = "docs/tinker.md says what is served"

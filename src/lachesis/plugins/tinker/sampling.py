@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import LachesisError
+from lachesis.common.errors import CheckpointError, LachesisError
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.plugins.tinker.adapters import AdapterBank
 from lachesis.plugins.tinker.records import LoraShape, Sampled, SampleRequest
@@ -19,15 +23,27 @@ from lachesis.plugins.tinker.records import LoraShape, Sampled, SampleRequest
 # Adapters that hang on the model only to sample with them; those used last stay.
 _LOADED = 4
 # What clients take for "no token" in a row of likeliest tokens.
-_NO_LOGPROB = -99999.0
+NO_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """An adapter to sample with; the same ``key`` means the same shape and tensors, which ``read`` gives."""
+    """An adapter to sample with; the same ``key`` means the same shape and tensors, which ``read`` gives.
+
+    ``has_head`` returns True if it adapts the output layer.
+    """
 
     key: str
     read: Callable[[], tuple[LoraShape, Mapping[str, Tensor]]]
+    has_head: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An adapter in files, and the logprobs [T - 1] that the trainer computes with it of a text."""
+
+    directory: Path
+    logprobs: tuple[float, ...]
 
 
 class Sampler:
@@ -53,6 +69,33 @@ class Sampler:
             # Those that can be answered are not to see the failure of another.
             return [self._alone(request) for request in requests]
 
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the ``count`` tokens that the base model finds likeliest after a prompt, fewer where it ends."""
+        params = SamplingParams(max_tokens=count, temperature=0.0)
+        deadline = Deadline("writing the canary", None)
+        with self._bank.active(None):
+            return self._engine.generate([GenerationRequest(tuple(prompt), params)], deadline=deadline)[0][0].token_ids
+
+    def logprobs(self, weights: Weights | None, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the logprobs [T - 1] of the tokens of a text but the first, with an adapter or without."""
+        with self._bank.active(None if weights is None else self._adapter(weights)):
+            rows = self._engine.score("the canary", token_ids).float()
+        targets = torch.tensor(token_ids[1:], device=rows.device)
+        return tuple(rows.gather(-1, targets[:, None]).squeeze(-1).tolist())
+
+    def prepare(self, weights: Weights, *, directory: Path, canary: Sequence[int]) -> Prepared:
+        """Write an adapter as peft does into a new directory below ``directory``, and score the canary with it."""
+        logprobs = self.logprobs(weights, canary)
+        target = directory / uuid.uuid4().hex
+        try:
+            target.mkdir(parents=True)
+            name = self._adapter(weights)
+            save_file(self._bank.tensors(name), target / "adapter_model.safetensors")
+            self._bank.config(name).save_pretrained(str(target))
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {error}", remedy="make room below --dir") from error
+        return Prepared(target, logprobs)
+
     def _alone(self, request: SampleRequest) -> Sampled | LachesisError:
         try:
             return self._together([request])[0]
@@ -72,7 +115,7 @@ class Sampler:
             return None, None, None
         logprobs = np.full(len(ids), np.nan, dtype=np.float32)
         top_ids = np.zeros((len(ids), top), dtype=np.int32)
-        top_logprobs = np.full((len(ids), top), _NO_LOGPROB, dtype=np.float32)
+        top_logprobs = np.full((len(ids), top), NO_LOGPROB, dtype=np.float32)
         # Nothing comes before the first token.
         first = max(1, len(ids) - scored) if scored else 1
         if first < len(ids):

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
+from lachesis.bridges.canary import CanaryText
+from lachesis.bridges.proof import TOLERANCE
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import http_server, listen, url_of
 from lachesis.config.schema import ModelConfig, NoAdapterConfig
 from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.plugins.tinker.clients import Clients
 from lachesis.plugins.tinker.options import TinkerOptions
 from lachesis.train.model.forward import plan_forward
 from lachesis.train.model.loading import context_length, eos_token_ids, load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lachesis.plugins.tinker.engines import Engines
+    from lachesis.plugins.tinker.sampling import Sampler
 
 API_KEY = "TINKER_API_KEY"
 
@@ -36,19 +46,19 @@ def serve(options: TinkerOptions, *, on_ready: Callable[[str], None]) -> None:
     """
     listener = listen(options.host, options.port)
     try:
-        app = build_app(options, api_key=os.environ.get(API_KEY))
+        app = build_app(options, clients=_clients(options))
         on_ready(url_of(listener))
         http_server(app).run(sockets=[listener])
     finally:
         listener.close()
 
 
-def build_app(options: TinkerOptions, *, api_key: str | None = None) -> Starlette:
-    """The application, with its model loaded. Raises as :func:`serve`.
+def _clients(options: TinkerOptions) -> Clients:
+    return Clients.single(os.environ.get(API_KEY)) if options.clients is None else Clients.read(options.clients)
 
-    Args:
-        api_key: that clients have to send; ``None`` takes any.
-    """
+
+def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
+    """Return the application, with its model loaded. Raises as :func:`serve`."""
     try:
         from lachesis.plugins.tinker.routes import Routes
     except ModuleNotFoundError as error:
@@ -68,7 +78,7 @@ def build_app(options: TinkerOptions, *, api_key: str | None = None) -> Starlett
             service.close()
 
     return Starlette(
-        routes=Routes(service, api_key=api_key).table(),
+        routes=Routes(service, clients=clients).table(),
         lifespan=lifespan,
         middleware=[Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts))],
     )
@@ -109,13 +119,28 @@ def _service(options: TinkerOptions) -> Any:
         max_context=longest,
         max_tokens=options.max_tokens_per_microbatch,
     )
+    sampler = Sampler(engine, bank)
     return Service(
         base,
-        Sampler(engine, bank),
+        sampler,
         CheckpointStore(options.dir),
         name=name,
         tokenizer=str(place.resolve()) if place.is_dir() else options.model,
         session_s=options.session_timeout,
         seed=options.seed,
         max_rank=options.max_lora_rank,
+        unembed=options.unembed == "asked",
+        engines=_engines(options, sampler, model, longest=longest) if options.engine else None,
     )
+
+
+def _engines(options: TinkerOptions, sampler: Sampler, model: PreTrainedModel, *, longest: int) -> Engines:
+    """Connect to the servers of ``--engine``, and prove that they have the base model."""
+    from lachesis.plugins.tinker.engines import Canary, Engines
+
+    text = CanaryText((), vocab_size=model.config.get_text_config().vocab_size, longest=longest)
+    token_ids = text.written_by(sampler.greedy)
+    dtype = str(model.dtype).removeprefix("torch.")
+    arithmetic = "tf32" if dtype == "float32" and model.device.type == "cuda" else dtype
+    canary = Canary(token_ids=token_ids, base=sampler.logprobs(None, token_ids), limit=TOLERANCE[arithmetic])
+    return Engines(options.engine, canary=canary, directory=options.dir.resolve() / ".engines" / uuid.uuid4().hex)

@@ -8,7 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,15 +18,19 @@ from torch import Tensor
 from lachesis.common.errors import DataError, LachesisError
 from lachesis.plugins.tinker import wire
 from lachesis.plugins.tinker.checkpoints import CheckpointStore, Saved
+from lachesis.plugins.tinker.clients import Client
+from lachesis.plugins.tinker.engines import Engines
 from lachesis.plugins.tinker.records import LoraShape, PassResult
-from lachesis.plugins.tinker.sampling import Sampler, Weights
+from lachesis.plugins.tinker.sampling import Prepared, Sampler, Weights
 from lachesis.plugins.tinker.training import Base, TrainingRun
-from lachesis.plugins.tinker.worker import Answer, Failure, Futures, Job, SampleJob, Sequenced, Worker
+from lachesis.plugins.tinker.worker import Answer, Failure, Futures, Job, SampleJob, Sequenced, Worker, answered
 
 T = TypeVar("T")
 
 # Weights that were saved for a sampling client without a name live as long as so many newer ones have not come.
 _UNNAMED_KEPT = 4
+# Programs say every ten seconds that they live. The runs of one that has not for so long make room for others.
+_GONE_S = 120.0
 
 
 class Unknown(LachesisError):
@@ -37,11 +41,13 @@ class Unknown(LachesisError):
 class Run:
     """A training run: what it computes with, once the worker has made it, and the order of its requests.
 
-    ``failed`` says why it could not be made.
+    ``failed`` says why it could not be made; ``trained_tokens`` counts those of all backward passes.
     """
 
     session_id: str
     requests: Sequenced
+    steps: int = 0
+    trained_tokens: int = 0
     training: TrainingRun | None = None
     failed: str = ""
     user_metadata: Mapping[str, str] | None = None
@@ -77,6 +83,8 @@ class Service:
         session_s: seconds of silence after which a session's runs are forgotten; what they saved stays.
         seed: of what clients give no seed for; ``None`` draws one.
         max_rank: the largest rank of an adapter.
+        unembed: whether adapters of the output layer are made where clients ask for them.
+        engines: servers that sample; without, and with adapters of the output layer, ``sampler`` does.
     """
 
     def __init__(
@@ -90,18 +98,23 @@ class Service:
         session_s: float,
         seed: int | None,
         max_rank: int,
+        unembed: bool = True,
+        engines: Engines | None = None,
     ) -> None:
         self.store = store
         self.name = name
         self.futures = Futures()
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplingSession] = {}
-        self.max_context = base.max_context
+        self.max_context = min(base.max_context, engines.max_context if engines else base.max_context)
+        self.engines = engines
         self._base = base
         self._tokenizer = tokenizer
         self._session_s = session_s
         self._sampler = sampler
         self._heard: dict[str, float] = {}
+        self._clients: dict[str, Client] = {}
+        self._unembed = unembed
         self._seed = random.getrandbits(62) if seed is None else seed
         self._max_rank = max_rank
         self._made_samplers = 0
@@ -109,33 +122,69 @@ class Service:
 
     # --- sessions ---------------------------------------------------------------------------------------------
 
-    def create_session(self) -> str:
-        """A new session's id; those that have been silent for too long are forgotten."""
+    def create_session(self, client: Client) -> str:
+        """Return a new session's id, and forget those that have been silent for too long."""
         now = time.monotonic()
         for silent in [one for one, heard in self._heard.items() if heard < now - self._session_s]:
             self.finish_session(silent)
         session_id = uuid.uuid4().hex
         self._heard[session_id] = now
+        self._clients[session_id] = client
         return session_id
 
     def hear(self, session_id: str) -> None:
-        """It is alive. Raises Unknown for one that is not, or no more."""
+        """Note that a session is alive. Raises Unknown for one that is not, or no more."""
         if session_id not in self._heard:
             raise Unknown(f"there is no session {session_id}, or it has ended", remedy="make a new ServiceClient")
         self._heard[session_id] = time.monotonic()
 
     def finish_session(self, session_id: str) -> None:
-        """Forget it with its runs and samplers; what they saved stays."""
+        """Forget a session with its runs and samplers; what they saved stays."""
         self._heard.pop(session_id, None)
+        lane = self._lane(session_id)
         for run_id in [run_id for run_id, run in self.runs.items() if run.session_id == session_id]:
             run = self.runs.pop(run_id)
-            self._worker.submit(Job(partial(_close, run), lambda _: Answer(b"{}")))
+            self._worker.submit(Job(partial(_close, run), lambda _: Answer(b"{}"), lane))
         for sampler_id in [key for key, one in self.samplers.items() if one.session_id == session_id]:
             del self.samplers[sampler_id]
+        self._clients.pop(session_id, None)
+        self._worker.forget(lane)
+
+    def owns(self, client: Client, name: str) -> bool:
+        """Return True if a session, run, sampler or checkpoint of this name is the client's, or nobody's.
+
+        Their names begin with the session's id; checkpoints say themselves whose they are, for they outlive it.
+        """
+        if name.startswith("tinker://"):
+            return self.store.find(name).owner == client.name
+        owner = self._clients.get(name.partition(":")[0])
+        return owner is None or owner.name == client.name
+
+    def runs_of(self, client: Client) -> dict[str, Run]:
+        """Return the client's runs by their ids."""
+        return {run_id: run for run_id, run in self.runs.items() if self.owns(client, run_id)}
+
+    def client_of(self, session_id: str) -> Client:
+        """Return whose a session is."""
+        return self._clients.get(session_id, Client())
+
+    def used_s(self, session_id: str) -> float:
+        """Return the seconds of computing that the client of a session has used."""
+        return self._worker.queue.used_s(self._lane(session_id))
+
+    def waiting(self, session_id: str) -> int:
+        """Return how many requests of the client of a session wait."""
+        return self._worker.queue.waiting(self._lane(session_id))
+
+    def _lane(self, session_id: str) -> str:
+        """Return the lane of a session's jobs: its client's, or its own where clients have no names."""
+        return self.client_of(session_id).name or session_id
 
     def close(self) -> None:
         """End after what is being computed."""
         self._worker.close()
+        if self.engines is not None:
+            self.engines.close()
 
     # --- runs -------------------------------------------------------------------------------------------------
 
@@ -144,7 +193,9 @@ class Service:
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
         seed = self._drawn("adapter", len(self._heard), body.model_seq_id)
-        shape = wire.lora_shape(body.lora_config, seed=seed, max_rank=self._max_rank)
+        shape = wire.lora_shape(body.lora_config, seed=seed, max_rank=self._most_rank(body.session_id))
+        if not self._unembed:
+            shape = replace(shape, train_unembed=False)
         return self._make_run(
             body,
             lambda: TrainingRun(self._base, shape),
@@ -173,17 +224,26 @@ class Service:
                 if not message.read.forward_only:
                     run.made.drop_gradient(error)
                 raise
-            return run.made.forward_backward(asked)
+            result = run.made.forward_backward(asked)
+            if not asked.forward_only:
+                run.trained_tokens += sum(datum.tokens.size for datum in asked.data)
+            return result
 
         return self._in_order(run, message.seq_id, work, wire.pass_answer)
 
     def step(self, body: types.OptimStepRequest) -> str:
         """The id of an optimizer step."""
         run = self._run(body.model_id)
+
+        def work() -> dict[str, float]:
+            metrics = run.made.step(wire.adam_step(body.optim_params))
+            run.steps += 1
+            return metrics
+
         return self._in_order(
             run,
             body.seq_id,
-            lambda: run.made.step(wire.adam_step(body.optim_params)),
+            work,
             lambda metrics: wire.json_answer(types.OptimStepResponse(metrics=metrics)),
         )
 
@@ -200,7 +260,8 @@ class Service:
         run = self._run(body.model_id)
         if body.path is None:
             key = uuid.uuid4().hex
-            sampler = SamplingSession(run.session_id, Weights(key, partial(_unnamed, run, key)))
+            weights = Weights(key, partial(_unnamed, run, key), lambda: run.made.shape.train_unembed)
+            sampler = SamplingSession(run.session_id, weights)
             response = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=self._add_sampler(sampler))
             answer = wire.json_answer(response)
             return self._in_order(run, body.seq_id, partial(_keep, run, key, kind=body.kind), lambda _: answer)
@@ -212,7 +273,7 @@ class Service:
         run = self._run(body.model_id)
         del self.runs[body.model_id]
         answer = wire.json_answer(types.UnloadModelResponse(model_id=body.model_id))
-        return self._submit(partial(_close, run), lambda _: answer)
+        return self._submit(partial(_close, run), lambda _: answer, session_id=run.session_id)
 
     def info(self, run_id: str) -> types.GetInfoResponse:
         """What a run is. Raises Unknown, or DataError where it could not be made."""
@@ -240,12 +301,12 @@ class Service:
             raise Unknown(f"there is no sampling session {sampler_id}", remedy="create a sampling client anew")
         return found
 
-    def sample(self, body: types.SampleRequest) -> str:
-        """The id of a request for completions. Raises LachesisError for one that cannot be sampled."""
-        number = 0
+    def sample(self, body: types.SampleRequest, *, client: Client) -> str:
+        """Return the id of a request for completions. Raises LachesisError for one that cannot be sampled."""
+        number, lane = 0, client.name
         if body.sampling_session_id is not None:
             sampler = self.sampler(body.sampling_session_id)
-            weights, number = sampler.weights, sampler.number
+            weights, number, lane = sampler.weights, sampler.number, self._lane(sampler.session_id)
         else:
             if body.base_model is not None:
                 self._check_base(body.base_model)
@@ -254,9 +315,17 @@ class Service:
             body, seed=self._drawn("sample", number, body.seq_id), max_context=self.max_context
         )
         self._sampler.check(request)
-        job = SampleJob(weights, request, wire.sample_answer)
+        if self.engines is not None and (weights is None or not weights.has_head()):
+            sampled = self.engines.submit(weights, request, prepare=partial(self._prepare, self.engines, lane))
+            return self.futures.add(answered(sampled, wire.sample_answer))
+        job = SampleJob(weights, request, wire.sample_answer, lane)
         self._worker.submit(job)
         return self.futures.add(job.future)
+
+    def _prepare(self, engines: Engines, lane: str, weights: Weights) -> Future[Prepared]:
+        """Begin to write an adapter for the engines, at its client's turn, with what proves it."""
+        work = partial(self._sampler.prepare, weights, directory=engines.directory, canary=engines.canary.token_ids)
+        return self._worker.call(work, lane=lane)
 
     def failed(self, error: LachesisError) -> str:
         """The id of a request that has failed before there was anything to compute."""
@@ -297,6 +366,7 @@ class Service:
             ttl_s=body.ttl_seconds,
             overwrite=isinstance(body, types.SaveWeightsRequest) and body.overwrite,
             user_metadata=body.user_metadata,
+            owner=self.client_of(run.session_id).name,
         )
 
     # --- small parts ------------------------------------------------------------------------------------------
@@ -313,9 +383,11 @@ class Service:
         self.hear(body.session_id)
         run_id = f"{body.session_id}:train:{body.model_seq_id}"
         if run_id not in self.runs:
+            self._check_room(self.client_of(body.session_id))
             texts = {name: str(value) for name, value in (body.user_metadata or {}).items()}
             run = Run(body.session_id, Sequenced(self._worker.submit), user_metadata=texts or None)
-            run.requests.ids[0] = self._submit(partial(_make, run, make), lambda _: answer(run_id))
+            work = partial(_make, run, make)
+            run.requests.ids[0] = self._submit(work, lambda _: answer(run_id), session_id=body.session_id)
             self.runs[run_id] = run
         return self.runs[run_id].requests.ids[0]
 
@@ -327,16 +399,33 @@ class Service:
         run.last_request = time.time()
         return run
 
-    def _submit(self, work: Callable[[], T], encode: Callable[[T], Answer]) -> str:
-        job = Job(work, encode)
+    def _check_room(self, client: Client) -> None:
+        """Raise DataError if the client has as many runs as it may. Those of programs that have gone do not count."""
+        silent = time.monotonic() - _GONE_S
+        for gone in {run.session_id for run in self.runs_of(client).values()} if client.max_runs else ():
+            if self._heard.get(gone, silent) <= silent:
+                self.finish_session(gone)
+        if client.max_runs is not None and len(self.runs_of(client)) >= client.max_runs:
+            raise DataError(
+                f"{client.name} has {client.max_runs} runs, and may have no more at the same time",
+                remedy="end one: its session, or the program that made it",
+            )
+
+    def _most_rank(self, session_id: str | None) -> int:
+        """Return the largest rank of an adapter that a session's client may have."""
+        own = self.client_of(session_id or "").max_lora_rank
+        return self._max_rank if own is None else min(own, self._max_rank)
+
+    def _submit(self, work: Callable[[], T], encode: Callable[[T], Answer], *, session_id: str) -> str:
+        job = Job(work, encode, self._lane(session_id))
         self._worker.submit(job)
         return self.futures.add(job.future)
 
     def _in_order(self, run: Run, number: int | None, work: Callable[[], T], encode: Callable[[T], Answer]) -> str:
         if not number:
-            return self._submit(work, encode)
+            return self._submit(work, encode, session_id=run.session_id)
         if number not in run.requests.ids:
-            job: Job[Any] = Job(work, encode)
+            job: Job[Any] = Job(work, encode, self._lane(run.session_id))
             run.requests.ids[number] = self.futures.add(job.future)
             run.requests.add(number, job)
         return run.requests.ids[number]
@@ -352,7 +441,8 @@ class Service:
         saved = self.store.find(path)
         self._check_base(saved.base_model)
         # A checkpoint that was overwritten has the same path and another time.
-        return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)))
+        head = saved.shape.train_unembed
+        return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)), lambda: head)
 
     def _drawn(self, *place: object) -> int:
         """A seed for what a client gave none, which the server's own seed and the place of the request decide."""

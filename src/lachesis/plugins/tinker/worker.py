@@ -1,4 +1,4 @@
-"""One thread that computes, and the futures of what it is asked for."""
+"""Thread that computes, the fair queue in front of it, and the futures of what it is asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from lachesis.common.errors import LachesisError
+from lachesis.common.errors import EngineError, LachesisError
 from lachesis.plugins.tinker.records import Sampled, SampleRequest
 from lachesis.plugins.tinker.sampling import Sampler, Weights
 
@@ -34,20 +34,22 @@ class Failure:
 
 @dataclass(slots=True)
 class Job(Generic[T]):
-    """Something to compute; ``answer`` is its result as bytes of a body, or why there is none."""
+    """Something to compute for a lane; ``answer`` is its result as bytes of a body, or why there is none."""
 
     work: Callable[[], T]
     encode: Callable[[T], Answer]
+    lane: str = ""
     future: Future[Answer | Failure] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
 class SampleJob:
-    """Completions of one prompt."""
+    """Completions of one prompt for a lane."""
 
     weights: Weights | None
     request: SampleRequest
     encode: Callable[[Sampled], Answer]
+    lane: str = ""
     future: Future[Answer | Failure] = field(default_factory=Future)
 
 
@@ -59,54 +61,127 @@ class Answer:
     media_type: str = "application/json"
 
 
-class Worker:
-    """Does one job after the other, in the order in which they come.
+class FairQueue:
+    """Queue of jobs in lanes, one for each client, that share the worker's time equally.
 
-    Jobs that sample with the same weights are done together, for the engine is faster so; saved weights do not change.
+    Jobs of a lane keep their order. Next is the lane that has used the fewest seconds, so that neither many requests
+    nor large ones of one client make another wait for more than the job under way. A lane that was idle starts with
+    as many seconds as the busy lane with the fewest: waiting is not saved up.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[Job[Any] | SampleJob]] = {}
+        self._used_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lanes.values()))
+
+    def add(self, job: Job[Any] | SampleJob) -> None:
+        """Append a job to its lane."""
+        lane = job.lane
+        if lane not in self._lanes:
+            busiest = min((self._used_s[one] for one in self._lanes), default=0.0)
+            self._used_s[lane] = max(busiest, self._used_s.get(lane, 0.0))
+            self._lanes[lane] = deque()
+        self._lanes[lane].append(job)
+
+    def take(self) -> Job[Any] | list[SampleJob]:
+        """Remove and return the next job, or all jobs that sample with the same weights as the next one."""
+        lane = min(self._lanes, key=lambda one: self._used_s[one])
+        first = self._lanes[lane].popleft()
+        found: Job[Any] | list[SampleJob] = first if isinstance(first, Job) else [first, *self._alike(first)]
+        self._lanes = {one: jobs for one, jobs in self._lanes.items() if jobs}
+        return found
+
+    def charge(self, lanes: Sequence[str], seconds: float) -> None:
+        """Divide the seconds of a job among the lanes that it was for."""
+        for lane in lanes:
+            self._used_s[lane] = self._used_s.get(lane, 0.0) + seconds / len(lanes)
+
+    def used_s(self, lane: str) -> float:
+        """Return the seconds that a lane has used, with what it was given when it was last idle."""
+        return self._used_s.get(lane, 0.0)
+
+    def waiting(self, lane: str) -> int:
+        """Return how many jobs of a lane wait."""
+        return len(self._lanes.get(lane, ()))
+
+    def forget(self, lane: str) -> None:
+        """Forget the seconds of a lane that will not come back."""
+        if lane not in self._lanes:
+            self._used_s.pop(lane, None)
+
+    def _alike(self, first: SampleJob) -> list[SampleJob]:
+        """Remove the jobs that sample with the weights of ``first``; saved weights do not change, so order is free."""
+        key = _key(first)
+        found: list[SampleJob] = []
+        for lane, jobs in self._lanes.items():
+            found += [job for job in jobs if isinstance(job, SampleJob) and _key(job) == key]
+            self._lanes[lane] = deque(job for job in jobs if isinstance(job, Job) or _key(job) != key)
+        return found
+
+
+class Worker:
+    """Thread that does one job after the other, as a fair queue hands them out.
+
+    Jobs that sample with the same weights are done together, for the engine is faster so.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._jobs: deque[Job[Any] | SampleJob] = deque()
+        self.queue = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lachesis-tinker", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job[Any] | SampleJob) -> None:
-        """Have it done after those that came before."""
+        """Have a job done once it is its lane's turn."""
         with self._changed:
-            self._jobs.append(job)
+            self.queue.add(job)
             self._changed.notify()
+
+    def call(self, work: Callable[[], T], *, lane: str) -> Future[T]:
+        """Have ``work`` done once it is its lane's turn, and return its result as it is."""
+        found: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                found.set_result(work())
+            except Exception as error:  # the caller's to deal with
+                found.set_exception(error)
+
+        self.submit(Job(job, lambda _: Answer(b""), lane))
+        return found
+
+    def forget(self, lane: str) -> None:
+        """Forget a lane whose client has gone."""
+        with self._changed:
+            self.queue.forget(lane)
 
     def close(self) -> None:
         """End after the job under way."""
         with self._changed:
             self._closed = True
-            self._jobs.clear()
             self._changed.notify()
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
         while (found := self._next()) is not None:
+            jobs = [found] if isinstance(found, Job) else found
+            started = time.monotonic()
             if isinstance(found, Job):
                 _attempt(found)
             else:
                 _sample(found, self._sampler)
+            with self._changed:
+                self.queue.charge([job.lane for job in jobs], time.monotonic() - started)
 
     def _next(self) -> Job[Any] | list[SampleJob] | None:
         with self._changed:
-            while not self._jobs and not self._closed:
+            while not len(self.queue) and not self._closed:
                 self._changed.wait()
-            if self._closed:
-                return None
-            first = self._jobs.popleft()
-            if isinstance(first, Job):
-                return first
-            key = _key(first)
-            together = [job for job in self._jobs if isinstance(job, SampleJob) and _key(job) == key]
-            self._jobs = deque(job for job in self._jobs if isinstance(job, Job) or _key(job) != key)
-            return [first, *together]
+            return None if self._closed else self.queue.take()
 
 
 def _key(job: SampleJob) -> str | None:
@@ -117,23 +192,24 @@ def _attempt(job: Job[Any]) -> None:
     try:
         job.future.set_result(job.encode(job.work()))
     except Exception as error:  # whatever it is ends this request and no other
-        job.future.set_result(_failure(error))
+        job.future.set_result(failure(error))
 
 
 def _sample(jobs: Sequence[SampleJob], sampler: Sampler) -> None:
     try:
         results = sampler.sample(jobs[0].weights, [job.request for job in jobs])
         answers = [
-            _failure(found) if isinstance(found, LachesisError) else job.encode(found)
+            failure(found) if isinstance(found, LachesisError) else job.encode(found)
             for job, found in zip(jobs, results, strict=True)
         ]
     except Exception as error:
-        answers = [_failure(error)] * len(jobs)
+        answers = [failure(error)] * len(jobs)
     for job, answer in zip(jobs, answers, strict=True):
         job.future.set_result(answer)
 
 
-def _failure(error: Exception) -> Failure:
+def failure(error: Exception) -> Failure:
+    """Return what a client is told of an error, with whose fault it was."""
     if isinstance(error, LachesisError):
         return Failure(str(error), "user")
     if type(error).__name__ == "OutOfMemoryError":
@@ -142,6 +218,27 @@ def _failure(error: Exception) -> Failure:
     logger.exception("a request failed")
     remedy = "this is a fault of Lachesis or of a library: report it with the server's log"
     return Failure(f"{type(error).__name__}: {error} -> {remedy}", "server")
+
+
+def answered(found: Future[T], encode: Callable[[T], Answer]) -> Future[Answer | Failure]:
+    """Return a future of the answer to a request that an engine computes.
+
+    What the engine or its adapter does wrong is the server's fault, everything else the client's.
+    """
+    answer: Future[Answer | Failure] = Future()
+
+    def done(future: Future[T]) -> None:
+        try:
+            answer.set_result(encode(future.result()))
+        except CancelledError:
+            answer.set_result(Failure("the server ended before this was sampled", "server"))
+        except EngineError as error:
+            answer.set_result(Failure(str(error), "server"))
+        except Exception as error:
+            answer.set_result(failure(error))
+
+    found.add_done_callback(done)
+    return answer
 
 
 class Futures:
