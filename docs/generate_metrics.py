@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +32,8 @@ INTRODUCTION = """\
 Each step is a line of `metrics.jsonl` in the run directory, and goes to every sink that is on. A metric that was not
 measured is left out: a missing number is not 0. Seconds of a checkpoint count with the step after it.
 
-| metric | unit | healthy | what it says |
-|---|---|---|---|
+metric | unit | healthy | what it says
+---|---|---|---
 """
 
 # Names that end in what they are of.
@@ -59,9 +56,6 @@ HEALTH = """
 
 A finding says what is wrong and what to change. It is shown on the console, in the report and in `metrics.jsonl`, and
 repeated when it gets worse, and after 20 steps if it is more than a note.
-
-| rule | looks for |
-|---|---|
 """
 
 
@@ -69,38 +63,16 @@ def render() -> str:
     """The whole page."""
     families = (replace(describe(name), name=name) for name in FAMILIES)
     metrics = "".join(map(_metric_row, (*METRICS.values(), *families)))
-    rules = "".join(f"| `{name}` | {_first_sentence(rule)} |\n" for name, rule in RULES.items())
-    return INTRODUCTION + metrics + HEALTH + rules + "".join(map(_rule_section, RULES))
+    return INTRODUCTION + metrics + HEALTH + "".join(map(_rule_section, RULES))
 
 
 def _rule_section(name: str) -> str:
-    """An anchor for each rule, with what it says; what differs from case to case is left out of that."""
-    said = "".join(f"- {message}\n" for message in _messages(RULES[name]))
-    told = f"\nIt says:\n\n{said}" if said else ""
-    return f"\n### {name}\n\n{' '.join((inspect.getdoc(RULES[name]) or '').split())}\n{told}"
-
-
-def _messages(rule: Callable[..., object]) -> Iterator[str]:
-    """The texts of the alarms that a rule raises."""
-    for call in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(rule)))):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Alarm":
-            text = _text(call.args[1])
-            if text.strip(" …"):
-                yield text.replace("|", "/")
-
-
-def _text(node: ast.expr) -> str:
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(_text, parts))
-        case _:
-            return "…"
+    """Return the place of a rule: what it looks for."""
+    return f"\n### {name}\n\n{' '.join((inspect.getdoc(RULES[name]) or '').split())}\n"
 
 
 def _metric_row(metric: Metric) -> str:
-    return f"| `{metric.name}` | {metric.unit} | {_range(metric)} | {metric.explanation} |\n"
+    return f"`{metric.name}` | {metric.unit} | {_range(metric)} | {metric.explanation}\n"
 
 
 def _range(metric: Metric) -> str:
@@ -113,11 +85,6 @@ def _bounds(low: float | None, high: float | None) -> str:
     if low is None:
         return f"below {high:g}"
     return f"above {low:g}" if high is None else f"{low:g} to {high:g}"
-
-
-def _first_sentence(rule: object) -> str:
-    text = " ".join((inspect.getdoc(rule) or "").split())
-    return text.split(". ")[0].rstrip(".") + "."
 
 
 if __name__ == "__main__":

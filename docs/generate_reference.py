@@ -23,39 +23,29 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_reference.py from src/lachesis/config/schema/; do not edit. -->
 
-A run is described by one YAML file. `lachesis train config.yaml --set optimizer.learning_rate=2e-6` changes
-a key for one run: the value is YAML, and the last of several settings of a key wins. `lachesis explain KEY`
-shows a row of the tables below.
+One YAML file describes a run. `lachesis train config.yaml --set optimizer.learning_rate=2e-6` changes a key for one
+run, and `lachesis explain KEY` shows a row of these tables.
 
-**Keys.** An unknown key, a key written twice and a value of the wrong type are errors; all that a file
-contains are reported at once, with their lines. Nothing is converted: `"30"` is text and no number, `30` a
-number and no text. Scalars follow YAML 1.2, so `true` and `false` are the only booleans (`on` and `no` are
-text) and `1e-6` is a number. Anchors, aliases and merge keys (`<<: *defaults`) work as everywhere.
+**Values.** An unknown key, a key written twice and a value of the wrong type are errors, all reported at once with
+their lines. Nothing is converted: `"30"` is text, `30` a number. Scalars follow YAML 1.2: only `true` and `false` are
+booleans, and `1e-6` is a number. Anchors, aliases and merge keys (`<<: *defaults`) work. Null counts as unset, unless
+it is one of the key's own values.
 
-**Null** is as good as not written, where it is no value of the key's own.
+**Paths** are relative to the directory of the file, also in `--set`; `run.dir` is relative to the current directory.
+Files in [another trainer's keys](migration.md) keep their rule.
 
-A file in Axolotl's or TRL's keys is recognized and translated: see [coming from another
-trainer](migration.md).
+- `model.path`, `model.tokenizer`: a path if it begins with `.`, `/` or `~` or exists, else a hub id.
+- `data.path`, `data.eval_path`, `data.more`: a path too if it ends in `.jsonl`, `.json`, `.parquet` or `.csv`.
+- `model.chat_template`: a file, or the template itself if it holds a `{`.
+- Functions ([custom parts](custom.md)): `FILE.py:FUNCTION`, or `module.function` with a `module.py` beside the
+  configuration or installed. A reward with a `/` is a model.
 
-**Paths.** A relative path is relative to the directory of the configuration file, also in `--set`. The one
-exception is `run.dir`, which is relative to the current directory. (In a file of another trainer's every path is
-relative to the current directory, as it is there, or to the file where nothing is found there.) Values that can
-be something else:
+A run writes its whole configuration to `config.yaml` in its directory, which starts the same run from anywhere.
 
-- `model.path`, `model.tokenizer`: a path if it begins with `.`, `/` or `~` or if that directory exists, else
-  a hub id. With `run.setup`, which builds the model, `model.path` is a path in any case.
-- `data.path`, `data.eval_path`, `data.more`: a path if it begins so, if it exists, or if it ends in `.jsonl`,
-  `.json`, `.parquet` or `.csv`, else a dataset of the hub.
-- `model.chat_template`: a file, unless it holds a `{`; then it is the template itself.
-- `rewards.functions`, `run.setup`, `data.transform` and what names [parts of your own](custom.md):
-  `FILE.py:FUNCTION`, or `module.function`. A `module.py` beside the configuration or in the current directory
-  (in this order) comes before an installed module. A reward with a `/` is a model: a directory or a hub id.
+In the tables `KIND`: stands before keys that only this `kind` of the section has.
 
-Each run writes the whole configuration, defaults included and with absolute paths, to `config.yaml` in its
-directory; that file is a configuration too and starts the same run from anywhere.
-
-**Required** keys are `{required}` and one of `run.steps` and `run.epochs`; with `source.kind: local`, which is
-the default, also `data.path` and `rewards.functions`.
+**Required** keys are `{required}` and one of `run.steps` and `run.epochs`; with `source.kind: local`, which is the
+default, also `data.path` and `rewards.functions`.
 """
 
 
@@ -125,8 +115,8 @@ def _section(section: SectionInfo) -> str:
 
 
 def _table(section: SectionInfo) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "| --- | --- | --- | --- |"
+    yield "key | type | default | meaning"
+    yield "--- | --- | --- | ---"
     yield from (_row(key, discriminated=section.discriminated) for key in section.keys)
 
 
@@ -135,8 +125,8 @@ def _row(key: Key, *, discriminated: bool) -> str:
     only = " or ".join(f"`{kind}`" for kind in key.kinds)
     # The section's description, just above the table, already tells what each kind is.
     meaning = "Which of the above." if key.name == "kind" and discriminated else key.description
-    cells = [f"`{key.name}`", key.type, default, f"With kind {only}: {meaning}" if only else meaning]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    cells = [f"`{key.name}`", key.type, default, f"{only}: {meaning}" if only else meaning]
+    return " | ".join(cell.replace("|", chr(92) + "|") for cell in cells)
 
 
 def render_migration() -> str:

@@ -20,7 +20,7 @@ MODELS = {
     "235B-A22B": "Qwen/Qwen3-235B-A22B",
 }
 CLUSTERS = ((8, 1), (64, 8))
-CARDS = (80, 141)
+CARDS = (80,)
 ALONE: Mapping[str, int] = {}
 # Of the mixture among the models.
 MIXTURE = "235B-A22B"

@@ -1,10 +1,9 @@
-"""Takes the pictures of live page, comparison, timeline and a report: ``python docs/pictures.py [WORK_DIR]``.
+"""Takes the pictures of live page, comparison and timeline: ``python docs/pictures.py [WORK_DIR]``.
 
-It trains a broken run of the tutorial for its report, the quickstart's model three times for the comparison, and once
-more over two engines, of which it stops one, so that the page has something to show; that takes some minutes on two
-cores. Needs Chromium with its driver (``apt-get install -y chromium chromium-driver``) and what is installed for the
-tests; the fonts Inter and JetBrains Mono (``fonts-inter``, ``fonts-jetbrains-mono``) look best. What is in WORK_DIR
-already is not trained again.
+It trains the quickstart's model three times for the comparison, and once more over two engines, of which it stops one,
+so that the page has something to show; that takes some minutes on two cores. Needs Chromium with its driver (``apt-get
+install -y chromium chromium-driver``) and what is installed for the tests; the fonts Inter and JetBrains Mono
+(``fonts-inter``, ``fonts-jetbrains-mono``) look best. What is in WORK_DIR already is not trained again.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from lachesis.run.status import read_status
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "pictures"
 QUICKSTART = ROOT / "examples" / "quickstart"
-TUTORIAL = ROOT / "docs" / "tutorials" / "does-not-learn.md"
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -146,22 +144,6 @@ def train_compared(work: Path) -> list[Path]:
     return [work / "runs" / name for name in COMPARED]
 
 
-def train_broken(work: Path) -> Path:
-    """The report of the first run that the tutorial breaks, by its own files and commands."""
-    page = TUTORIAL.read_text()
-    commands = re.findall(r"^lachesis ((?:init|train .*run\.name=tags) .*)$", page, re.MULTILINE)
-    reward = re.search(r"^# (first/\S+\.py)\n.*?(?=^```)", page, re.MULTILINE | re.DOTALL)
-    if len(commands) != 2 or reward is None:
-        sys.exit(f"{TUTORIAL.relative_to(ROOT)} has other commands by now")
-    report = work / "runs" / "tags" / "report.html"
-    for number, words in enumerate(() if report.exists() else commands):
-        log = work / f"broken-{number}.log"
-        if lachesis(*words.split(), log=log).wait(_LIMIT_S):
-            sys.exit(log.read_text())
-        (work / reward[1]).write_text(reward[0])
-    return report
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -267,7 +249,6 @@ def main() -> None:
     with camera() as taking:
         page = write_compare(compared, work / "compare.html").resolve().as_uri()
         taking.take("compare", page, size=(WIDE[0], 1100), until=drawn)
-        taking.take("does-not-learn", train_broken(work).as_uri(), size=(WIDE[0], 1100), until=drawn)
         with live_run(work) as (address, run_dir):
             taking.take("live", address, size=WIDE, until=drawn)
             taking.take("live-course", address, size=(WIDE[0], 1360), until=drawn, at="#course")
