@@ -36,15 +36,17 @@ from architectures import LLAMA_3_1_8B
 from needs_gpu import require_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lachesis.bridges.proof import NO_DIGESTS, FleetProof
+from lachesis.bridges.fleet_proof import FleetProof
+from lachesis.bridges.proof import NO_DIGESTS
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.process.managed import ManagedProcess
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.parts import build_policy
+from lachesis.run.servers import build_servers
 from lachesis.train.policy import Policy
 
 PORT = 9101
@@ -342,7 +344,7 @@ def make_adapter(arguments: argparse.Namespace) -> Path:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lachesis.bridges.saved import adapter_config, save_adapter
+    from lachesis.bridges.model_files import adapter_config, save_adapter
 
     path = arguments.model_dir.parent / "adapter"
     if path.exists():

@@ -48,8 +48,9 @@ from lachesis.metrics.hub import HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.directory import claim_run
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
+from lachesis.run.engine import build_engine_side
 from lachesis.run.parts import build_evaluation, build_feed, build_policy
 from lachesis.run.pause import RequestedPause
 from lachesis.run.sinks import build_sinks

@@ -44,13 +44,15 @@ from bridges import make_model
 from torch import Tensor
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.proof import NO_DIGESTS, EngineSays, FleetProof, SyncProof
+from lachesis.bridges.fleet_proof import FleetProof
+from lachesis.bridges.proof import NO_DIGESTS, EngineSays, SyncProof
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.serving.backend import DigestRequest
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
+from lachesis.run.context import EngineSide, RunPlace
+from lachesis.run.engine import build_engine_side
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy

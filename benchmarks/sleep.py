@@ -32,8 +32,9 @@ from needs_gpu import require_gpu
 
 from lachesis.bridges.external import ExternalBridge
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.parts import build_policy
+from lachesis.run.servers import build_servers
 from lachesis.train.policy import Policy
 
 CYCLES = {"small": 200, "8B": 5}

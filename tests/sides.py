@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.parts import build_policy
+from lachesis.run.servers import build_servers
 from lachesis.train.policy import Policy
 
 

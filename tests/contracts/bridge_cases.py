@@ -10,15 +10,17 @@ from typing import Any, Literal
 
 import torch
 
-from lachesis.bridges.proof import digests_of
+from lachesis.bridges.fleet_proof import digests_of
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, whole_of
+from lachesis.run.context import EngineSide, RunPlace
+from lachesis.run.engine import build_engine_side
 from lachesis.run.parts import build_policy
+from lachesis.run.servers import whole_of
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from tests.contracts.bridge_faults import Tampering

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from lachesis.bridges.proof import FleetProof, SyncProof
+from lachesis.bridges.fleet_proof import FleetProof
+from lachesis.bridges.proof import SyncProof
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
-from lachesis.run.engine import EngineSide
+from lachesis.run.context import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from tests.contracts.bridge_cases import PROMPT, soon

@@ -20,6 +20,7 @@ import lachesis
 from lachesis.config.load import load_config
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.plugins.checks.doctor import write_proof
+from lachesis.run.context import RunContext
 from lachesis.run.train import RunSummary, train
 from tests import warm
 from tests.waiting import LONG_S
@@ -107,9 +108,8 @@ def run_here(
         asked.append(1)
         return stop_after is not None and len(asked) >= stop_after
 
-    return train(
-        load_config(config, overrides=overrides), resume=resume, overwrite=overwrite, stop_requested=stop_requested
-    )
+    context = RunContext(stop_requested=stop_requested)
+    return train(load_config(config, overrides=overrides), context, resume=resume, overwrite=overwrite)
 
 
 @dataclass(frozen=True, slots=True)

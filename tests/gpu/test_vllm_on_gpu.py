@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.bridges.proof import FleetProof
+from lachesis.bridges.fleet_proof import FleetProof
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
-from lachesis.run.engine import EngineSide
+from lachesis.run.context import EngineSide
 from lachesis.run.launch import SHARED_IMPORTS
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy

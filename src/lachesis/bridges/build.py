@@ -6,33 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.broadcast import (
-    BroadcastBridge,
-    PackBuckets,
-    TravellingWeights,
-    full_source,
-    lora_source,
-)
-from lachesis.bridges.external import Command, OwnedEngine, Servers, empty_cache
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
-from lachesis.bridges.proof import ModelPolicyT, remote_proof
-from lachesis.bridges.saved import (
-    AdapterWriter,
-    CheckpointFiles,
-    Load,
-    SavedBridge,
-    adapter_config,
-    load_adapter,
-    load_checkpoint,
-    started_on_it,
-)
-from lachesis.bridges.senders import SenderRanks, SendsTogether
-from lachesis.bridges.shared import EngineWeights, SharedBridge
+from lachesis.bridges.proof import ModelPolicyT
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
@@ -54,8 +32,15 @@ from lachesis.config.schema import (
     VllmEngineConfig,
 )
 from lachesis.engines.base import PauseMode
-from lachesis.engines.http.client import HttpEngine
 from lachesis.transport.layout import ChannelBackend
+
+# The module of a bridge is loaded when the configuration names it.
+if TYPE_CHECKING:
+    from lachesis.bridges.broadcast import PackBuckets
+    from lachesis.bridges.external import Command, OwnedEngine, Servers
+    from lachesis.bridges.senders import SenderRanks, SendsTogether
+    from lachesis.bridges.shared import EngineWeights
+    from lachesis.engines.http.client import HttpEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +72,7 @@ class BridgeParts(Generic[ModelPolicyT]):
     members: Callable[[], Sequence[str]] | None
     whole_of: Callable[[ModelPolicyT], Whole]
     companions: Callable[[ModelPolicyT, Path], None]
-    make_room: Callable[[ModelPolicyT], None] = empty_cache
+    make_room: Callable[[ModelPolicyT], None]
     pack_buckets: PackBuckets[ModelPolicyT] | None = None
     together: Callable[[ModelPolicyT], SendsTogether] | None = None
     canary_prompt: Sequence[int] = ()
@@ -99,17 +84,15 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
         case SharedBridgeConfig() as kind:
             return _shared(parts, pause=kind.pause)
         case BroadcastBridgeConfig() as kind:
-            return _broadcast(parts, kind, full_source)
+            return _broadcast(parts, kind)
         case LoraBroadcastBridgeConfig() as kind:
-            return _broadcast(parts, kind, lora_source)
+            return _broadcast(parts, kind)
         case LoraSwapBridgeConfig() as kind:
-            return _saved(parts, kind, load_adapter, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s")
+            return _saved(parts, kind, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s")
         case LoraRestartBridgeConfig() as kind:
-            return _saved(parts, kind, load_adapter, "[LORA] Engine restarted with version %d in %.1f s")
-        case RestartBridgeConfig() as kind:
-            return _saved(parts, kind, started_on_it, "[CHECKPOINT] Engine serves version %d after %.1f s")
-        case ReloadBridgeConfig() as kind:
-            return _saved(parts, kind, load_checkpoint, "[CHECKPOINT] Engine serves version %d after %.1f s")
+            return _saved(parts, kind, "[LORA] Engine restarted with version %d in %.1f s")
+        case RestartBridgeConfig() | ReloadBridgeConfig() as kind:
+            return _saved(parts, kind, "[CHECKPOINT] Engine serves version %d after %.1f s")
         case CustomBridgeConfig() as kind:
             return _custom(parts, kind)
         case InProcessBridgeConfig():
@@ -141,6 +124,9 @@ def _custom(parts: BridgeParts[ModelPolicyT], kind: CustomBridgeConfig) -> Bridg
 def _servers(
     parts: BridgeParts[ModelPolicyT], *, every_steps: int = 1, pause: PauseMode = "keep"
 ) -> Servers[ModelPolicyT]:
+    from lachesis.bridges.external import Servers
+    from lachesis.bridges.fleet_proof import remote_proof
+
     config, weights = parts.config, parts.weights
     slices_of = None if weights is None else lambda: weights.slices
     proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of, prompt=parts.canary_prompt)
@@ -173,17 +159,18 @@ def sleep_level(config: LachesisConfig) -> Literal[0, 1, 2]:
 
 
 def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[ModelPolicyT]:
+    from lachesis.bridges.shared import SharedBridge
+
     assert parts.weights is not None
     return SharedBridge(_servers(parts, pause=pause), weights=parts.weights)
 
 
 def _broadcast(
-    parts: BridgeParts[ModelPolicyT],
-    kind: BroadcastBridgeConfig | LoraBroadcastBridgeConfig,
-    source: Callable[
-        [Callable[[ModelPolicyT], nn.Module], Callable[[ModelPolicyT], Whole]], TravellingWeights[ModelPolicyT]
-    ],
+    parts: BridgeParts[ModelPolicyT], kind: BroadcastBridgeConfig | LoraBroadcastBridgeConfig
 ) -> Bridge[ModelPolicyT]:
+    from lachesis.bridges.broadcast import BroadcastBridge, full_source, lora_source
+
+    source = full_source if isinstance(kind, BroadcastBridgeConfig) else lora_source
     backend = channel_backend(parts.config, kind)
     return BroadcastBridge(
         _servers(parts, every_steps=kind.every_steps),
@@ -204,10 +191,22 @@ def _sender_ranks(
     """Return how several ranks send all weights; None for an adapter, which is a bucket or less."""
     if parts.together is None or backend == "ipc" or not isinstance(kind, BroadcastBridgeConfig) or kind.senders == 1:
         return None
+    from lachesis.bridges.senders import SenderRanks
+
     return SenderRanks(parts.together, most=kind.senders)
 
 
-def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load, done: str) -> Bridge[ModelPolicyT]:
+def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, done: str) -> Bridge[ModelPolicyT]:
+    from lachesis.bridges.model_files import adapter_config
+    from lachesis.bridges.saved import (
+        AdapterWriter,
+        CheckpointFiles,
+        SavedBridge,
+        load_adapter,
+        load_checkpoint,
+        started_on_it,
+    )
+
     whole_of = parts.whole_of
     adapter: AdapterWriter[ModelPolicyT] = AdapterWriter(
         tensors=lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
@@ -218,15 +217,16 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load
         companions=parts.companions,
     )
     adapter_only = kind.capabilities.adapter_only
+    whole = load_checkpoint if isinstance(kind, ReloadBridgeConfig) else started_on_it
     return SavedBridge(
         _servers(parts, every_steps=kind.every_steps),
         capabilities=kind.capabilities,
         directory=parts.directory / ("adapters" if adapter_only else "exports"),
         keep_last=kind.keep_last,
         save=adapter if adapter_only else checkpoint,
-        load=load,
+        load=load_adapter if adapter_only else whole,
         done=done,
-        command=parts.command if load is started_on_it else None,
+        command=parts.command if isinstance(kind, RestartBridgeConfig) else None,
     )
 
 
@@ -247,6 +247,8 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
     """
     if not takes_engine_weights(config):
         return None
+    from lachesis.bridges.shared import EngineWeights
+
     bridge = config.bridge
     return EngineWeights(
         engine.controls[0],

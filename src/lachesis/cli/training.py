@@ -27,8 +27,8 @@ from lachesis.config.load import load_config
 from lachesis.config.smoke import trial
 
 
-@app.command()
-def train(
+@app.command("train")
+def train_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
     overrides: Overrides = None,
     resume: Resume = False,
@@ -43,18 +43,12 @@ def train(
     loaded = load_config(config, overrides=overrides or [])
     if smoke:
         loaded, overwrite = trial(loaded), True
-    from lachesis.run.start import train as run_training
+    from lachesis.run.context import RunContext
+    from lachesis.run.start import start_run
 
     with stop_on_signals() as stop, live_page(loaded, asked=ui):
-        summary = run_training(
-            loaded,
-            resume=resume,
-            overwrite=overwrite,
-            console=console,
-            stop_requested=lambda: bool(stop),
-            world=world,
-            imported=hide_progress_bars,
-        )
+        context = RunContext(console=console, stop_requested=lambda: bool(stop), world=world)
+        summary = start_run(loaded, context, resume=resume, overwrite=overwrite, imported=hide_progress_bars)
     words = [*(f"--set={item}" for item in overrides or []), *(["--smoke"] if smoke else []), *(["--ui"] if ui else [])]
     conclude(summary, stop, ["lachesis", "train", str(config), *words])
 

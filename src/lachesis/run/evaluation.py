@@ -10,6 +10,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.types import EvalResult
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.model import NoAdapterConfig
+from lachesis.run.context import ALONE
 from lachesis.run.directory import RunDirectory
 from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.train import build_parts
@@ -32,15 +33,7 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
     seed_everything(config.run.seed)
     set_up(config)
     with TemporaryDirectory(prefix="lachesis-evaluation-") as place, ExitStack() as closing:
-        _, parts = build_parts(
-            config,
-            run=RunDirectory(Path(place)),
-            closing=closing,
-            stop_requested=lambda: False,
-            companions=None,
-            leadership=None,
-            keep=False,
-        )
+        _, parts = build_parts(config, ALONE, run=RunDirectory(Path(place)), closing=closing, keep=False)
         parts.side.bridge.sync(0)
         result = parts.evaluation.maybe_run(0)
     if result is None:

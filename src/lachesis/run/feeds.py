@@ -15,7 +15,7 @@ from lachesis.plugins import load
 from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.run.engine import EngineSide, RunPlace
+from lachesis.run.context import EngineSide, RunContext, RunPlace
 from lachesis.run.parts import build_feed, feed_from
 from lachesis.run.sources import build_episodes
 from lachesis.run.teacher import Teach
@@ -23,7 +23,7 @@ from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
-    from lachesis.run.companions import Companions
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ def build_rollouts(
     kept: KeptRollouts | None,
     teach: Teach,
     place: RunPlace,
-    stop: Callable[[], None],
-    companions: Companions | None,
+    context: RunContext,
 ) -> Rollouts:
     """The way from the source that the configuration names to packed batches."""
     engine = side.bridge.engine
@@ -61,9 +60,9 @@ def build_rollouts(
             policy=policy,
             engine=engine,
             run_dir=place.directory,
-            watch=partial(watch_over, side, companions, stop),
-            stop=stop,
-            reachable=companions is None or not companions.starts_api,
+            watch=partial(watch_over, side, context),
+            stop=context.raise_if_stopped,
+            reachable=context.companions is None or not context.companions.starts_api,
             teach=teach,
         )
         return Rollouts(feed, (), kept)
@@ -73,14 +72,12 @@ def build_rollouts(
     return Rollouts(feed, rewarder.names, kept)
 
 
-def watch_over(
-    side: EngineSide, companions: Companions | None, stop: Callable[[], None], engine: Callable[[], None]
-) -> None:
-    """Raise where a batch would be waited for in vain: ``stop`` does, or the engine or a companion has died."""
-    stop()
+def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]) -> None:
+    """Raise if waiting for a batch is in vain: the run is to stop, or the engine or a companion has died."""
+    context.raise_if_stopped()
     if side.owned is None:
         engine()
     elif side.owned.died(within_s=0.0):
         raise EngineError("the engine died while the environments were generating", remedy="read its log")
-    if companions is not None:
-        companions.watch()
+    if context.companions is not None:
+        context.companions.watch()

@@ -26,6 +26,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
 from lachesis.run.at_exit import STOPS, hold_exit, say
+from lachesis.run.context import RunContext
 from lachesis.run.directory import claim_run
 from lachesis.run.status import RunStatus, read_status
 
@@ -95,16 +96,16 @@ class Run:
             )
         self._asked_to_stop.clear()
         self._ended = Future()
-        options = {"resume": resume, "overwrite": overwrite, "console": console}
         hold_exit(self)
-        threading.Thread(target=self._train, args=(self._ended, options), name="lachesis run").start()
+        threading.Thread(target=self._run, args=(self._ended, resume, overwrite, console), name="lachesis run").start()
         return self
 
-    def _train(self, ended: Future[RunSummary], options: dict[str, Any]) -> None:
+    def _run(self, ended: Future[RunSummary], resume: bool, overwrite: bool, console: Console | None) -> None:
         try:
-            from lachesis.run.start import train
+            from lachesis.run.start import start_run
 
-            summary = train(self._loaded, stop_requested=self._asked_to_stop.is_set, **options)
+            context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
+            summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite)
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             _ONE_AT_A_TIME.release()
             logger.error("%s", error)

@@ -22,6 +22,7 @@ from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.datasets.formats import Problem
 from lachesis.rollouts.datasets.rendering import render, tokenize
 from lachesis.rollouts.generation import text_decoder
+from lachesis.run.context import ALONE
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
@@ -160,15 +161,7 @@ def _directory(config: LachesisConfig) -> RunDirectory:
 
 
 def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Given]) -> Pieces:
-    config, built = build_parts(
-        config,
-        run=_directory(config),
-        closing=closing,
-        stop_requested=lambda: False,
-        companions=None,
-        leadership=None,
-        keep=False,
-    )
+    config, built = build_parts(config, ALONE, run=_directory(config), closing=closing, keep=False)
     return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
 
 

@@ -19,7 +19,6 @@ from lachesis.common.world import World
 from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.schema.mesh import derive_mesh
 from lachesis.engines.serving.backend import TransferKind
 from lachesis.run.gpu_meters import rank_meter
 from lachesis.run.launch import set_up
@@ -76,17 +75,13 @@ def _pack_buckets(
 
 
 @contextmanager
-def leading(world: World | None, config: LachesisConfig) -> Iterator[Leadership | None]:
-    """Meet the followers. They are told when it ends, however it does. A process alone (no world) leads nobody.
+def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
+    """Meet the followers, and tell them when the block ends, however it does.
 
     Raises:
         ConfigError: the configuration is none for so many ranks.
         DeadlineExceeded: not all came in time.
     """
-    if world is None:
-        derive_mesh(config.distributed, ranks=1)
-        yield None
-        return
     require_distributable(config, ranks=world.size)
     require_colocatable(config, ranks=world.size, here=world.local_size)
     shared = shared_card(config, ranks=world.local_size, environment=os.environ)

@@ -8,23 +8,24 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
-from lachesis.common.errors import CheckpointError, ConfigError, EngineError, EngineLost, StopRequested
+from lachesis.common.errors import CheckpointError, ConfigError, EngineError, EngineLost
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole, SafeFormatter
 from lachesis.common.types import EvalResult, Finding
-from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema.mesh import derive_mesh
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry
@@ -35,13 +36,13 @@ from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.run.activations import with_activations
-from lachesis.run.companions import Companions
+from lachesis.run.context import ALONE, Companions, EngineSide, RunContext, RunPlace
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file, note_step
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
+from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.feeds import build_rollouts
 from lachesis.run.gpu_meters import run_meter
-from lachesis.run.launch import LaunchedEngine, seed_everything, set_up
+from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
     build_checkpoints,
@@ -53,7 +54,6 @@ from lachesis.run.parts import (
 )
 from lachesis.run.pause import RequestedPause
 from lachesis.run.pulse import Pulse, pulses_felt
-from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import load_data, rewarder_of, template_findings
@@ -63,6 +63,9 @@ from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger("lachesis")
 
@@ -85,14 +88,10 @@ class RunSummary:
 
 def train(
     loaded: LoadedConfig,
+    context: RunContext = ALONE,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    console: Console | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
-    companions: Companions | None = None,
-    world: World | None = None,
-    launched: LaunchedEngine | None = None,
 ) -> RunSummary:
     """Train as the configuration says, in its run directory.
 
@@ -101,14 +100,10 @@ def train(
 
     Args:
         loaded: the configuration.
+        context: surroundings of the run. ``launched`` is its engine, if :func:`lachesis.run.start.start_run` has called
+            ``run.setup`` and started it.
         resume: go on from the last checkpoint in the run directory. What torchrun starts again goes on by itself.
         overwrite: replace a run that is there already, once all parts of the new one are built.
-        console: where progress is shown; ``None`` shows nothing.
-        stop_requested: asked after each step, and while environments are waited for; True saves a checkpoint and
-            ends the run early.
-        companions: started once the run directory is there, stopped at the end.
-        world: the ranks of which this is the first; the others call :func:`lachesis.run.ranks.follow`.
-        launched: its engine, where :func:`lachesis.run.start.train` has called ``run.setup`` and started it.
 
     Raises:
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
@@ -121,7 +116,7 @@ def train(
     findings = [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]
     log_findings(findings)
     directory = loaded.config.run.directory
-    most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
+    most = loaded.config.services.restarts if context.world is None else 0  # torchrun starts ranks again
     hub = loaded.config.checkpoint.hub
     if hub is not None:
         from lachesis.plugins.export.push import push_final, warn_of_missing_login
@@ -131,14 +126,10 @@ def train(
         try:
             summary = _train_once(
                 loaded.config,
+                context if restart == 1 else replace(context, launched=None),
                 findings=findings,
                 resume=resume,
                 overwrite=overwrite,
-                console=console,
-                stop_requested=stop_requested,
-                companions=companions,
-                world=world,
-                launched=launched if restart == 1 else None,
             )
         except EngineLost as lost:
             if restart > most:
@@ -160,40 +151,31 @@ def train(
 
 
 def _train_once(
-    config: LachesisConfig,
-    *,
-    findings: Sequence[Finding],
-    resume: bool,
-    overwrite: bool,
-    console: Console | None,
-    stop_requested: Callable[[], bool],
-    companions: Companions | None,
-    world: World | None,
-    launched: LaunchedEngine | None,
+    config: LachesisConfig, context: RunContext, *, findings: Sequence[Finding], resume: bool, overwrite: bool
 ) -> RunSummary:
-    """One attempt. Raises EngineLost where another may go on from a checkpoint."""
-    directory = config.run.directory
-    if world is not None and began_before(world, directory, limit_s=config.deadlines.ranks_s):
-        resume = _can_resume(directory, restarts=world.restarts)
-        overwrite = not resume
+    """Make one attempt. Raises EngineLost if another may go on from a checkpoint."""
+    directory, world, companions = config.run.directory, context.world, context.companions
+    if world is not None:
+        from lachesis.run.ranks import began_before, leading
+
+        if began_before(world, directory, limit_s=config.deadlines.ranks_s):
+            resume = _can_resume(directory, restarts=world.restarts)
+            overwrite = not resume
+        meeting = leading(world, config)
+    else:
+        derive_mesh(config.distributed, ranks=1)
+        meeting = nullcontext()
     run = claim_run(directory, resume=resume, overwrite=overwrite)
-    stop_requested = either(stop_requested, partial(is_asked, run.path, "stop"))
+    stop_requested = either(context.stop_requested, partial(is_asked, run.path, "stop"))
     seed_everything(config.run.seed)
-    if launched is None:
-        set_up(config, console=console)
+    if context.launched is None:
+        set_up(config, console=context.console)
     check_custom_parts(config)
     with ExitStack() as closing:
-        leadership = closing.enter_context(leading(world, config))
+        leadership = closing.enter_context(meeting)
+        context = replace(context, stop_requested=stop_requested, leadership=leadership)
         # Everything that can be wrong with the input shows here, before the run directory is touched.
-        config, parts = build_parts(
-            config,
-            run=run,
-            closing=closing,
-            stop_requested=stop_requested,
-            companions=companions,
-            leadership=leadership,
-            launched=launched,
-        )
+        config, parts = build_parts(config, context, run=run, closing=closing)
         with begin_run(run, resume=resume, engines=parts.side.rows) as log:
             log_findings(parts.findings)
             for finding in (*findings, *parts.findings):
@@ -212,9 +194,9 @@ def _train_once(
                 run=run,
                 parts=parts,
                 resume=resume,
-                consoles=[console, log],
+                consoles=[context.console, log],
                 stop_requested=stop_requested,
-                pause=RequestedPause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
+                pause=RequestedPause(run, watch=context.raise_if_stopped),
                 gpus=dict if meter is None else meter.take,
             )
             closing.callback(trainer.telemetry.close)
@@ -317,20 +299,11 @@ def build_trainer(
 
 
 def build_parts(
-    config: LachesisConfig,
-    *,
-    run: RunDirectory,
-    closing: ExitStack,
-    stop_requested: Callable[[], bool],
-    companions: Companions | None,
-    leadership: Leadership | None,
-    launched: LaunchedEngine | None = None,
-    keep: bool = True,
+    config: LachesisConfig, context: RunContext, *, run: RunDirectory, closing: ExitStack, keep: bool = True
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
 
     Args:
-        launched: the engine, where it is on its way up already.
         keep: whether there will be a run directory, in which finished rollouts are kept over a restart.
 
     Returns:
@@ -339,6 +312,7 @@ def build_parts(
     Raises:
         LachesisError: one of its subclasses, for whatever is wrong with the input.
     """
+    leadership = context.leadership
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
     config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
@@ -347,15 +321,13 @@ def build_parts(
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
-        stop = partial(raise_if_asked, stop_requested, leadership)
         early = EarlyPolicy(config, build, alone=leadership is None)
         side = build_engine_side(
             config,
             place=place,
             sharded=sharded,
-            watch=stop,
+            context=context,
             meanwhile=early.begin,
-            launched=launched,
             pack_buckets=None if leadership is None else leadership.pack_buckets(config),
             canary_prompt=next((problem.token_ids for problem in problems if problem.token_ids), ()),
         )
@@ -371,8 +343,7 @@ def build_parts(
             kept=build_kept(config, run.files["kept"]) if keep else None,
             teach=build_teach(config, tokenizer=policy.tokenizer, closing=closing),
             place=place,
-            stop=stop,
-            companions=companions,
+            context=context,
         )
         feed = with_start(rollouts.feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)
@@ -388,14 +359,6 @@ def build_parts(
         closing.callback(evaluation.close)
         findings = template_findings(config, problems, policy.tokenizer)
         return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept, findings)
-
-
-def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:
-    """Raise StopRequested where the run is to end; or what has become of another rank."""
-    if leadership is not None:
-        leadership.leader.check()
-    if stop_requested():
-        raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
 
 
 def run_place(run: RunDirectory) -> RunPlace:

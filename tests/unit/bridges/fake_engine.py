@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lachesis.bridges.external import Servers
 from lachesis.bridges.extract import full_weights, lora_tensors
-from lachesis.bridges.proof import EngineSays, FleetProof, SyncProof
+from lachesis.bridges.fleet_proof import FleetProof
+from lachesis.bridges.proof import EngineSays, SyncProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.types import CanaryReading

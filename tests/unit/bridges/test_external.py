@@ -12,7 +12,8 @@ import pytest
 from lachesis.bridges import external
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.saved import AdapterWriter, SavedBridge, adapter_config, load_adapter
+from lachesis.bridges.model_files import adapter_config
+from lachesis.bridges.saved import AdapterWriter, SavedBridge, load_adapter
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig

@@ -18,15 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.saved import (
-    AdapterWriter,
-    SavedBridge,
-    VersionedDirectories,
-    adapter_config,
-    load_adapter,
-    save_adapter,
-    write_safetensors,
-)
+from lachesis.bridges.model_files import adapter_config, save_adapter, write_safetensors
+from lachesis.bridges.saved import AdapterWriter, SavedBridge, VersionedDirectories, load_adapter
 from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.fleet import State

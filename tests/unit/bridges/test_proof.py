@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from lachesis.bridges.proof import (
-    QUANTIZED_TOLERANCE,
-    TOLERANCE,
-    EngineSays,
-    Proved,
-    SyncProof,
-    coarser_quantization,
-    engine_arithmetic,
-)
+from lachesis.bridges.fleet_proof import engine_arithmetic
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, EngineSays, Proved, SyncProof, coarser_quantization
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig

@@ -16,14 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import full_weights
-from lachesis.bridges.saved import (
-    CheckpointFiles,
-    SavedBridge,
-    load_checkpoint,
-    save_companions,
-    started_on_it,
-    write_checkpoint,
-)
+from lachesis.bridges.model_files import save_companions, write_checkpoint
+from lachesis.bridges.saved import CheckpointFiles, SavedBridge, load_checkpoint, started_on_it
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import ReloadBridgeConfig, RestartBridgeConfig
 from lachesis.engines.serving.backend import Refused

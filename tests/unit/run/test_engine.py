@@ -16,7 +16,8 @@ from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http import control
 from lachesis.engines.serving.session import new_session, write_session
-from lachesis.run.engine import RunPlace, build_engine_side, unclaimed_on_error
+from lachesis.run.context import RunPlace
+from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
-from lachesis.bridges.saved import save_companions, write_checkpoint
+from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import DependencyError, ModelError, first_line
 from lachesis.common.hub import cache_alone_where_the_hub_is_away

@@ -37,7 +37,7 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.plugins.dialects.atropos_help import help_text
 
 if TYPE_CHECKING:
-    from lachesis.run.companions import Companions
+    from lachesis.run.context import Companions
 
 RUN_HELP = """\
 Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]
@@ -164,19 +164,14 @@ def _train(
     companions: Companions | None = None,
 ) -> None:
     """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
-    from lachesis.run.start import train
+    from lachesis.run.context import RunContext
+    from lachesis.run.start import start_run
 
     with stop_on_signals() as stop, live_page(loaded, asked=ui), printed_log("lachesis", beginning=DOCUMENTED):
-        summary = train(
-            loaded,
-            resume=resume,
-            overwrite=overwrite,
-            console=console,
-            stop_requested=lambda: bool(stop),
-            companions=companions,
-            world=world,
-            imported=hide_progress_bars,
+        surroundings = RunContext(
+            console=console, stop_requested=lambda: bool(stop), companions=companions, world=world
         )
+        summary = start_run(loaded, surroundings, resume=resume, overwrite=overwrite, imported=hide_progress_bars)
     if benchmark:
         console.print(benchmark_lines(summary.run_dir, mode=loaded.config.bridge.kind))
     conclude(summary, stop, command_of(context))

@@ -1,0 +1,140 @@
+"""Files of a model or an adapter, as transformers, peft and vLLM read them."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # a path of what?
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lachesis.common.errors import ModelError
+from lachesis.engines.embedded.adapters import is_adapted
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+# A file of a checkpoint holds about this much, which bounds what is in memory twice while it is written.
+SHARD_BYTES = 512 * 2**20
+
+
+def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write weights as safetensors files with an index, as transformers and vLLM read them.
+
+    They are taken one by one, and at most one file's worth is held. Files are named as transformers names them, which
+    is by their number.
+    """
+    places: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    total = held = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
+        write_safetensors(directory / name, shard)
+        places.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in weights:
+        if shard and held + tensor.nbytes > shard_bytes:
+            flush()
+            held = 0
+        shard[name] = tensor
+        held += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    written = sorted(set(places.values()))
+    named = {name: _final_name(number, of=len(written)) for number, name in enumerate(written, start=1)}
+    for name, final in named.items():
+        (directory / name).rename(directory / final)
+    weight_map = {name: named[file] for name, file in sorted(places.items())}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _final_name(number: int, *, of: int) -> str:
+    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def save_companions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a checkpoint's files besides its weights: the configurations and the tokenizer."""
+    config: Any = copy.deepcopy(model.config)
+    # FSDP2 makes a class of its own of what it shards.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = model.dtype
+    parts: list[Any] = [config, model.generation_config, tokenizer]
+    for part in parts:
+        if part is not None:
+            part.save_pretrained(directory)
+
+
+def save_adapter(directory: Path, *, tensors: Mapping[str, Tensor], config: bytes) -> None:
+    """Write an adapter as peft does, into an empty directory.
+
+    Args:
+        tensors: by name without peft's prefix, on any device.
+        config: the content of ``adapter_config.json``, see :func:`adapter_config`.
+    """
+    write_safetensors(
+        directory / ADAPTER_WEIGHTS, {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    )
+    (directory / ADAPTER_CONFIG).write_bytes(config)
+
+
+def adapter_config(model: nn.Module) -> bytes:
+    """Return the ``adapter_config.json`` that peft saves with the model's adapter.
+
+    It is peft's own work, bytes and all, but takes longer than writing the tensors: it is made once, for it does
+    not change while an adapter is trained.
+
+    Raises:
+        ModelError: the model has no adapter.
+    """
+    if not is_adapted(model):
+        raise ModelError(
+            f"PEFT library required: {type(model).__name__} has no adapter",
+            remedy="set adapter.kind to lora, or use a bridge that transfers full weights",
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        # No tensors: the configuration is all that is wanted of peft here.
+        model.save_pretrained(directory, state_dict={}, save_embedding_layers=False)
+        return (Path(directory) / ADAPTER_CONFIG).read_bytes()
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, on any device and of any layout, in the safetensors format.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    try:
+        save_file(on_host(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        full = os.strerror(errno.ENOSPC) in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+
+
+@torch.no_grad()
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, contiguous.
+
+    An adapter is hundreds of small tensors, and fetching each from a GPU waits for the GPU each time: those on one
+    are packed there and fetched at once.
+    """
+    found = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if not tensor.is_cuda}
+    places = {(t.device, t.dtype) for t in tensors.values() if t.is_cuda}
+    for device, dtype in places:
+        group = {name: t for name, t in tensors.items() if t.device == device and t.dtype == dtype}
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group.values()])
+        host = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat)
+        parts = host.split_with_sizes([tensor.numel() for tensor in group.values()])
+        found |= {name: part.view(t.shape) for (name, t), part in zip(group.items(), parts, strict=True)}
+    return {name: found[name] for name in tensors}

@@ -1,0 +1,134 @@
+"""The engine of a run on servers, which the run starts or finds, with the bridge to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lachesis.bridges.broadcast import PackBuckets
+from lachesis.bridges.build import BridgeParts, build_bridge, engine_weights
+from lachesis.bridges.external import OwnedEngine
+from lachesis.bridges.extract import Whole, as_they_are
+from lachesis.bridges.model_files import save_companions
+from lachesis.bridges.names import check_same_model
+from lachesis.common.deadline import Deadline
+from lachesis.config.schema import LachesisConfig
+from lachesis.engines.build import server_command, server_urls
+from lachesis.engines.fleet import EngineRow
+from lachesis.engines.http.client import HttpEngine
+from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
+from lachesis.run.fleet import fleet_members
+from lachesis.run.launch import launch_servers
+from lachesis.run.pulse import Pulse, server_pulse
+from lachesis.run.share import with_room_aside
+from lachesis.train.model.loading import empty_transformer
+from lachesis.train.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServersSide(EngineSide):
+    """Servers with their bridge."""
+
+    engine: HttpEngine
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        """Return how the engines stand, if there are several."""
+        return () if len(self.engine.urls) == 1 else self.engine.fleet.rows
+
+    def pulses(self) -> list[Pulse]:
+        """Return the pulse of each server."""
+        return [server_pulse(url) for url in self.engine.urls]
+
+
+def build_servers(
+    config: LachesisConfig,
+    *,
+    place: RunPlace,
+    context: RunContext = ALONE,
+    meanwhile: Callable[[], None] = lambda: None,
+    pack_buckets: PackBuckets[Policy] | None = None,
+    canary_prompt: Sequence[int] = (),
+) -> EngineSide:
+    """Start the servers if the run manages them, claim them, and build the bridge to them.
+
+    ``meanwhile`` is called while servers start. A request to stop ends the wait for them.
+
+    Raises:
+        EngineError: a server died, its port is taken, it does not answer, or another run has it.
+        DeadlineExceeded: it was not able to serve in time.
+        ModelError: a server that runs already serves another model.
+    """
+    members = fleet_members(config, directory=place.directory)
+    urls = server_urls(config) if members is None else members()
+    engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
+    start_s = config.deadlines.engine_start_s
+    launched = context.launched
+    if launched is None:
+        launched = launch_servers(config, directory=place.directory, log_path=place.engine_log)
+    processes = launched.take()
+    owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
+    try:
+        wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
+        limit_s = start_s + wait_s
+        deadline = Deadline(
+            "the start of the engine", limit_s, "deadlines.engine_start_s", watch=context.raise_if_stopped
+        )
+        if processes:
+            meanwhile()
+        launched.wait_ready(deadline=deadline)
+        quorum = config.engine.quorum if config.engine.kind == "http" else None
+        engine.connect_when_up(wait_s=wait_s, quorum=quorum, deadline=deadline)
+        takeover = config.engine.kind == "http" and config.engine.takeover
+        engine.claim(place.owner, takeover=takeover, deadline=deadline)
+        if not processes:
+            check_model(config, engine, deadline=deadline)
+        parts: BridgeParts[Policy] = BridgeParts(
+            config=with_room_aside(config),
+            engine=engine,
+            directory=place.directory,
+            weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),
+            owned=owned,
+            command=partial(server_command, config, directory=place.directory),
+            members=members,
+            whole_of=whole_of,
+            companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
+            make_room=lambda policy: policy.make_room(),
+            pack_buckets=pack_buckets,
+            together=lambda policy: policy,
+            canary_prompt=canary_prompt,
+        )
+        bridge = build_bridge(parts)
+    except BaseException:
+        engine.close()
+        launched.stop()
+        raise
+    return ServersSide(bridge=bridge, weights=parts.weights, owned=owned, engine=engine)
+
+
+def whole_of(policy: Policy) -> Whole:
+    """Return the function that makes the policy's parameters whole before they travel."""
+    return policy.whole if policy.strategy.sharded else as_they_are
+
+
+def check_model(config: LachesisConfig, engine: HttpEngine, *, deadline: Deadline) -> None:
+    """Check that servers which others have started serve the model that is trained.
+
+    Weights that are cut over several GPUs, or quantized, are not checked.
+
+    Raises:
+        ModelError: they serve another one; the message says how the two differ.
+    """
+    control = engine.controls[0]
+    info, held = control.info(deadline=deadline), control.state_dict_info(deadline=deadline)
+    if info.model.tensor_parallel_size > 1 or any(tensor.dtype != info.model.dtype for tensor in held.values()):
+        return
+    model = empty_transformer(config.model, dtype=torch.float32)
+    check_same_model(
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        {name: tensor.shape for name, tensor in held.items()},
+        model_type=model.config.get_text_config().model_type,
+        engine_kind=info.engine,
+    )
