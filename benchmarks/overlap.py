@@ -51,8 +51,9 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.directory import claim_run
 from lachesis.run.engine import build_engine_side
-from lachesis.run.parts import build_evaluation, build_feed, build_policy
-from lachesis.run.pause import RequestedPause
+from lachesis.run.feeds import build_feed
+from lachesis.run.parts import build_evaluation, build_policy
+from lachesis.run.requests import RequestedPause
 from lachesis.run.sinks import build_sinks
 from lachesis.run.sources import build_rewarder, build_source, load_data
 from lachesis.train.batch import Batch

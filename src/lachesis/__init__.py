@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from lachesis.metrics.health.types import Alarm, Observation
     from lachesis.metrics.hub import Sink
     from lachesis.pipeline.feed import Feed
-    from lachesis.run.handle import Run
-    from lachesis.run.library import load, train
+    from lachesis.run.library import Run, load, train
     from lachesis.run.pieces import Pieces, parts
     from lachesis.train.losses.advantage import assign_advantages, group_advantages
     from lachesis.train.losses.loss import policy_loss

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from lachesis.common.deadline import Deadline
-from lachesis.engines.http.teacher import TeacherServer
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
+from lachesis.plugins.teachers.server import TeacherServer
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import served_lora_b

@@ -16,7 +16,7 @@ from lachesis.config.custom import KINDS
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.tape import read_groups
-from lachesis.run.custom import CONTRACTS
+from lachesis.run.parts import CONTRACTS
 from tests.e2e.runs import checkpoints, command, metrics, run_here, state, untimed, write_run
 from tests.paths import DOCS
 from tests.ports import free_port

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,8 @@ from lachesis.config.schema import LachesisConfig
 # What may be given as it is, in place of its section: the section's key for it.
 _SHORT = {"model": "path", "data": "path", "rewards": "functions"}
 _DATASETS = {"path", "eval_path"}
+
+RewardArgument = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from lachesis.common.deadline import Wait, waits_now
-from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
 from lachesis.common.files import clean_files, write_atomic
 from lachesis.common.json_values import is_object
 from lachesis.common.run_files import run_paths
@@ -385,3 +385,21 @@ def noted_step(model: Path) -> int | None:
             f"{path} does not say the step of a model ({type(error).__name__}: {error})",
             remedy='write {"step": N} into it, or remove it if the model is of the run\'s last step',
         ) from error
+
+
+class LogFile(logging.FileHandler):
+    """A log that a full disk ends without a word: what goes into it is shown on the screen too."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+def reason_of(failure: BaseException) -> str:
+    """What ended the run, in words."""
+    if isinstance(failure, KeyboardInterrupt):
+        return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
+    return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"

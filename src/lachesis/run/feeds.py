@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
 from lachesis.common.errors import EngineError
-from lachesis.common.types import Prompt
+from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
-from lachesis.pipeline.feed import Feed
+from lachesis.config.steps import prompts_per_generation, total_steps
+from lachesis.engines.base import Engine
+from lachesis.pipeline.collect import Collector, Reroll
+from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
+from lachesis.pipeline.filters import any_reward_differs, has_signal
+from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.plugins import load
+from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunContext, RunPlace
-from lachesis.run.parts import build_feed, feed_from
-from lachesis.run.sources import build_episodes
-from lachesis.run.teacher import Teach
+from lachesis.run.sources import (
+    build_episodes,
+    build_source,
+    generated_ahead,
+    load_answers,
+)
 from lachesis.train.batch import Batch
+from lachesis.train.iterations import Pack, RepeatedFeed, undivided
+from lachesis.train.losses.advantage import advantage_function, assign_advantages
+from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.model.loading import (
+    context_length,
+    eos_token_ids,
+)
+from lachesis.train.pack import pack_batch, pack_rollouts
 from lachesis.train.policy import Policy
+from lachesis.train.sft import StartedFeed, demonstrations
 
 if TYPE_CHECKING:
     pass
+
+
+Teach = Callable[[Sequence[Group]], Sequence[Group]]
+"""Function that adds what a teacher outside the trainer says of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +110,155 @@ def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]
         raise EngineError("the engine died while the environments were generating", remedy="read its log")
     if context.companions is not None:
         context.companions.watch()
+
+
+def build_feed(
+    config: LachesisConfig,
+    *,
+    problems: Sequence[Prompt],
+    policy: Policy,
+    engine: Engine,
+    rewarder: Rewarder,
+    kept: KeptRollouts | None,
+    teach: Teach = list,
+) -> Feed[Batch]:
+    """The way from problems to packed batches."""
+    source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
+    return feed_from(source, config, policy=policy, kept=kept, teach=teach)
+
+
+def feed_from(
+    source: GroupwiseSource,
+    config: LachesisConfig,
+    *,
+    policy: Policy,
+    kept: KeptRollouts | None,
+    teach: Teach = list,
+) -> Feed[Batch]:
+    """The way from the groups of a source to packed batches."""
+    pipeline = config.pipeline
+    pack_groups = partial(pack_rollouts, config=config, policy=policy)
+    collector = Collector(
+        source,
+        count=prompts_per_generation(config),
+        refill_rounds=pipeline.refill_zero_signal,
+        reroll=build_reroll(config),
+        signal=signal_function(config),
+    )
+    finisher = Finisher(
+        advantages=advantage_assigner(config),
+        pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
+        teach=teach,
+        replay=build_replay(config),
+    )
+    feed: Feed[Batch] = SynchronousFeed(
+        collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
+    )
+    if ahead := generated_ahead(config):
+        source_config = config.source
+        whole_batches = source_config.kind == "local" and bool(source_config.rollout_func or source_config.tools)
+        feed = AsynchronousFeed(
+            source=source,
+            collector=collector,
+            finisher=finisher,
+            ahead=ahead,
+            batch_deadline_s=config.deadlines.batch_s,
+            # What shares the trainer's process, or calls functions of the user, does one call after the other.
+            at_once=1 if whole_batches or config.engine.place == "trainer" else None,
+            whole_batches=whole_batches,
+            kept=kept,
+        )
+    return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
+
+
+def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy) -> Feed[Batch]:
+    """The feed with a supervised start before it, where ``run.stages`` has one.
+
+    Args:
+        problems: with the answers, where ``sft.path`` names no other data.
+
+    Raises:
+        DataError: there is a problem without an answer, or with one that is too long.
+    """
+    if not config.sft_steps:
+        return feed
+    encode, end = partial(policy.tokenizer.encode, add_special_tokens=False), policy.tokenizer.eos_token_id
+    answers = demonstrations(
+        problems if config.sft.path is None else load_answers(config),
+        column=config.sft.column,
+        encode=encode,
+        end=end if isinstance(end, int) else eos_token_ids(policy.loaded)[0],
+        longest=context_length(config.model),
+    )
+    return StartedFeed(
+        feed,
+        answers=answers,
+        steps=config.sft.steps,
+        batch_size=config.sft.batch_size,
+        pack=partial(pack_batch, config=config, policy=policy),
+        seed=config.run.seed,
+    )
+
+
+def repeated(
+    feed: Feed[Batch], config: LachesisConfig, *, pack: Pack, score: Callable[[Batch], Batch] = lambda batch: batch
+) -> Feed[Batch]:
+    """The steps of each batch; a checkpoint looks the same whether it is one or several."""
+    return RepeatedFeed(
+        feed,
+        num_iterations=config.algorithm.num_iterations,
+        pack=pack,
+        steps_per_generation=config.batch.steps_per_generation,
+        seed=config.run.seed,
+        score=score,
+    )
+
+
+def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
+    size = config.pipeline.replay_size
+    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
+
+
+def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
+    """Sets the advantages of a step's groups."""
+    if config.algorithm.advantage is not None:
+        return custom_assigner(
+            load_custom_advantage(config.algorithm.advantage),
+            options=config.algorithm,
+            weights=config.rewards.weights,
+        )
+    compute = advantage_function(config.algorithm, weights=config.rewards.weights)
+    return partial(assign_advantages, compute=compute)
+
+
+def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
+    """Which groups can be learned from, by how their rewards become advantages."""
+    return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
+
+
+def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
+    """What is finished and not trained on yet, over a restart, in a file; nothing where no batch is generated ahead."""
+    if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
+        return None
+    return KeptRollouts(RecordStore(path))
+
+
+def build_reroll(config: LachesisConfig) -> Reroll | None:
+    """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
+    start = config.pipeline.reroll_start_fraction
+    if start >= 1:
+        return None
+    return Reroll(start_step=math.ceil(total_steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
+
+
+def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
+    """Return what asks the teacher of ``algorithm.teacher.url``; without one, groups stay as they are.
+
+    Raises:
+        ModelError: the teacher has another tokenizer.
+        EngineError, DeadlineExceeded: the teacher does not answer.
+    """
+    options = config.algorithm.teacher
+    if options is None or options.kind != "url":
+        return list
+    return load("teachers", "url")(config, tokenizer=tokenizer, closing=closing)

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from lachesis.bridges.build import BRIDGE
+from lachesis.common.contracts import Contract, load_part, spec_of
+from lachesis.common.device import resolve_device
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, Prompt
+from lachesis.config.custom import custom_parts
 from lachesis.config.rules import learning_rate
-from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import prompts_per_generation, rollout_steps, total_steps
+from lachesis.config.schema import EmbeddedServerConfig, LachesisConfig, VllmEngineConfig
+from lachesis.config.steps import rollout_steps, total_steps
 from lachesis.engines.base import Engine
-from lachesis.pipeline.collect import Collector, Reroll
-from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
-from lachesis.pipeline.filters import any_reward_differs, has_signal
-from lachesis.pipeline.producer import AsynchronousFeed
-from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.rollouts.base import GroupwiseSource
+from lachesis.engines.build import ENGINE
+from lachesis.metrics.custom import HEALTH_RULE, SINK
+from lachesis.pipeline.feed import Feed
+from lachesis.rollouts.base import ROLLOUTS
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import reward_decoder
-from lachesis.rollouts.partial_rollouts import KeptRollouts
-from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
-from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
-from lachesis.run.teacher import Teach
+from lachesis.run.sources import build_player, sampling_params
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
-from lachesis.train.iterations import Pack, RepeatedFeed, undivided
-from lachesis.train.losses.advantage import advantage_function, assign_advantages
-from lachesis.train.losses.custom import load_custom_loss
-from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.losses.custom import LOSS, load_custom_loss
+from lachesis.train.losses.custom_advantage import ADVANTAGE
 from lachesis.train.model.loading import (
     LoadedModel,
     WeightSource,
-    context_length,
-    eos_token_ids,
     load_model,
     load_teacher,
 )
+from lachesis.train.optim.custom import OPTIMIZER, SCHEDULE
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharding import build_sharded_optimizer
-from lachesis.train.pack import pack_batch, pack_rollouts
+from lachesis.train.pack import pack_batch
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from lachesis.train.sft import StartedFeed, demonstrations
+
+if TYPE_CHECKING:
+    from lachesis.metrics.gpu_meter import GpuMeter
+
+logger = logging.getLogger("lachesis")
 
 
 def build_policy(
@@ -105,137 +106,6 @@ def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
     return config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda")
 
 
-def repeated(
-    feed: Feed[Batch], config: LachesisConfig, *, pack: Pack, score: Callable[[Batch], Batch] = lambda batch: batch
-) -> Feed[Batch]:
-    """The steps of each batch; a checkpoint looks the same whether it is one or several."""
-    return RepeatedFeed(
-        feed,
-        num_iterations=config.algorithm.num_iterations,
-        pack=pack,
-        steps_per_generation=config.batch.steps_per_generation,
-        seed=config.run.seed,
-        score=score,
-    )
-
-
-def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
-    size = config.pipeline.replay_size
-    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
-
-
-def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
-    """Sets the advantages of a step's groups."""
-    if config.algorithm.advantage is not None:
-        return custom_assigner(
-            load_custom_advantage(config.algorithm.advantage),
-            options=config.algorithm,
-            weights=config.rewards.weights,
-        )
-    compute = advantage_function(config.algorithm, weights=config.rewards.weights)
-    return partial(assign_advantages, compute=compute)
-
-
-def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
-    """Which groups can be learned from, by how their rewards become advantages."""
-    return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
-
-
-def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
-    """What is finished and not trained on yet, over a restart, in a file; nothing where no batch is generated ahead."""
-    if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
-        return None
-    return KeptRollouts(RecordStore(path))
-
-
-def build_feed(
-    config: LachesisConfig,
-    *,
-    problems: Sequence[Prompt],
-    policy: Policy,
-    engine: Engine,
-    rewarder: Rewarder,
-    kept: KeptRollouts | None,
-    teach: Teach = list,
-) -> Feed[Batch]:
-    """The way from problems to packed batches."""
-    source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
-    return feed_from(source, config, policy=policy, kept=kept, teach=teach)
-
-
-def feed_from(
-    source: GroupwiseSource,
-    config: LachesisConfig,
-    *,
-    policy: Policy,
-    kept: KeptRollouts | None,
-    teach: Teach = list,
-) -> Feed[Batch]:
-    """The way from the groups of a source to packed batches."""
-    pipeline = config.pipeline
-    pack_groups = partial(pack_rollouts, config=config, policy=policy)
-    collector = Collector(
-        source,
-        count=prompts_per_generation(config),
-        refill_rounds=pipeline.refill_zero_signal,
-        reroll=build_reroll(config),
-        signal=signal_function(config),
-    )
-    finisher = Finisher(
-        advantages=advantage_assigner(config),
-        pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
-        teach=teach,
-        replay=build_replay(config),
-    )
-    feed: Feed[Batch] = SynchronousFeed(
-        collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
-    )
-    if ahead := generated_ahead(config):
-        source_config = config.source
-        whole_batches = source_config.kind == "local" and bool(source_config.rollout_func or source_config.tools)
-        feed = AsynchronousFeed(
-            source=source,
-            collector=collector,
-            finisher=finisher,
-            ahead=ahead,
-            batch_deadline_s=config.deadlines.batch_s,
-            # What shares the trainer's process, or calls functions of the user, does one call after the other.
-            at_once=1 if whole_batches or config.engine.place == "trainer" else None,
-            whole_batches=whole_batches,
-            kept=kept,
-        )
-    return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
-
-
-def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy) -> Feed[Batch]:
-    """The feed with a supervised start before it, where ``run.stages`` has one.
-
-    Args:
-        problems: with the answers, where ``sft.path`` names no other data.
-
-    Raises:
-        DataError: there is a problem without an answer, or with one that is too long.
-    """
-    if not config.sft_steps:
-        return feed
-    encode, end = partial(policy.tokenizer.encode, add_special_tokens=False), policy.tokenizer.eos_token_id
-    answers = demonstrations(
-        problems if config.sft.path is None else load_answers(config),
-        column=config.sft.column,
-        encode=encode,
-        end=end if isinstance(end, int) else eos_token_ids(policy.loaded)[0],
-        longest=context_length(config.model),
-    )
-    return StartedFeed(
-        feed,
-        answers=answers,
-        steps=config.sft.steps,
-        batch_size=config.sft.batch_size,
-        pack=partial(pack_batch, config=config, policy=policy),
-        seed=config.run.seed,
-    )
-
-
 def build_checkpoints(config: LachesisConfig, *, run_dir: Path, policy: Policy, feed: Feed[Batch]) -> RunCheckpoints:
     """What saves the run and goes on from it.
 
@@ -254,14 +124,6 @@ def build_checkpoints(config: LachesisConfig, *, run_dir: Path, policy: Policy, 
     )
     checkpoints.require_shared_disk()
     return checkpoints
-
-
-def build_reroll(config: LachesisConfig) -> Reroll | None:
-    """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
-    start = config.pipeline.reroll_start_fraction
-    if start >= 1:
-        return None
-    return Reroll(start_step=math.ceil(total_steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
 
 
 def build_evaluation(
@@ -297,3 +159,89 @@ def build_evaluation(
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
+
+
+def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
+    """With ``model.activations`` decided, which is said; ``devices`` train together."""
+    if config.model.kept_activations != "auto":
+        return config
+    device = resolve_device(config.model.device)
+    if device.type != "cuda":
+        return config.model_copy(update={"model": config.model.model_copy(update={"activations": "keep"})})
+    from lachesis.plan.cards import GB, decide_activations
+
+    card_gb = torch.cuda.get_device_properties(device).total_memory / GB
+    decided = decide_activations(config, card_gb=card_gb, devices=devices)
+    logger.info("[TRAIN] model.activations auto is %s on %.0f GB", decided.model.activations, card_gb)
+    return decided
+
+
+def run_meter(config: LachesisConfig, device: torch.device) -> GpuMeter | None:
+    """Of the trainer's device and of its engine's; None without a GPU. Close it."""
+    visible = [_name(number) for number in range(torch.cuda.device_count())] if device.type == "cuda" else []
+    own = [] if device.index is None or not visible else [visible[device.index]]
+    return gpu_meter([*own, *_engine_gpus(config, visible)])
+
+
+def gpu_meter(gpus: Sequence[str], *, machine: str = "") -> GpuMeter | None:
+    """A meter of these, named as in ``CUDA_VISIBLE_DEVICES``; None without any, or where nothing is known of them."""
+    if not gpus:
+        return None
+    try:
+        from lachesis.metrics.gpu_meter import open_meter  # only runs on a GPU need what it imports
+    except ImportError as error:
+        logger.warning("what GPUs do is not measured (%s); pip install nvidia-ml-py", error)
+        return None
+    return open_meter(gpus, machine=machine)
+
+
+def rank_meter(device: torch.device, *, machine: str) -> GpuMeter | None:
+    """Of a follower's own device alone."""
+    return gpu_meter([_name(device.index)] if device.type == "cuda" else [], machine=machine)
+
+
+def _engine_gpus(config: LachesisConfig, visible: Sequence[str]) -> Sequence[str]:
+    """Of the servers that the run starts; without ``engine.devices`` each sees what the trainer sees."""
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig):
+        if engine.devices is not None:
+            return [gpu.strip() for gpu in engine.devices.split(",")]
+        return visible[: engine.tensor_parallel_size]
+    return visible[:1] if isinstance(engine, EmbeddedServerConfig) else ()
+
+
+def _name(number: int) -> str:
+    """That of torch's device of this number, which counts the visible ones only."""
+    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+
+
+# Rewards have names of their own, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
+CONTRACTS: Mapping[str, Contract] = {
+    wanted.kind: wanted
+    for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SCHEDULE, SINK, HEALTH_RULE, ENGINE, BRIDGE)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A part under the key that names it. ``place`` is where it is written, empty where that is not known."""
+
+    kind: str
+    key: str
+    spec: str
+
+
+def check_custom_parts(config: LachesisConfig) -> tuple[Named, ...]:
+    """Load each part that the configuration names, but rewards, and hold it against its contract.
+
+    Raises:
+        ConfigError: one cannot be found or imported, or has another signature.
+    """
+    return tuple(_checked(config))
+
+
+def _checked(config: LachesisConfig) -> Iterator[Named]:
+    for kind, key, given in custom_parts(config):
+        if kind.name in CONTRACTS:
+            load_part(given, CONTRACTS[kind.name])
+            yield Named(kind.name, key, spec_of(given)[0])

@@ -7,28 +7,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import ConfigError
 from lachesis.common.objects import Given
-from lachesis.common.types import Group, Message
-from lachesis.config.objects import load_objects, require_steps
+from lachesis.common.types import EvalResult, Group, Message
+from lachesis.config.objects import RewardArgument, load_objects, require_steps
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema.model import NoAdapterConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.datasets.formats import Problem
 from lachesis.rollouts.datasets.rendering import render, tokenize
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.context import ALONE
-from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.launch import seed_everything, set_up
-from lachesis.run.library import RewardArgument
-from lachesis.run.parts import build_policy
+from lachesis.run.parts import build_policy, check_custom_parts
 from lachesis.run.train import build_parts, run_place
 from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
@@ -192,3 +192,28 @@ def _pieces(
         _closing=closing.pop_all(),
         _given=tuple(given),
     )
+
+
+def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
+    """Evaluate a model, or the one that the configuration starts from, as a run evaluates before its first step.
+
+    Args:
+        config: of a run, with held-out problems.
+        model: directory of a whole model; ``None`` evaluates ``model.path``.
+
+    Raises:
+        ConfigError: there are no held-out problems.
+        LachesisError: another of its subclasses, where a part cannot be built.
+    """
+    if model is not None:
+        trained = config.model.model_copy(update={"path": str(model), "revision": None})
+        config = config.model_copy(update={"model": trained, "adapter": NoAdapterConfig(kind="none")})
+    seed_everything(config.run.seed)
+    set_up(config)
+    with TemporaryDirectory(prefix="lachesis-evaluation-") as place, ExitStack() as closing:
+        _, parts = build_parts(config, ALONE, run=RunDirectory(Path(place)), closing=closing, keep=False)
+        parts.side.bridge.sync(0)
+        result = parts.evaluation.maybe_run(0)
+    if result is None:
+        raise ConfigError("there are no held-out problems to evaluate on", remedy="set data.eval_path")
+    return result

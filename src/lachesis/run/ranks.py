@@ -20,9 +20,8 @@ from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.serving.backend import TransferKind
-from lachesis.run.gpu_meters import rank_meter
 from lachesis.run.launch import set_up
-from lachesis.run.parts import build_policy
+from lachesis.run.parts import build_policy, rank_meter
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,

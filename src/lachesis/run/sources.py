@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import names_module
 from lachesis.common.types import Finding, Prompt, SamplingParams
 from lachesis.config import schema
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
 from lachesis.plugins import load
@@ -30,7 +30,6 @@ from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
-from lachesis.run.teacher import check_environments
 from lachesis.train.model.loading import (
     context_length,
     eos_token_ids,
@@ -45,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 # Calls of an engine with servers of its own, which takes many at once.
 _CALLS = 16
+
+# Environments that a message names.
+_NAMED = 10
 
 # How long the start of a run waits for the imports of reward functions before it goes on beside them.
 _EARLY_S = 1.0
@@ -76,6 +78,35 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     else:
         held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
     return problems if trains else [], held_out
+
+
+def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None) -> None:
+    """See that the environments whose weights are set are those of the problems.
+
+    A problem of no environment would be weighed as if it were of any, and a misspelt name weighs nothing.
+
+    Raises:
+        DataError: a problem does not say where it is from.
+        ConfigError: no problem is from an environment that has a weight.
+    """
+    if options is None or not problems or not (options.weights or options.reward_weights):
+        return
+    key = "algorithm.teacher"
+    silent = next((problem for problem in problems if problem.columns.get(options.column) is None), None)
+    if silent is not None:
+        raise DataError(
+            f"problem {silent.id} has nothing in the column {options.column}, which {key}.column names; it has "
+            f"{', '.join(sorted(silent.columns)) or 'no columns'}",
+            remedy=f"name the column that says where a problem is from by {key}.column, and fill it in each row",
+        )
+    there = {str(problem.columns[options.column]) for problem in problems}
+    for field, weights in (("weights", options.weights), ("reward_weights", options.reward_weights)):
+        for name in weights:
+            if name not in there:
+                raise ConfigError(
+                    f"{key}.{field} names {name}, and no problem has that in the column {options.column}",
+                    remedy=f"it has {', '.join(sorted(there)[:_NAMED])}{' and more' if len(there) > _NAMED else ''}",
+                )
 
 
 def load_answers(config: LachesisConfig) -> list[Prompt]:

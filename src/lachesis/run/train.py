@@ -35,29 +35,33 @@ from lachesis.pipeline.feed import Feed
 from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.partial_rollouts import KeptRollouts
-from lachesis.run.activations import with_activations
 from lachesis.run.context import ALONE, Companions, EngineSide, RunContext, RunPlace
-from lachesis.run.custom import check_custom_parts
-from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file, note_step
+from lachesis.run.directory import (
+    LogFile,
+    RunDirectory,
+    cannot_write,
+    claim_run,
+    engine_log,
+    live_file,
+    note_step,
+    reason_of,
+)
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
-from lachesis.run.feeds import build_rollouts
-from lachesis.run.gpu_meters import run_meter
+from lachesis.run.feeds import build_kept, build_rollouts, build_teach, with_start
 from lachesis.run.launch import seed_everything, set_up
-from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
     build_checkpoints,
     build_evaluation,
-    build_kept,
     build_policy,
+    check_custom_parts,
     compiles,
-    with_start,
+    run_meter,
+    with_activations,
 )
-from lachesis.run.pause import RequestedPause
 from lachesis.run.pulse import Pulse, pulses_felt
-from lachesis.run.requests import either, is_asked, take
+from lachesis.run.requests import RequestedPause, either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import load_data, rewarder_of, template_findings
-from lachesis.run.teacher import build_teach
 from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager

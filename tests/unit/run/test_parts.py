@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lachesis.config.steps import with_steps
-from lachesis.run.parts import build_reroll, repeated
+from lachesis.run.feeds import build_reroll, repeated
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.pack import pack_batch
 from tests.unit.pipeline.sources import ScriptedSource, group

@@ -83,7 +83,7 @@ def _custom_lines(config: LachesisConfig) -> list[str]:
     """Return lines about custom parts, which are loaded, because only loading shows that they fit."""
     if not any(kind.name != "reward" for kind, _, _ in custom_parts(config)):
         return []
-    from lachesis.run.custom import check_custom_parts  # imports torch, as most such files do
+    from lachesis.run.parts import check_custom_parts  # imports torch, as most such files do
 
     found = check_custom_parts(config)
     return ["your own", *(f"  {part.kind:<18}{part.spec} ({part.key})" for part in found)]

@@ -19,9 +19,8 @@ from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
 from lachesis.plugins.trl.given import lora_keys, model_path, reward_list, write_tasks
-from lachesis.run.evaluation import evaluate_model
-from lachesis.run.handle import Run
-from lachesis.run.library import load
+from lachesis.run.library import Run, load
+from lachesis.run.pieces import evaluate_model
 from lachesis.run.requests import ask
 
 logger = logging.getLogger("lachesis")

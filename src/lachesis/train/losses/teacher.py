@@ -128,7 +128,7 @@ class ToldTeacher(Teacher):
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
             raise TrainingError(
                 "the samples come without what their teacher has said of them",
-                remedy="have it asked before: lachesis.run.teacher.Asked(...).teach(groups)",
+                remedy="have it asked before: lachesis.plugins.teachers.teacher.Asked(...).teach(groups)",
             )
         return None
 

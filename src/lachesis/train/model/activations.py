@@ -24,7 +24,7 @@ def keep_activations(model: PreTrainedModel, which: Activations) -> None:
     ``selective`` keeps the results of attention beside the layers' inputs, ``recompute`` their inputs alone, on their
     device, and ``offload`` the inputs in the host's memory. All else is computed again in the backward pass. Attention
     costs the square of a sequence's length, so that in a long one it is most of a layer's work, and its result the
-    least of a layer's memory. ``auto``, which a run has resolved before (:mod:`lachesis.run.activations`), keeps all.
+    least of a layer's memory. ``auto``, which a run has resolved before (:mod:`lachesis.run.parts`), keeps all.
     """
     setattr(model, _SPARES, which in SPARING)
     if which in ("recompute", "offload"):

@@ -209,7 +209,9 @@ class TestFailures:
         def broken(prompts, trainer):
             return {}["port"]
 
-        with pytest.raises(EngineError, match=r"rollout function 'mine.rollout' raised KeyError: 'port' \(test_custom"):
+        with pytest.raises(
+            EngineError, match=r"rollout function 'mine.rollout' raised KeyError: 'port' \(test_rollout_func"
+        ):
             source(broken).next_groups(1, deadline=FOREVER)
 
     def test_one_that_returns_something_else(self):

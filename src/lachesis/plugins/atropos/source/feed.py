@@ -16,8 +16,7 @@ from lachesis.plugins.atropos.source.convert import Conversion
 from lachesis.plugins.atropos.source.source import EngineWatch, build_atropos_source, keep_given_advantages
 from lachesis.process.threads import Watch
 from lachesis.rollouts.generation import text_decoder
-from lachesis.run.parts import advantage_assigner, build_replay, repeated
-from lachesis.run.teacher import Teach
+from lachesis.run.feeds import Teach, advantage_assigner, build_replay, repeated
 from lachesis.train.batch import Batch
 from lachesis.train.iterations import undivided
 from lachesis.train.model.loading import context_length, eos_token_ids

@@ -9,7 +9,7 @@ import pytest
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import card_lines, decide_activations
 from lachesis.plan.plan import plan
-from lachesis.run.activations import with_activations
+from lachesis.run.parts import with_activations
 
 
 def configured(**model: Any) -> LachesisConfig:

@@ -11,22 +11,17 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.errors import DataError
 from lachesis.common.teacher_logprobs import TaughtTokens, taught_tokens
-from lachesis.common.types import Group, Prompt
+from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig, TeacherConfig
-from lachesis.engines.http.teacher import KEY_VARIABLE, TeacherServer
+from lachesis.plugins.teachers.server import KEY_VARIABLE, TeacherServer
 from lachesis.train.losses.teacher import shares
-
-Teach = Callable[[Sequence[Group]], Sequence[Group]]
-"""Adds what a teacher outside of the trainer says of groups."""
 
 _SETTING = "deadlines.teacher_s"
 # A wrong address is to be said before long.
 _FIRST_ANSWER_S = 60.0
 _COMPARED = 4096
-# Environments that a message names.
-_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,48 +78,19 @@ def _with_lessons(group: Group, lessons: dict[_Sequence, TaughtTokens]) -> Group
     return replace(group, samples=tuple(samples))
 
 
-def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None) -> None:
-    """See that the environments whose weights are set are those of the problems.
+def build_teach(
+    config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack
+) -> Callable[[Sequence[Group]], Sequence[Group]]:
+    """Connect to the teacher of ``algorithm.teacher.url``, once it has shown the policy's tokenizer.
 
-    A problem of no environment would be weighed as if it were of any, and a misspelt name weighs nothing.
-
-    Raises:
-        DataError: a problem does not say where it is from.
-        ConfigError: no problem is from an environment that has a weight.
-    """
-    if options is None or not problems or not (options.weights or options.reward_weights):
-        return
-    key = "algorithm.teacher"
-    silent = next((problem for problem in problems if problem.columns.get(options.column) is None), None)
-    if silent is not None:
-        raise DataError(
-            f"problem {silent.id} has nothing in the column {options.column}, which {key}.column names; it has "
-            f"{', '.join(sorted(silent.columns)) or 'no columns'}",
-            remedy=f"name the column that says where a problem is from by {key}.column, and fill it in each row",
-        )
-    there = {str(problem.columns[options.column]) for problem in problems}
-    for field, weights in (("weights", options.weights), ("reward_weights", options.reward_weights)):
-        for name in weights:
-            if name not in there:
-                raise ConfigError(
-                    f"{key}.{field} names {name}, and no problem has that in the column {options.column}",
-                    remedy=f"it has {', '.join(sorted(there)[:_NAMED])}{' and more' if len(there) > _NAMED else ''}",
-                )
-
-
-def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
-    """Asks the teacher that ``algorithm.teacher`` names by its address, once it has shown the policy's tokenizer.
-
-    Where there is none groups stay as they are. ``closing`` gets its connections.
+    ``closing`` closes its connections.
 
     Raises:
         ModelError: its tokenizer is another one.
         EngineError, DeadlineExceeded: it does not answer.
     """
     options, limit_s = config.algorithm.teacher, config.deadlines.teacher_s
-    if options is None or options.kind != "url":
-        return list
-    assert options.url is not None, "the rules ask for it"
+    assert options is not None and options.url is not None, "the rules ask for it"
     top_k = 0 if options.estimate == "sampled" else options.top_k or 0
     key = os.environ.get(KEY_VARIABLE, "")
     server = TeacherServer(options.url, model=options.model, top_k=top_k, key=key)

@@ -11,7 +11,7 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, ModelError
-from lachesis.engines.http.teacher import TeacherServer
+from lachesis.plugins.teachers.server import TeacherServer
 from tests.waiting import LONG_S
 
 IDS = (5, 6, 7)
@@ -74,7 +74,7 @@ def test_one_that_cannot_teach_is_refused(answer: Answer, said: str):
 
 
 def test_a_busy_one_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lachesis.engines.http.teacher.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("lachesis.plugins.teachers.server.time.sleep", lambda seconds: None)
     calls = list[int]()
 
     def busy(body: dict[str, Any]) -> httpx.Response:

@@ -10,8 +10,7 @@ import pytest
 from lachesis.common.deadline import paused_s, waits_now
 from lachesis.common.errors import StopRequested
 from lachesis.run.directory import RunDirectory, claim_run
-from lachesis.run.pause import RequestedPause
-from lachesis.run.requests import ask, is_asked, take
+from lachesis.run.requests import RequestedPause, ask, is_asked, take
 from lachesis.run.status import read_status, status_lines
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.gpu_meters import rank_meter, run_meter
+from lachesis.run.parts import rank_meter, run_meter
 
 VISIBLE = ("a", "b", "c")
 
