@@ -1,4 +1,4 @@
-"""The teacher of a run that is asked over HTTP: what it says is written into the samples, before they are packed."""
+"""A run's teacher behind an address: its logprobs are written into the samples before they are packed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lachesis.plugins.teachers.server import KEY_VARIABLE, TeacherServer
 from lachesis.train.losses.teacher import shares
 
 _SETTING = "deadlines.teacher_s"
-# A wrong address is to be said before long.
+# A wrong address is reported early.
 _FIRST_ANSWER_S = 60.0
 _COMPARED = 4096
 
@@ -29,10 +29,10 @@ class RemoteTeacher:
     """A teacher behind an address.
 
     Attributes:
-        server: where it is.
-        options: which environments it teaches.
-        top_k: how many tokens of each place are kept; 0 only those that were sampled.
-        limit_s: how long it may take for one batch.
+        server: client of the teacher's server.
+        options: the environments that it teaches, with their weights.
+        top_k: number of tokens kept at each position; 0 keeps the sampled token only.
+        limit_s: limit for one batch, in seconds.
     """
 
     server: TeacherServer
@@ -41,7 +41,7 @@ class RemoteTeacher:
     limit_s: float
 
     def teach(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with what the teacher says of their samples, where it has a say and has not spoken yet.
+        """Return the groups with the teacher's logprobs in samples that it teaches and that lack them.
 
         Raises:
             DataError: a sample is of another temperature than 1, at which the teacher's logprobs are not known.
@@ -102,7 +102,7 @@ def build_teach(
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Those of evenly many of its tokens, of a small vocabulary all; not of special ones, nor of parts of a letter."""
+    """Return the texts of evenly spaced tokens, without special tokens and parts of a character."""
     special = set(tokenizer.all_special_tokens)
     step = max(1, -(-len(tokenizer) // _COMPARED))
     texts = [str(tokenizer.decode([number])) for number in range(0, len(tokenizer), step)]
