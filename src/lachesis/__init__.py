@@ -75,7 +75,7 @@ _PUBLIC = {
     "Policy": "train.policy",
     "Prompt": "common.types",
     "RewardError": "common.errors",
-    "Run": "run.handle",
+    "Run": "run.library",
     "Sample": "common.types",
     "SamplingParams": "common.types",
     "StaleWeights": "common.errors",
