@@ -24,7 +24,7 @@ ORIGINAL_STAMP := $(ORIGINAL)/.installed
 # More than cores, as many tests wait.
 FORKS := 3
 
-.PHONY: install original verifiers-0.1 openenv tinker quickstart test lint types unit processes contracts e2e browser chromium layouts docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
 
 install: $(STAMP)
 
@@ -81,6 +81,10 @@ $(TINKER)/.installed: tests/envs/tinker.txt | install
 
 quickstart: $(BASE)
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
+
+# A wheel and an sdist in dist/.
+dist: install
+	$(BIN)/hatchling build
 
 test: checks unit contracts e2e browser
 

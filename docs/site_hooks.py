@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,27 @@ KINDS = {
         "public-files",
     ],
     "How it works": ["architecture", "pipeline", "engines", "defects", "extending"],
+}
+# Titles in the menu, where the page's own is long.
+TITLES = {
+    "CHANGELOG.md": "Changes",
+    "CONTRIBUTING.md": "Contributing",
+    "benchmarks/RESULTS.md": "Results",
+    "benchmarks/README.md": "Benchmarks",
+    "examples/smollm2/README.md": "Example: SmolLM2",
+    "start/eight-gpus": "Eight GPUs",
+    "tutorials/cluster": "Cluster",
+    "tutorials/agent": "Agents",
+    "tutorials/after-the-run": "After the run",
+    "tutorials/code": "Rewards that run code",
+    "tutorials/does-not-learn": "It does not learn",
+    "watching": "Watching runs",
+    "distillation": "Distillation and SFT",
+    "gpu-guide": "GPU guide",
+    "scale": "Scale",
+    "commands": "Commands",
+    "errors": "Errors",
+    "engines": "Engines and bridges",
 }
 # Where a page goes that nobody has put anywhere.
 OTHERS = "Guides"
@@ -147,21 +170,36 @@ def _target(target: str, *, page: str) -> str | None:
 
 
 def on_config(config: Any) -> Any:
-    """The order of the pages."""
+    """Set the order of the pages, and name the version and the repository."""
     kinds: list[Any] = [{kind: list(_folded(names))} for kind, names in pages().items()]
-    config.nav = ["index.md", *kinds, {"Project": [site_path(path) for path in PROJECT]}]
+    project = [{TITLES.get(path, path): site_path(path)} for path in PROJECT]
+    config.nav = [{"Overview": "index.md"}, *kinds, {"Project": project}]
+    config.copyright = f"Lachesis {_version()}, MIT license"
+    config.repo_url = _repository()
     return config
 
 
+def _version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def _repository() -> str | None:
+    """Return the address of the repository: $REPO_URL, or that of the remote called origin; None without one."""
+    asked = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    found = os.environ.get("REPO_URL") or asked.stdout.strip()
+    found = re.sub(r"^git@([^:]+):", r"https://\1/", found).removesuffix(".git")
+    return found if found.startswith("https://") else None
+
+
 def _folded(names: list[str]) -> Iterator[Any]:
-    """The pages of the exit codes as an entry of their own, which opens."""
+    """Yield pages under their short titles, those of the exit codes as an entry of its own, which opens."""
     codes = [name for name in names if name.startswith("errors/")]
     for name in names:
+        if name not in codes:
+            title = TITLES.get(name.removesuffix(".md"))
+            yield {title: name} if title else name
         if name == "errors.md":
-            yield name
             yield {"Exit codes": codes}
-        elif name not in codes:
-            yield name
 
 
 def on_files(files: Files, config: Any) -> Files:
