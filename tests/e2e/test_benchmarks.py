@@ -35,6 +35,7 @@ RUN_HERE = {
         ["--only", "Lachesis", "--seeds", "0", "--ahead", "1", "--work", WORK], "| Lachesis | 0 |",
     ),
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
+    "transports": (["--only", "embedded", "LoRA by file", "--port", PORT, "--work", WORK], "| LoRA by file |"),
     "train_step": (
         ["--no-trl", "--repeats", "1", "--only", "checkpointing", "--profile"], "lachesis LoRA, checkpointing",
     ),
