@@ -7,6 +7,9 @@ ours one for the engine): the same model of random bf16 weights, 32 prompts of 1
 Equal completions have 512 tokens, which the end token does not cut short; ragged ones end where it is sampled, with a
 probability that is the same at every token, or at 2,048 tokens.
 
+`--model DIR` with `--problems FILE` (JSON lines with messages under `prompt`) takes a pretrained model instead, and at
+most `--most` tokens: ragged completions then end where the model ends them.
+
 `--size 30B-A3B` is a mixture of experts under an adapter, on the engine's own base weights, which vLLM draws by itself
 (`--load-format dummy`): no file has them, and TRL has no part in it. A second table has tokens/s and the share of the
 card's peak in forward and backward, by 6 FLOP for each parameter that a token goes through, as such shares are
@@ -37,6 +40,7 @@ from needs_gpu import require_gpu
 from overlap import EOS, PAD, WORDS, favour_end, write_problems
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS = 32, 8, 128
+PROBLEM_TOKENS = 512  # of a prompt of --problems, at most
 EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
 # 61 GB of weights, and keys and values of 256 sequences (98 kB a token) beside them.
 MIXTURE_ENGINE_SHARE = 0.62
@@ -108,6 +112,14 @@ def write_model(directory: Path, *, options: argparse.Namespace) -> None:
     words.save_pretrained(directory / "tokenizer")
 
 
+def copy_model(directory: Path, model: Path) -> None:
+    """A pretrained model, its tokenizer where the others have theirs."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model, directory)
+    AutoTokenizer.from_pretrained(model).save_pretrained(directory / "tokenizer")
+
+
 def drawn_by_engine(options: argparse.Namespace) -> bool:
     """Whether no file has the weights: 61 GB of them would be written and read for nothing."""
     return options.size == MIXTURE and not options.tiny
@@ -126,6 +138,11 @@ def write_weights(directory: Path, auto: Any, config: Any, *, options: argparse.
         torch.cuda.empty_cache()
 
 
+def longest(options: argparse.Namespace) -> int:
+    """Tokens of a prompt and its completion together, at most."""
+    return (PROMPT_TOKENS if options.problems is None else PROBLEM_TOKENS) + options.most
+
+
 def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     work: Path = options.work
     gpu = torch.cuda.is_available()
@@ -133,7 +150,7 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     vllm: dict[str, Any] = {
         "kind": "vllm",
         "port": options.port,
-        "max_model_len": PROMPT_TOKENS + options.most,
+        "max_model_len": longest(options),
         "devices": options.devices,
         "enforce_eager": not gpu,
         "extra_args": ["--max-num-seqs", "1024"] if gpu else ["--max-num-seqs", "64", "--no-enable-chunked-prefill"],
@@ -255,7 +272,7 @@ def trl_arguments(options: argparse.Namespace) -> Any:
         use_vllm=gpu,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=options.trl_memory,
-        vllm_max_model_length=PROMPT_TOKENS + options.most,
+        vllm_max_model_length=longest(options),
         generation_kwargs={"ignore_eos": True} if options.lengths == "equal" and gpu else None,
         logging_strategy="no",
         save_strategy="no",
@@ -390,6 +407,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=3, help="first steps that medians leave out")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--model", type=Path, default=None, help="a pretrained model")
+    parser.add_argument("--problems", type=Path, default=None, help="with --model: its prompts")
+    parser.add_argument("--most", type=int, default=None, help="tokens of a completion at most")
     parser.add_argument("--devices", default=None, help="a GPU for our engine alone")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=[VALUE]", help="for our runs")
     parser.add_argument("--trl-python", default=sys.executable)
@@ -408,10 +428,15 @@ def read_options() -> argparse.Namespace:
     alone = options.lengths == "equal" and options.devices is None and TRL not in options.only
     if options.size == MIXTURE and not alone:
         parser.error(f"--size {MIXTURE} is on one GPU, with equal lengths, and without TRL: give --only {OURS}")
+    if (options.model is None) != (options.problems is None):
+        parser.error("--model and --problems go together")
+    most = options.most
     options.mean, options.most = RAGGED_MEAN, EQUAL if options.lengths == "equal" else RAGGED_MOST
     if options.tiny:
         options.mean, options.most = 12, 16 if options.lengths == "equal" else 48
-    options.work = options.work / f"{'tiny' if options.tiny else options.size}-{options.lengths}"
+    options.most = most or options.most
+    what = "tiny" if options.tiny else options.size if options.model is None else options.model.resolve().name
+    options.work = options.work / f"{what}-{options.lengths}"
     return options
 
 
@@ -423,10 +448,16 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     if not (options.work / "model/config.json").exists():
         shutil.rmtree(options.work / "model", ignore_errors=True)
-        write_model(options.work / "model", options=options)
+        if options.model is None:
+            write_model(options.work / "model", options=options)
+        else:
+            copy_model(options.work / "model", options.model)
     _, fields = sizes(options)
-    count = options.prompts * options.steps
-    write_problems(options.work / "problems.jsonl", count=count, tokens=PROMPT_TOKENS, vocab_size=fields["vocab_size"])
+    count, problems = options.prompts * options.steps, options.work / "problems.jsonl"
+    if options.problems is None:
+        write_problems(problems, count=count, tokens=PROMPT_TOKENS, vocab_size=fields["vocab_size"])
+    else:
+        shutil.copy(options.problems, problems)
     (options.work / "reward.py").write_text(REWARD)
     runs = []
     for name in options.only:
@@ -435,7 +466,7 @@ def main() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     place = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    sys.stdout.write(f"{place}, {options.size}, {options.lengths} lengths, {runs[-1].versions}\n\n")
+    sys.stdout.write(f"{place}, {options.work.name}, {runs[-1].versions}\n\n")
     skip = min(options.skip, options.steps - 1)
     sys.stdout.write(table(runs, skip=skip))
     if options.size == MIXTURE:

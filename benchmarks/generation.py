@@ -2,11 +2,15 @@
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
         [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]]
-        [--temperature T] [--port N] [--profile]
+        [--temperature T] [--port N] [--profile] [--model-dir DIR --problems FILE.jsonl] [--engines N]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
-model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
-from (``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
+model of random bf16 weights. ``--model-dir`` and ``--problems`` take a pretrained model and prompts in its chat
+template instead, and then completions end where the model ends them, or at ``--tokens``. ``--engines`` adds rows of
+several engines on the same GPU, each with its share of the prompts, on both sides.
+
+"In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled from
+(``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
 client, from another process; what it answers are token ids, logprobs and weight versions.
 
 ``--speculative`` adds a server that guesses tokens, and prints what its worker measured with and without guesses for
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -35,8 +40,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +57,13 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import SpeculativeConfig
 from lachesis.engines.http.client import HttpEngine
-from lachesis.process.managed import ManagedProcess
+from lachesis.process.managed import ManagedProcess, launch_together, wait_together
 
 PORT = 9111
 COMPLETIONS = 8
 START_S = 420.0
+# Share of the GPU's memory for an engine alone; several say the size of their caches, so that it is not measured.
+MEMORY, CACHE_BYTES = 0.85, 8_000_000_000
 SIZES = {"1.5B": ("qwen2", QWEN2_5_1_5B), "8B": ("llama", LLAMA_3_1_8B)}
 # name: fields of vLLM's SamplingParams
 IN_PROCESS: dict[str, dict[str, Any]] = {
@@ -150,7 +158,10 @@ def measure(
             prompts = [[source.randrange(10, 500) for _ in range(arguments.prompt)] for _ in range(number // each)]
             if repeat == 1:
                 all_rounds = Busy()
-            busy, started = Busy(), time.perf_counter()
+            busy = Busy()
+            if arguments.problems is not None:
+                prompts = drawn(arguments, count=number // each, source=source)
+            started = time.perf_counter()
             tokens = generate(prompts, each, length)
             rates.append(tokens / (time.perf_counter() - started))
             if repeat == arguments.repeats:
@@ -161,14 +172,31 @@ def measure(
     return found
 
 
+@cache
+def encoded(problems: Path, model: Path) -> list[list[int]]:
+    """Return the prompts of a file of problems, as token ids in the model's chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [
+        tokenizer.apply_chat_template(json.loads(line)["prompt"], tokenize=False, add_generation_prompt=True)
+        for line in problems.read_text().splitlines()
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def drawn(arguments: argparse.Namespace, *, count: int, source: random.Random) -> list[list[int]]:
+    return source.choices(encoded(arguments.problems, arguments.model_dir), k=count)
+
+
 def started(arguments: argparse.Namespace, **options: Any) -> Any:
     """vLLM in this process."""
     import vllm
 
     return vllm.LLM(
         str(arguments.model_dir), dtype="bfloat16", max_model_len=1024, max_num_seqs=1024, seed=0,
-        gpu_memory_utilization=0.85, logprobs_mode="processed_logprobs", enforce_eager=not torch.cuda.is_available(),
-        disable_log_stats=True, **options,
+        logprobs_mode="processed_logprobs", enforce_eager=not torch.cuda.is_available(),
+        disable_log_stats=True, **{"gpu_memory_utilization": MEMORY, **options},
     )  # fmt: skip
 
 
@@ -176,7 +204,7 @@ def generated(llm: Any, prompts: list[list[int]], each: int, length: int, **fiel
     """Complete the prompts; the tokens that there were."""
     import vllm
 
-    params = vllm.SamplingParams(n=each, max_tokens=length, ignore_eos=True, seed=1, **fields)
+    params = vllm.SamplingParams(n=each, max_tokens=length, seed=1, **fields)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
@@ -186,10 +214,59 @@ def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for name, fields in IN_PROCESS.items():
         if arguments.only and name not in arguments.only:
             continue
-        generate = partial(generated, llm, temperature=arguments.temperature, **fields)
+        generate = partial(generated, llm, **sampled(arguments), **fields)
         results.append({"name": name, "rates": measure(generate, arguments)})
         sys.stderr.write(json.dumps(results[-1]) + "\n")
     return results
+
+
+def sampled(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how all rows sample: of random weights no completion ends before its last token."""
+    return {"temperature": arguments.temperature, "ignore_eos": arguments.problems is None}
+
+
+def in_several_processes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of several engines, in a process each with its share of the prompts."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(arguments.engines)]
+    workers = [spawn.Process(target=generate_for, args=(arguments, theirs)) for _, theirs in pipes]
+    for worker in workers:
+        worker.start()
+    ours = [mine for mine, _ in pipes]
+    results = list[dict[str, Any]]()
+    try:
+        for name, fields in several_in_process(arguments).items():
+
+            def generate(prompts: list[list[int]], each: int, length: int, fields: dict[str, Any] = fields) -> int:
+                for number, pipe in enumerate(ours):
+                    pipe.send((prompts[number :: len(ours)], each, length, fields))
+                return sum(pipe.recv() for pipe in ours)
+
+            results.append({"name": name, "rates": measure(generate, arguments)})
+    finally:
+        for pipe in ours:
+            pipe.send(None)
+        for worker in workers:
+            worker.join(30)
+            worker.kill()
+    return results
+
+
+def generate_for(arguments: argparse.Namespace, pipe: Any) -> None:
+    """Complete what comes through a pipe, until None does."""
+    share = MEMORY / arguments.engines
+    llm = started(arguments, kv_cache_memory_bytes=CACHE_BYTES, gpu_memory_utilization=share)
+    while (work := pipe.recv()) is not None:
+        prompts, each, length, fields = work
+        pipe.send(generated(llm, prompts, each, length, **sampled(arguments), **fields))
+    llm.llm_engine.engine_core.shutdown()  # else its processes are waited for when this one ends
+
+
+def several_in_process(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the rows of several engines in processes of their own that are asked for, as IN_PROCESS has them."""
+    rows = {f"{name}, {arguments.engines} engines": fields for name, fields in IN_PROCESS.items()}
+    asked = {name: fields for name, fields in rows.items() if not arguments.only or name in arguments.only}
+    return asked if arguments.engines > 1 else {}
 
 
 def profiled(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -212,11 +289,11 @@ def profiled(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         times: list[float] = []
         for tokens in (length, SKIPPED, length):  # the first warms up; what the others differ by are decode steps alone
             begun = time.perf_counter()
-            generated(llm, prompts, each, tokens, detokenize=False, temperature=arguments.temperature)
+            generated(llm, prompts, each, tokens, detokenize=False, temperature=arguments.temperature, ignore_eos=True)
             times.append(time.perf_counter() - begun)
         before = {*directory.rglob("*.json")}
         llm.start_profile()
-        generated(llm, prompts, each, length, detokenize=False, temperature=arguments.temperature)
+        generated(llm, prompts, each, length, detokenize=False, temperature=arguments.temperature, ignore_eos=True)
         llm.stop_profile()
         traces = {*directory.rglob("*.json")} - before
         kernels, span = max((kernels_in(trace) for trace in traces), key=lambda found: len(found[0]))
@@ -237,6 +314,9 @@ def server_rows(arguments: argparse.Namespace) -> dict[str, list[str]]:
             *arguments.server_flags,
             *(f for name in asked for f in FLAGS[name]),
         ]
+    if arguments.engines > 1:
+        flags = [*arguments.server_flags, "--kv-cache-memory-bytes", str(CACHE_BYTES)]
+        rows[f"{SERVER}, {arguments.engines} engines"] = flags
     if arguments.speculative is not None:
         fewest, most = arguments.lookup
         lookup = {"prompt_lookup_min": fewest, "prompt_lookup_max": most} if arguments.speculative == "ngram" else {}
@@ -252,21 +332,24 @@ def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [
-        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(arguments.port),
-        "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
-        "--gpu-memory-utilization", "0.85", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
-        *flags,
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{arguments.port}"
-    process = ManagedProcess(command, url=url, log_path=arguments.logs / "server.log")
-    process.start(deadline=Deadline("the start of our server", START_S))
-    engine = HttpEngine([url], max_in_flight=4096)
-    try:
+    count = arguments.engines if name == f"{SERVER}, {arguments.engines} engines" else 1
+    with ExitStack() as servers:
+        begun = time.perf_counter()
+        processes = {
+            f"http://127.0.0.1:{port}": server(port, flags, arguments, share=MEMORY / count)
+            for port in ports(arguments, count)
+        }
+        for process in processes.values():
+            servers.callback(process.stop)
+        launch_together(processes.values())
+        wait_together(processes.values(), deadline=Deadline("the start of our server", START_S))
+        start_s = time.perf_counter() - begun
+        engine = servers.enter_context(closing(HttpEngine([*processes], max_in_flight=4096)))
         engine.connect(deadline=Deadline("asking our server", 60))
 
         def generate(prompts: list[list[int]], each: int, length: int) -> int:
-            params = SamplingParams(length, temperature=arguments.temperature, extra={"ignore_eos": True})
+            extra = {"ignore_eos": True} if arguments.problems is None else {}
+            params = SamplingParams(length, temperature=arguments.temperature, extra=extra)
             requests = [GenerationRequest(tuple(p), params, n=each, seed=i) for i, p in enumerate(prompts)]
             groups = engine.generate(requests, deadline=Deadline("generation", 600))
             assert all(len(one.logprobs) == len(one.token_ids) for group in groups for one in group)
@@ -274,10 +357,21 @@ def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dic
 
         rates = measure(generate, arguments)
         drafted = engine.controls[0].info(deadline=Deadline("asking what was guessed", 60)).drafted
-        return {"name": name, "rates": rates, "drafted": drafted and asdict(drafted)}
-    finally:
-        engine.close()
-        process.stop()
+        return {"name": name, "rates": rates, "start_s": start_s, "drafted": drafted and asdict(drafted)}
+
+
+def ports(arguments: argparse.Namespace, count: int) -> range:
+    return range(arguments.port, arguments.port + count)
+
+
+def server(port: int, flags: list[str], arguments: argparse.Namespace, *, share: float) -> ManagedProcess:
+    command = [
+        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(port),
+        "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
+        "--gpu-memory-utilization", f"{share:.2f}", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
+        *flags,
+    ]  # fmt: skip
+    return ManagedProcess(command, url=f"http://127.0.0.1:{port}", log_path=arguments.logs / f"server-{port}.log")
 
 
 def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
@@ -287,9 +381,11 @@ def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
     }
     lines = ["| tokens/s, in flight | " + " | ".join(map(str, in_flight)) + " |", "|---|" + "---|" * len(in_flight)]
     lines += [f"| {name} | " + " | ".join(f"{row[n]:,.0f}" for n in in_flight) + " |" for name, row in rates.items()]
-    if MATCH in rates and SERVER in rates:
-        ratios = [f"{rates[SERVER][n] / rates[MATCH][n]:.2f}" for n in in_flight]
-        lines.append(f"| {SERVER}, over {MATCH} | " + " | ".join(ratios) + " |")
+    for name in [name for name in rates if name in (MATCH, *(f"{MATCH}, {n} engines" for n in range(2, 9)))]:
+        ours = SERVER + name.removeprefix(MATCH)
+        if ours in rates:
+            ratios = [f"{rates[ours][n] / rates[name][n]:.2f}" for n in in_flight]
+            lines.append(f"| {ours}, over {name} | " + " | ".join(ratios) + " |")
     for name in rates if SERVER in rates else ():
         if name.startswith(f"{SERVER}, "):
             ratios = [f"{rates[name][n] / rates[SERVER][n]:.2f}" for n in in_flight]
@@ -326,12 +422,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="where the time of decode steps goes, by kernels")
     parser.add_argument("--port", type=int, default=PORT)
-    parser.add_argument("--model-dir", type=Path, default=None)
+    parser.add_argument("--model-dir", type=Path, default=None, help="a model in place of one with random weights")
+    parser.add_argument("--problems", type=Path, default=None, help="JSON lines with messages under `prompt`")
+    parser.add_argument("--engines", type=int, default=1, help="rows of so many engines on the GPU as well")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--part", choices=["process", "server", "profile"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=[*PARTS], default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if unknown := set(arguments.only or ()) - {*IN_PROCESS, *server_rows(arguments)}:
+    known = {*IN_PROCESS, *several_in_process(argparse.Namespace(only=None, engines=arguments.engines))}
+    if unknown := set(arguments.only or ()) - {*known, *server_rows(arguments)}:
         parser.error(f"--only: there is no row {', '.join(sorted(unknown))}")
     if arguments.profile and not torch.cuda.is_available():
         parser.error("--profile is of kernels, and there is no GPU")
@@ -344,15 +443,16 @@ def main() -> None:
         arguments.model_dir or arguments.logs / f"model-{'tiny' if arguments.tiny else arguments.size}"
     )
     if arguments.part is not None:
-        found = {"process": in_process, "server": through_server, "profile": profiled}[arguments.part](arguments)
+        found = PARTS[arguments.part](arguments)
         arguments.out.write_text(json.dumps(found))
         return
     if not (arguments.model_dir / "config.json").exists():
         make_model(arguments.model_dir, size=arguments.size, tiny=arguments.tiny)
     results, profiles = list[dict[str, Any]](), list[dict[str, Any]]()
-    for part in ("process", "server"):
-        names = [*server_rows(arguments)] if part == "server" else [*IN_PROCESS]
-        if arguments.only is not None and not set(names) & set(arguments.only):
+    rows = {"process": IN_PROCESS, "several": several_in_process(arguments), "server": server_rows(arguments)}
+    for part, named in rows.items():
+        names = [*named]
+        if not names or (arguments.only is not None and not set(names) & set(arguments.only)):
             continue
         results += run_part(part, arguments)
         sys.stderr.write(json.dumps(results[-len(names) :]) + "\n")
@@ -363,6 +463,11 @@ def main() -> None:
     if results:
         sys.stdout.write(table(results, arguments.in_flight))
     sys.stdout.writelines("\n" + one["lines"] for one in profiles)
+
+
+PARTS = {
+    "process": in_process, "several": in_several_processes, "server": through_server, "profile": profiled,
+}  # fmt: skip
 
 
 def run_part(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

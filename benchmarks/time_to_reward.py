@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 100] [--target 0.8] [--tiny] [--out F]
                                                        [--only NAME ...] [--trl-rows 128 256 512] [--work DIRECTORY]
                                                        [--engines N] [--ahead N] [--engine-flags '...'] [--prepare]
+                                                       [--model DIR] [--trl-attention NAME]
 
 A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
 numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
@@ -10,8 +11,10 @@ the same order, with the same completions a prompt, reward, loss, course of the 
 its users start it, with vLLM on the same GPU (ours in `--engines` servers, `--ahead` batches ahead). TRL chooses its
 precision itself; of `--trl-rows`, its batches, the fastest in a few steps before the first seed is taken. Held-out
 accuracy is of answers sampled as in training, by Lachesis' evaluator: of ours in the run, of TRL's weights after its
-run. Seconds leave evaluating and saving out. ``--prepare`` makes model and problems and ends, so that several of this
-with the same `--work` may run at a time. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
+run. Seconds leave evaluating and saving out. ``--model`` takes SmolLM2-135M-Instruct and the sums of
+`examples/smollm2` instead, answered in its own words; held out are 100 of them, answered greedily. ``--prepare``
+makes model and problems and ends, so that several of this with the same `--work` may run at a time. ``--tiny`` is a
+small model and a few steps, without vLLM, also on a CPU.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PRETRAINED = REPOSITORY / "examples/smollm2"
+PRETRAINED_TOKENS = 32  # of an answer in its own words, at most
 OURS, TRL = "Lachesis", "TRL"
 HELD_OUT = 512
 START_ACCURACY = 0.2
@@ -116,10 +121,12 @@ def prepare(options: argparse.Namespace) -> None:
     """The start model, problems and reward, unless they are there."""
     if (options.work / "model/config.json").is_file():
         return
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.model is not None:
+        prepare_pretrained(options)
+        return
     sys.path.insert(0, str(REPOSITORY / "examples/quickstart"))
     quickstart: Any = importlib.import_module("setup")  # for its rows of prompts and answers
-
-    options.work.mkdir(parents=True, exist_ok=True)
     rows = problems(digits=options.digits, count=HELD_OUT + 200_000 // (100 if options.tiny else 1), seed=0)
     held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
     for name, part in (("eval", held_out), ("train", train)):
@@ -134,6 +141,16 @@ def prepare(options: argparse.Namespace) -> None:
     tokenizer.save_pretrained(options.work / "unfinished")
     shutil.rmtree(options.work / "model", ignore_errors=True)
     (options.work / "unfinished").rename(options.work / "model")
+
+
+def prepare_pretrained(options: argparse.Namespace) -> None:
+    """A pretrained model as it is, with the example's problems and reward."""
+    sys.path.insert(0, str(PRETRAINED))
+    example: Any = importlib.import_module("setup")
+    train, held_out = example.problems(seed=0)
+    example.write_jsonl(options.work / "train.jsonl", train)
+    example.write_jsonl(options.work / "eval.jsonl", held_out)
+    (options.work / "model").symlink_to(options.model.absolute(), target_is_directory=True)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -193,18 +210,21 @@ def supervised_start(
 def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
     options = plan.options
     tokens = len(worked(10**options.digits - 1, 10**options.digits - 1, digits=options.digits)) + 4
+    reward = f"{options.work / 'reward.py'}:right"
+    if options.model is not None:
+        tokens, reward = PRETRAINED_TOKENS, f"{PRETRAINED / 'rewards.py'}:right_sum"
     tree: dict[str, Any] = {
         "run": {"name": plan.directory.name, "dir": str(options.work), "steps": options.steps, "seed": plan.seed},
         "model": {"path": str(options.work / "model")},
         "data": {"path": str(options.work / "train.jsonl"), "eval_path": str(options.work / "eval.jsonl")},
-        "rewards": {"functions": [f"{options.work / 'reward.py'}:right"]},
+        "rewards": {"functions": [reward]},
         "sampling": {"num_generations": 8, "max_completion_length": tokens},
         "batch": {"prompts_per_step": options.prompts},
         "optimizer": {"learning_rate": options.learning_rate, "warmup_steps": 3, "schedule": "constant"},
         "evaluation": {
             "every_steps": options.every,
             "max_problems": 32 if options.tiny else HELD_OUT,
-            "temperature": 1.0,
+            "temperature": 1.0 if options.model is None else 0.0,
         },
         "checkpoint": {"every_steps": 0, "save_final": False},
     }
@@ -333,11 +353,13 @@ def read_options() -> argparse.Namespace:
         "--trl-rows", type=int, nargs="+", default=[128, 256, 512],
         help="most completions in one of TRL's forward passes; of several the fastest",
     )  # fmt: skip
+    parser.add_argument("--trl-attention", default=None, help="attn_implementation of TRL's model")
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--engines", type=int, default=1, help="our servers, all on the same GPU")
     parser.add_argument("--ahead", type=int, default=0, help="our batches that are generated ahead, at most")
     parser.add_argument("--engine-flags", default="", help="of our servers, in place of those that they have here")
+    parser.add_argument("--model", type=Path, default=None, help="SmolLM2-135M-Instruct, to add in its own words")
     parser.add_argument("--prepare", action="store_true", help="make the model that both start from, and end")
     parser.add_argument("--port", type=int, default=9137)
     parser.add_argument("--tiny", action="store_true", help="a small model and a few steps; also on a CPU")
@@ -347,7 +369,7 @@ def read_options() -> argparse.Namespace:
     if options.tiny:
         options.steps, options.every, options.prompts, options.digits, options.start_steps = 4, 2, 4, 2, 10
         options.trl_rows = [16, 32]
-    options.work = options.work / ("tiny" if options.tiny else "whole")
+    options.work = options.work / ("tiny" if options.tiny else "whole" if options.model is None else "pretrained")
     return options
 
 
@@ -366,6 +388,8 @@ def main() -> None:
                 "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.trl_memory,
                 "vllm_max_model_length": 256, "bf16": None,
             }  # fmt: skip
+        if options.trl_attention is not None:
+            theirs["model_init_kwargs"] = {"attn_implementation": options.trl_attention}
         plan = next(plan for plan in plans if plan.system == TRL)
         python = options.trl_python or trl_python()
         runner = TrlRunner(python, plan.config(), rows=options.trl_rows[0], arguments=theirs)
