@@ -45,6 +45,7 @@ class Scenario:
     steps: int = 12
     config: Mapping[str, Any] = field(default_factory=dict)
     leak: bool = False
+    product: bool = False
 
 
 LORA = {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, "optimizer": {"learning_rate": 3e-4}}
@@ -73,6 +74,13 @@ SCENARIOS: Mapping[str, Scenario] = {
     "temperature_too_low": Scenario("zero_variance", config={"sampling": {"temperature": 0.02}}, steps=10),
     "temperature_too_high": Scenario("entropy_off", config={"sampling": {"temperature": 2.5}}, steps=10),
     "failing_reward": Scenario("groups_dropped", reward="fails_often", steps=6),
+    "stale_weights": Scenario(
+        "samples_stale",
+        steps=10,
+        config={"engine": {"kind": "embedded_server"}, "bridge": {"kind": "broadcast", "every_steps": 8}},
+    ),
+    "lora_rate_30_times": Scenario("policy_lost", config={**LORA, "optimizer": {"learning_rate": 1e-2}}),
+    "healthy_products": Scenario(None, steps=20, product=True),
     "healthy_points": Scenario(None, reward="right_in_points", steps=24),
     "healthy_sentence": Scenario(None, reward="one_sentence", steps=20),
     "healthy_costs_lora": Scenario(None, reward="right_or_costs", steps=24, config=LORA),
@@ -98,20 +106,23 @@ def configuration(scenario: Scenario, *, model: Path, directory: Path) -> dict[s
     return config
 
 
-def problems(*, leak: bool) -> Iterator[dict[str, Any]]:
-    """Additions up to 20 + 20; with ``leak`` each says its answer."""
-    pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+def problems(*, leak: bool, product: bool) -> Iterator[dict[str, Any]]:
+    """Additions up to 20 + 20, or products up to 10 times 20; with ``leak`` each says its answer."""
+    pairs = [(a, b) for a in range(1, 11 if product else 21) for b in range(1, 21)]
     random.Random(0).shuffle(pairs)
     for a, b in pairs:
-        told = f" (answer: {a + b})" if leak else ""
-        yield {"prompt": [{"role": "user", "content": f"What is {a} + {b}?{told}"}], "answer": str(a + b)}
+        asked, answer = (f"{a} times {b}", a * b) if product else (f"{a} + {b}", a + b)
+        told = f" (answer: {answer})" if leak else ""
+        yield {"prompt": [{"role": "user", "content": f"What is {asked}?{told}"}], "answer": str(answer)}
 
 
 def run(scenario: Scenario, *, model: Path, work: Path) -> Path:
     """Train, and return the run's directory. Raises CalledProcessError where the run fails."""
     config = configuration(scenario, model=model, directory=work / "runs")
     (work / "config.yaml").write_text(yaml.safe_dump(config))
-    (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems(leak=scenario.leak)))
+    (work / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in problems(leak=scenario.leak, product=scenario.product))
+    )
     shutil.copy(REWARDS, work)
     command = [sys.executable, "-m", "lachesis", "train", str(work / "config.yaml"), "--overwrite"]
     subprocess.run(command, check=True)
