@@ -59,6 +59,7 @@ OVER_VLLM = {
         ["--only", "small", "--port", PORT, "--work", WORK],
         [r"\| small, broadcast \| 3 \|( \d+\.\d{3} \(\d+\.\d{3}\) \|){4}"],
     ),
+    "tenants": (["--port", PORT], [r'"sample_all": \d+', r'"train_all": \d+']),
 }  # fmt: skip
 OF_RANKS = {"checkpoint"}
 # test_kills.py has a small version of it: all of its rows take half an hour.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from lachesis.plugins.tinker.engines import Engines
     from lachesis.plugins.tinker.sampling import Sampler
+    from lachesis.plugins.tinker.training import Base
 
 API_KEY = "TINKER_API_KEY"
 
@@ -85,10 +86,29 @@ def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
 
 
 def _service(options: TinkerOptions) -> Any:
-    from lachesis.plugins.tinker.adapters import AdapterBank
     from lachesis.plugins.tinker.checkpoints import CheckpointStore
-    from lachesis.plugins.tinker.sampling import Sampler
     from lachesis.plugins.tinker.service import Service
+
+    base, sampler, engines = load(options)
+    place = Path(options.model)
+    return Service(
+        base,
+        sampler,
+        CheckpointStore(options.dir),
+        name=options.name or options.model,
+        tokenizer=str(place.resolve()) if place.is_dir() else options.model,
+        session_s=options.session_timeout,
+        seed=options.seed,
+        max_rank=options.max_lora_rank,
+        unembed=options.unembed == "asked",
+        engines=engines,
+    )
+
+
+def load(options: TinkerOptions) -> tuple[Base, Sampler, Engines | None]:
+    """Load the model that all runs stand on, and connect to the engines that sample. Raises as :func:`serve`."""
+    from lachesis.plugins.tinker.adapters import AdapterBank
+    from lachesis.plugins.tinker.sampling import Sampler
     from lachesis.plugins.tinker.training import Base
 
     config = ModelConfig(path=options.model, device=options.device, dtype=options.dtype)
@@ -98,9 +118,7 @@ def _service(options: TinkerOptions) -> Any:
         raise ConfigError(f"--max-model-len {longest} is more than the model's {limit} positions", remedy="lower it")
     loaded = load_model(config, NoAdapterConfig())
     model, tokenizer = loaded.transformer.eval(), loaded.tokenizer
-    name = options.name or options.model
-    place = Path(options.model)
-    bank = AdapterBank(model, name=name)
+    bank = AdapterBank(model, name=options.name or options.model)
     pad = tokenizer.pad_token_id
     engine = EmbeddedEngine(
         model,
@@ -120,18 +138,8 @@ def _service(options: TinkerOptions) -> Any:
         max_tokens=options.max_tokens_per_microbatch,
     )
     sampler = Sampler(engine, bank)
-    return Service(
-        base,
-        sampler,
-        CheckpointStore(options.dir),
-        name=name,
-        tokenizer=str(place.resolve()) if place.is_dir() else options.model,
-        session_s=options.session_timeout,
-        seed=options.seed,
-        max_rank=options.max_lora_rank,
-        unembed=options.unembed == "asked",
-        engines=_engines(options, sampler, model, longest=longest) if options.engine else None,
-    )
+    engines = _engines(options, sampler, model, longest=longest) if options.engine else None
+    return base, sampler, engines
 
 
 def _engines(options: TinkerOptions, sampler: Sampler, model: PreTrainedModel, *, longest: int) -> Engines:
