@@ -15,6 +15,8 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
+from lachesis.config.schema import AgentSourceConfig
+from lachesis.plugins.environments.agents.build import agent_of
 from lachesis.plugins.environments.agents.container import Container, container_of
 from lachesis.plugins.environments.agents.player import AgentRollouts
 from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
@@ -47,7 +49,15 @@ def command(program: str, *arguments: str, **fields: Any) -> AgentCommand:
 
 
 def run(agent: AgentCommand) -> AgentExit:
-    return run_agent(agent, PROMPT, url="http://127.0.0.1:1", key="sk-1", stop=lambda: False, limit_s=None)
+    return run_agent(
+        agent,
+        PROMPT,
+        url="http://127.0.0.1:1",
+        key="sk-1",
+        listen=lambda listener: listener.close(),
+        stop=lambda: False,
+        limit_s=None,
+    )
 
 
 def test_it_knows_its_task_its_endpoint_and_where_its_reward_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,7 +72,8 @@ open("made.txt", "w")
 open(os.environ["LACHESIS_REWARD"], "w").write("0.5")
 sys.exit(3)
 """
-    ended = run(command(program, "{prompt}", "{level}", "{else}", workdir=tmp_path, env={"MINE": "x"}))
+    fields: dict[str, Any] = {"told": frozenset({"level"}), "self_reported": True}
+    ended = run(command(program, "{prompt}", "{level}", "{else}", workdir=tmp_path, env={"MINE": "x"}, **fields))
     said, task = map(json.loads, ended.output.splitlines())
     assert said == [
         ["do it", "2", "{else}"],
@@ -88,7 +99,7 @@ def test_it_has_none_of_the_trainers_variables_but_those_it_is_given(monkeypatch
     found = json.loads(run(command(program)).output)
     assert "of the user" not in found.values() and found["PATH"] == os.environ["PATH"]
     assert not {name for name in found if name.startswith(("XDG", "PYTEST", "LACHESIS"))} - {
-        "LACHESIS_TASK", "LACHESIS_REWARD", "LACHESIS_MODEL"
+        "LACHESIS_TASK", "LACHESIS_MODEL"
     }  # fmt: skip
     assert found["HOME"] == found["PWD"] and found["HOME"] != os.environ.get("HOME")
     opened = json.loads(run(command(program, inherited=("MINE", "NOT_THERE"), env={"OWN": "1"})).output)
@@ -97,10 +108,20 @@ def test_it_has_none_of_the_trainers_variables_but_those_it_is_given(monkeypatch
     )  # fmt: skip
 
 
-def test_it_is_not_told_by_what_its_rewards_are_judged():
+def test_it_is_told_the_prompt_and_what_is_named():
     program = "import json, os, sys; print(sys.argv[1:], json.load(open(os.environ['LACHESIS_TASK'])))"
-    hidden = command(program, "{prompt}", "{level}", hidden=frozenset({"level"}))
-    assert run(hidden).output.strip() == "['do it', '{level}'] {'prompt': 'do it', 'id': '7', 'messages': []}"
+    untold = command(program, "{prompt}", "{level}")
+    assert run(untold).output.strip() == "['do it', '{level}'] {'id': '7', 'prompt': 'do it', 'messages': []}"
+
+
+def test_a_configuration_tells_columns_of_the_command_unless_rewards_use_them():
+    def told(judged_by: set[str], **keys: Any) -> frozenset[str]:
+        source = AgentSourceConfig(command=[sys.executable, "{prompt}", "{level}", "{answer}"], **keys)
+        return agent_of(source, judged_by=frozenset(judged_by)).told
+
+    assert told(set()) == {"prompt", "level"}
+    assert told({"level"}) == {"prompt"}
+    assert told({"level"}, columns=["answer"]) == {"prompt", "answer"}
 
 
 def test_columns_that_functions_name_are_known():
@@ -208,7 +229,7 @@ def test_what_failed_is_played_anew(build: Any, tmp_path: Path):
 
 def test_an_exit_code_may_be_an_outcome(build: Any):
     program = f"{ASK}urllib.request.urlopen(request).read()\nsys.exit(3)"
-    rollouts = build(command(program, "{prompt}"), score_nonzero=True)
+    rollouts = build(command(program, "{prompt}", self_reported=True), score_nonzero=True)
     assert sample(rollouts, n=2).extras["exit_code"] == [3, 3]
 
 
@@ -267,9 +288,8 @@ def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engi
     # Agents that ask at the same time may share a call.
     assert len(samples) == 1 and sum(map(len, engine.requests)) == 2, "as many agents as were missing"
     assert [sample.completion_ids for sample in group.samples] == [samples[0].completion_ids] * 3
-    before, after = ({name: columns[name] for name in AgentRollouts.columns} for columns in seen)
-    assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "exit_code": [0] * 3,
-                               "reported": [None] * 3, "output": [""] * 3}  # fmt: skip
+    before, after = ({name: columns[name] for name in rollouts.columns} for columns in seen)
+    assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "output": [""] * 3, "files": [{}] * 3}
 
 
 # Stands for docker: refuses what docker refuses, runs the rest here with the variables that it was given, and says what
@@ -327,7 +347,8 @@ print(json.dumps([os.environ.get(name) for name in ("OPENAI_API_KEY", "MINE", "S
 print(json.load(open(os.environ["LACHESIS_TASK"]))["id"], os.getcwd() == os.environ["HOME"])
 open(os.environ["LACHESIS_REWARD"], "w").write("0.5")
 """
-        ended = run(command(program, env={"MINE": "x"}, container=container_of("docker:some-image")))
+        container = container_of("docker:some-image")
+        ended = run(command(program, env={"MINE": "x"}, container=container, self_reported=True))
         assert ended.output.splitlines() == ['["sk-1", "x", null]', "7 True"]
         assert (ended.exit_code, ended.timed_out, ended.reward) == (0, False, "0.5")
         assert not (docker / "removed").exists(), "it removed itself"

@@ -145,7 +145,7 @@ def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path):
     """Its first turn is to call a tool, which the model cannot yet; in its second the agent asks for an answer."""
     (tmp_path / "agent.py").write_text(SMOLAGENTS)
     with host(tmp_path / "agent.py", tmp_path) as command:
-        source = {"command": [*command, "{prompt}"], "max_concurrent": 8}
+        source = {"command": [*command, "{prompt}"], "max_concurrent": 8, "wall": "none"}  # the host is outside
         summary = run_here(write_run(tmp_path, "", reward=OF_THE_ANSWER, source=source, run={"steps": 12}))
     lines = metrics(summary.run_dir).steps
     rewards = [line.values["reward"] for line in lines]

@@ -13,7 +13,7 @@ or when the file is there:
 - ``data.path``, ``sft.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data
   file does (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
-- ``source.command``: the parts of it that are files.
+- ``source.command``: the parts of it that are files; ``source.readable``.
 - ``engine.urls``: what follows ``file:``.
 - functions: ``FILE.py:FUNCTION``; and ``module.function`` where ``module.py`` stands beside the configuration or
   in the current directory (looked for in this order), before anything that is installed. A reward with a
@@ -89,6 +89,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             tasks=places.path,
             command=places.program,
             workdir=places.path,
+            readable=places.path,
         ),
         "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),
     }

@@ -105,6 +105,7 @@ class ManagedProcess:
         on_death: called from another thread, once a start, if it ends without having been asked to.
         after: what has to be ready before it starts, where they start together (:func:`launch_together`).
         forkserver: forks ``python -m MODULE ...`` as long as it is open, once its imports are done.
+        stdin: what it reads; nothing if unset. Not with a fork server.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class ManagedProcess:
         on_death: OnDeath | None = None,
         after: ManagedProcess | None = None,
         forkserver: ForkServer | None = None,
+        stdin: socket.socket | None = None,
     ) -> None:
         self.after = after
+        self._stdin = stdin
         self._forkserver = forkserver
         self.command = tuple(map(str, command))
         self.url = None if url is None else server_url(url)
@@ -179,6 +182,7 @@ class ManagedProcess:
             grace_s=self._grace_s,
             died=self._died,
             forkserver=forkserver,
+            stdin=self._stdin,
         )
         _running.add(self)
 
@@ -307,6 +311,7 @@ class _Life:
         grace_s: float,
         died: Callable[[_Life], None],
         forkserver: ForkServer | None,
+        stdin: socket.socket | None,
     ) -> None:
         self.pid: int | None = None
         self.code: int | None = None
@@ -322,7 +327,7 @@ class _Life:
             self.log_start = log.seek(0, os.SEEK_END)
             if forkserver is None:
                 self._supervisor: _Supervisor | None = _start_supervisor(
-                    command, link=theirs, log=log, env=env, grace_s=grace_s
+                    command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin
                 )
             else:
                 self._supervisor = None  # it is there once it is forked
@@ -420,7 +425,13 @@ class _Life:
 
 
 def _start_supervisor(
-    command: Sequence[str], *, link: socket.socket, log: IO[bytes], env: Mapping[str, str], grace_s: float
+    command: Sequence[str],
+    *,
+    link: socket.socket,
+    log: IO[bytes],
+    env: Mapping[str, str],
+    grace_s: float,
+    stdin: socket.socket | None,
 ) -> _Supervisor:
     """Start the process that starts the command, with its end of the link."""
     arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
@@ -428,7 +439,7 @@ def _start_supervisor(
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
         env=dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if stdin is None else stdin.fileno(),
         stdout=log,
         stderr=subprocess.STDOUT,
         pass_fds=[link.fileno()],

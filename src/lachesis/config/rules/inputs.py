@@ -70,6 +70,16 @@ def _agent(config: LachesisConfig) -> Iterator[Said]:
         return
     named = [given if isinstance(given, str) else str(given.get("function")) for given in config.rewards.functions]
     by_code = [spec for spec in named if spec.endswith(("agent.rewards.exit_code", "agents.rewards.exit_code"))]
+    reported = [spec for spec in named if spec.endswith(("agent.rewards.reported", "agents.rewards.reported"))]
+    if (own := [*by_code, *reported]) and not config.source.self_reported:
+        yield problem(
+            f"{own[0]} goes by the agent's own word, which it may learn to give as it likes; set source.self_reported "
+            "if that is wanted, or judge the files that it leaves (source.keep_files)"
+        )
+    walled = config.source.wall != "none" and config.source.container is None
+    if not walled and (unused := changed(config, "source", "network", "readable", "memory_mb", "disk_mb")):
+        without = "source.container" if config.source.container else "source.wall none"
+        yield problem(f"{', '.join(unused)} go with the wall, and {without} puts up none")
     if by_code and config.source.nonzero_exit == "exclude":
         yield problem(
             f"{by_code[0]} scores exit codes, and source.nonzero_exit exclude leaves out all but 0; set it to score"

@@ -179,13 +179,38 @@ class AgentSourceConfig(Section):
     )
     columns: list[str] = Field(
         default_factory=list,
-        description="Columns that the program is told though rewards are judged by them: arguments of reward "
-        "functions, and those that hold answers by their name (answer, solution, tests and the like) are kept from it.",
+        description="Columns that the program is told in LACHESIS_TASK beside the prompt. In `command`, those that "
+        "rewards are judged by, or that hold answers by their name (answer, solution, tests and the like), need this.",
+    )
+    wall: Literal["namespaces", "none"] = Field(
+        default="namespaces",
+        description="What is around the program: files, processes and a network of its own, from which it reaches "
+        "nothing but the model; without a wall that works here the run ends. `none`: it can do what you can.",
+    )
+    network: Literal["proxy", "open"] = Field(
+        default="proxy", description="What it reaches behind its wall: the model alone, or what this machine reaches."
+    )
+    readable: list[str] = Field(
+        default_factory=list,
+        description="Files and directories that it may read behind its wall, beside the system's, this Python's, those "
+        "of `workdir` and the files that `command` names.",
+    )
+    memory_mb: PositiveInt = Field(default=4096, description="Memory of a rollout's processes behind the wall, in MiB.")
+    disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout behind the wall, in MiB.")
+    keep_files: list[str] = Field(
+        default_factory=list,
+        description="Patterns of the files that it leaves, such as `*.py`, which reward functions get as the column "
+        "`files`: their texts by their names, at most 4 MiB of a rollout.",
+    )
+    self_reported: bool = Field(
+        default=False,
+        description="Let rewards go by the program's own words: its exit code, and a number that it writes into the "
+        "file LACHESIS_REWARD. A model may learn to write what it wants.",
     )
     container: str | None = Field(
         default=None,
-        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image, with this "
-        "machine's network and the rollout's directory; a process of this machine if unset.",
+        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image in place of the "
+        "wall, with this machine's network and the rollout's directory.",
     )
     timeout_s: PositiveFloat = Field(
         default=600.0, description="Limit of one rollout, at which the program and all of its process group are ended."

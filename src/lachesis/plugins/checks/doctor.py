@@ -32,7 +32,7 @@ from lachesis.plugins.checks.trials import trials
 from lachesis.run.train import train
 
 if TYPE_CHECKING:
-    from lachesis.plugins.sandbox.escapes import Attempt
+    from lachesis.plugins.sandbox.escapes import Attempt, Runs
 
 
 logger = logging.getLogger("lachesis")
@@ -108,7 +108,6 @@ def inspect_sandbox() -> list[Check]:
     A machine without a sandbox passes: only rewards that run such code fail there, and they say so themselves.
     """
     from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
-    from lachesis.plugins.sandbox.escapes import try_escapes
     from lachesis.plugins.sandbox.records import SandboxError
 
     kind = os.environ.get(VARIABLE) or "auto"
@@ -119,13 +118,32 @@ def inspect_sandbox() -> list[Check]:
     except SandboxError as error:
         return [Check("sandbox", f"none: {error}")]
     try:
-        attempts = try_escapes(sandbox)
-    except SandboxError as error:
-        return [Check("sandbox", str(error), failed=True)]
+        return _tried("sandbox", sandbox, f"{sandbox.wall}")
     finally:
         sandbox.close()
+
+
+def inspect_agents_wall() -> list[Check]:
+    """Check whether programs of ``source.kind: agent`` can be walled in here, and try the same ways out."""
+    if not sys.platform.startswith("linux"):
+        return [Check("agents' wall", f"none: it is for Linux, this is {sys.platform}")]
+    from lachesis.plugins.sandbox.cell import CellRunner
+
+    wall = "namespaces of files, processes and network (the model's port alone), seccomp, limits"
+    return _tried("agents' wall", CellRunner(), wall)
+
+
+def _tried(name: str, sandbox: Runs, wall: str) -> list[Check]:
+    """Try all ways out. A wall that cannot be put up is no failure of this machine, one that does not hold is."""
+    from lachesis.plugins.sandbox.escapes import try_escapes
+    from lachesis.plugins.sandbox.records import SandboxError
+
+    try:
+        attempts = try_escapes(sandbox)
+    except SandboxError as error:
+        return [Check(name, f"none: {error}")]
     held = sum(attempt.held for attempt in attempts)
-    first = Check("sandbox", f"{sandbox.wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
+    first = Check(name, f"{wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
     return [first, *(_escape_check(attempt) for attempt in attempts)]
 
 
@@ -159,7 +177,7 @@ def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]
         proof: train a small model if nothing has failed.
     """
     failed = False
-    for part in (inspect_installation, inspect_sandbox):
+    for part in (inspect_installation, inspect_sandbox, inspect_agents_wall):
         for finding in part():
             failed |= finding.failed
             yield finding

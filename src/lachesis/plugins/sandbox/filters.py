@@ -31,6 +31,13 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "vmsplice": (278, 75), "migrate_pages": (256, 238), "move_pages": (279, 239), "get_robust_list": (274, 100),
 }  # fmt: skip
+# Of these, what whole programs need (browsers, compilers, databases), and what their own namespaces keep inside.
+_FOR_PROGRAMS = frozenset({
+    "memfd_create", "shmget", "shmctl", "shmat", "semget", "msgget", "mq_open", "setpriority", "sched_setparam",
+    "sched_setscheduler", "sched_setattr", "ioprio_set", "get_robust_list", "personality",
+})  # fmt: skip
+# The families of sockets that such programs may make: Unix, IPv4 and IPv6. Namespaces do not hold all others (vsock).
+_FAMILIES = (1, 2, 10)
 # Refused too where no namespace of processes ends what a program starts: by its group it can be ended all the same.
 _LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
 # And these where Landlock (before its version 6) does not keep signals inside.
@@ -59,28 +66,29 @@ _EXECUTE, _WRITE, _READ, _READ_DIR = 1, 2, 4, 8
 _SCOPE_SIGNALS = 2
 
 
-def deny_system_calls(*, contained: bool, signals_contained: bool) -> None:
+def deny_system_calls(*, contained: bool, signals_contained: bool, sockets: bool = False) -> None:
     """Set the seccomp filter for this process and all processes that it starts.
 
     Args:
         contained: a process namespace ends all processes that it starts.
         signals_contained: its signals cannot reach others.
+        sockets: allow what whole programs need, sockets of a network namespace among it.
 
     Raises:
         OSError: the kernel has no seccomp, or the architecture is not supported.
     """
     kernel.gain_nothing()
-    kernel.set_filter(_program(contained, signals_contained))
+    kernel.set_filter(_program(contained, signals_contained, sockets))
 
 
 def prepare_filters() -> None:
     """Make the programs once, before many processes set them. Raises OSError on other architectures."""
     for contained, signals_contained in ((True, True), (False, True), (False, False)):
-        _program(contained, signals_contained)
+        _program(contained, signals_contained, False)
 
 
 @cache
-def _program(contained: bool, signals_contained: bool) -> bytes:
+def _program(contained: bool, signals_contained: bool, sockets: bool) -> bytes:
     try:
         column = ("x86_64", "aarch64").index(platform.machine())
     except ValueError as error:
@@ -90,10 +98,11 @@ def _program(contained: bool, signals_contained: bool) -> bytes:
         refused |= _LEAVING
     if not signals_contained:
         refused |= _SIGNALS
-    return b"".join(_filter(column, sorted(numbers[column] for numbers in refused.values())))
+    numbers = sorted(numbers[column] for name, numbers in refused.items() if not (sockets and name in _FOR_PROGRAMS))
+    return b"".join(_filter(column, numbers, sockets))
 
 
-def _filter(column: int, refused: Sequence[int]) -> Iterator[bytes]:
+def _filter(column: int, refused: Sequence[int], sockets: bool) -> Iterator[bytes]:
     """BPF: each rule is a comparison that skips its return where it does not hold."""
     yield _instruction(_LOAD, 0, 0, _ARCH_AT)
     yield _instruction(_EQUAL, 1, 0, _AUDIT_ARCH[column])
@@ -106,17 +115,22 @@ def _filter(column: int, refused: Sequence[int]) -> Iterator[bytes]:
     for number in refused:
         if number >= 0:
             yield from _when(number, _ERRNO | errno.EPERM)
+    if sockets:
+        for family in _FAMILIES:
+            yield from _when_argument(_SOCKET[column], 0, _EQUAL, family, then=_ALLOW, otherwise=None)
     yield from _when(_SOCKET[column], _ERRNO | errno.EACCES)
     yield from _when_argument(_SOCKETPAIR[column], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
     yield from _when_argument(_CLONE[column], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
     yield from _when_argument(_PRLIMIT[column], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
-    yield from _when_argument(_SETSOCKOPT[column], 2, _EQUAL, _SO_SNDBUF, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
-    yield _instruction(_EQUAL, 0, 5, _MMAP[column])
-    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * 3)
-    yield _instruction(_AND, 0, 0, _SHARED_ANONYMOUS)
-    yield _instruction(_EQUAL, 0, 1, _SHARED_ANONYMOUS)
-    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    yield _instruction(_RETURN, 0, 0, _ALLOW)
+    if not sockets:
+        refusal = _ERRNO | errno.EPERM
+        yield from _when_argument(_SETSOCKOPT[column], 2, _EQUAL, _SO_SNDBUF, then=refusal, otherwise=_ALLOW)
+        yield _instruction(_EQUAL, 0, 5, _MMAP[column])
+        yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * 3)
+        yield _instruction(_AND, 0, 0, _SHARED_ANONYMOUS)
+        yield _instruction(_EQUAL, 0, 1, _SHARED_ANONYMOUS)
+        yield _instruction(_RETURN, 0, 0, refusal)
+        yield _instruction(_RETURN, 0, 0, _ALLOW)
     yield _instruction(_EQUAL, 0, 4, _IOCTL[column])
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
     yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
@@ -130,13 +144,21 @@ def _when(number: int, verdict: int) -> Iterator[bytes]:
     yield _instruction(_RETURN, 0, 0, verdict)
 
 
-def _when_argument(number: int, index: int, test: int, value: int, *, then: int, otherwise: int) -> Iterator[bytes]:
-    """Yield the instructions that decide by the low half of an argument; flags and families have only that half."""
+def _when_argument(
+    number: int, index: int, test: int, value: int, *, then: int, otherwise: int | None
+) -> Iterator[bytes]:
+    """Yield the instructions that decide by the low half of an argument; flags and families have only that half.
+
+    Without ``otherwise``, what follows decides where the argument has another value.
+    """
     yield _instruction(_EQUAL, 0, 4, number)
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
     yield _instruction(test, 0, 1, value)
     yield _instruction(_RETURN, 0, 0, then)
-    yield _instruction(_RETURN, 0, 0, otherwise)
+    if otherwise is None:
+        yield _instruction(_LOAD, 0, 0, _NUMBER_AT)
+    else:
+        yield _instruction(_RETURN, 0, 0, otherwise)
 
 
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:

@@ -32,7 +32,7 @@ from lachesis.plugins.sandbox.view import View, empty_directory, mount_scratch, 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.05
 _REAP_S = 5.0
 _CHUNK = 1 << 16
-_NOBODY = 65534
+NOBODY = 65534
 # The exit codes of a process of ours that raised, and of one that the code has left no directory to work in.
 _FAILED, _SPOILED = 70, 71
 # How long the judge may take to be given its request.
@@ -75,12 +75,12 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     report, theirs = socket.socketpair()
     if walls.contained:
         kernel.use_new_process_namespace()
-    base = _memory_of(os.getpid()) + header["held_bytes"]
+    base = memory_of(os.getpid()) + header["held_bytes"]
     if walls.group is not None:
         walls.group.restrict(limits, held_bytes=header["held_bytes"])
     child = os.fork()
     if child == 0:
-        _end_with(lambda: _run_judge(requests, theirs, header, walls, scratch))
+        end_with(lambda: _run_judge(requests, theirs, header, walls, scratch))
     theirs.close()
     try:
         found = _watch(report, child, limits, base=base, walls=walls, scratch=scratch)
@@ -127,7 +127,7 @@ def _watch(
             continue
         look_s = _LOOK_S
         processes = _processes(walls)
-        if sum(max(_memory_of(pid) - base, 0) for pid in processes) > limits.memory_bytes:
+        if sum(max(memory_of(pid) - base, 0) for pid in processes) > limits.memory_bytes:
             return {"verdicts": verdicts, "ending": "memory"}
         if not walls.contained and (
             len(processes) > limits.processes + 4 or size_of(Path(scratch)) > limits.scratch_bytes
@@ -177,7 +177,7 @@ def _group_of(pid: int) -> int:
         return -1
 
 
-def _memory_of(pid: int) -> int:
+def memory_of(pid: int) -> int:
     """Return the resident bytes of a process, 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
@@ -239,8 +239,8 @@ def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
     os.environ.update(ENVIRONMENT, HOME=scratch, TMPDIR=scratch)
     if walls.nobody:
         os.setgroups([])
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
     if not walls.filtered:
         return
     kernel.gain_nothing()
@@ -283,7 +283,7 @@ def _judge_tests(requests: socket.socket, report: socket.socket, header: Mapping
     control, theirs = socket.socketpair()
     forker = os.fork()
     if forker == 0:
-        _end_with(lambda: _fork_subjects(theirs, [pair[1] for pair in pairs], Limits(**header["limits"]), walls))
+        end_with(lambda: _fork_subjects(theirs, [pair[1] for pair in pairs], Limits(**header["limits"]), walls))
     theirs.close()
     for _, link in pairs:
         link.close()
@@ -327,7 +327,7 @@ def _fork_subjects(control: socket.socket, links: list[socket.socket], limits: L
             kernel.end_process(_SPOILED)
         subject = os.fork()
         if subject == 0:
-            _end_with(lambda: _become_subject(links[0], limits, walls))
+            end_with(lambda: _become_subject(links[0], limits, walls))
         links.pop(0).close()
 
 
@@ -419,7 +419,7 @@ def _run_program(program: Mapping[str, Any], stdin: bytes, limits: Limits, walls
     theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
     subject = os.fork()
     if subject == 0:
-        _end_with(lambda: _become_program(program, theirs, limits, walls))
+        end_with(lambda: _become_program(program, theirs, limits, walls))
     for descriptor in theirs:
         os.close(descriptor)
     outputs = (pipes[1][0], pipes[2][0])
@@ -525,7 +525,7 @@ def _exit_code_of(source: str) -> int:
     return code
 
 
-def _end_with(run: Any) -> None:
+def end_with(run: Any) -> None:
     """Call a function in a forked process, and end the process whatever happens."""
     code = _FAILED
     try:

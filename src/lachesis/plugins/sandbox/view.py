@@ -32,11 +32,15 @@ class View:
 
     Args:
         links: symbolic links, by their path.
+        writable: directories of this machine that are written, each with the path at which it is seen.
+        terminals: whether there is what programs at a terminal need: ``/dev/pts``, ``/dev/shm`` and ``/dev/fd``.
     """
 
     readable: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
     scratch: str
+    writable: tuple[tuple[str, str], ...] = ()
+    terminals: bool = False
 
 
 def python_view() -> View:
@@ -68,21 +72,25 @@ def enter_view(view: View) -> None:
     )
     kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     root = Path(place)
+    for path, seen_at in view.writable:
+        _bind(path, root, seen_at)
     for path in view.readable:
-        _bind(path, root)
+        _bind(path, root, path)
         kernel.make_read_only(f"{place}{path}")
     for path, target in view.links:
         link = root / path.lstrip("/")
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(target)
     for device in _DEVICES:
-        _bind(f"/dev/{device}", root)
+        _bind(f"/dev/{device}", root, f"/dev/{device}")
     for directory in ("dev/shm", "proc", view.scratch.lstrip("/")):
         (root / directory).mkdir(parents=True, exist_ok=True)
     (root / "etc").mkdir(exist_ok=True)
     (root / "etc/passwd").write_text(_PASSWD)
     (root / "etc/group").write_text(_GROUP)
     kernel.mount("proc", f"{place}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+    if view.terminals:
+        _add_terminals(root)
     kernel.mount("none", place, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID)
     kernel.pivot_root(place)
 
@@ -107,8 +115,17 @@ def use_real_paths() -> None:
     sys.path_importer_cache.clear()
 
 
-def _bind(path: str, root: Path) -> None:
-    target = root / path.lstrip("/")
+def _add_terminals(root: Path) -> None:
+    _bind("/dev/zero", root, "/dev/zero")
+    kernel.mount("tmpfs", f"{root}/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=64m,mode=1777")
+    (root / "dev/pts").mkdir()
+    kernel.mount("devpts", f"{root}/dev/pts", "devpts", kernel.MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
+    for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
+        (root / "dev" / name).symlink_to(target)
+
+
+def _bind(path: str, root: Path, seen_at: str) -> None:
+    target = root / seen_at.lstrip("/")
     if os.path.isdir(path):
         target.mkdir(parents=True, exist_ok=True)
     else:

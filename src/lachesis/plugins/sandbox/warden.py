@@ -50,7 +50,7 @@ def _enter_namespaces(link: socket.socket, group: Cgroup | None) -> None:
     if kernel.landlock_version():
         layers.append("Landlock")
     try:
-        _leave_user_namespace(map_nobody=root)
+        leave_user_namespace(map_nobody=root)
     except OSError:
         if not root:
             raise
@@ -68,14 +68,18 @@ def _enter_namespaces(link: socket.socket, group: Cgroup | None) -> None:
     _serve(link, Walls(view, contained=True, nobody=root, group=group), layers)
 
 
-def _leave_user_namespace(*, map_nobody: bool) -> None:
-    """Become root of a new one. Root has a helper map a second user, which code runs as; others have but themselves."""
+def leave_user_namespace(*, map_nobody: bool, keep_user: bool = False) -> None:
+    """Become root of a new one. Root has a helper map a second user, which code runs as; others have but themselves.
+
+    Args:
+        keep_user: others keep their number, with root's rights in the namespace until they give them up.
+    """
     user, group, own = os.geteuid(), os.getegid(), os.getpid()
     if not map_nobody:
         kernel.unshare(kernel.CLONE_NEWUSER)
         _write(own, "setgroups", "deny")
-        _write(own, "uid_map", f"0 {user} 1")
-        _write(own, "gid_map", f"0 {group} 1")
+        _write(own, "uid_map", f"{user if keep_user else 0} {user} 1")
+        _write(own, "gid_map", f"{group if keep_user else 0} {group} 1")
         return
     go, told = os.pipe()
     helper = os.fork()

@@ -105,6 +105,17 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "source.nonzero_exit exclude leaves out all but 0",
         ),
+        (
+            {
+                "source": {"kind": "agent", "command": ["a"]},
+                "rewards": {"functions": ["lachesis.rollouts.agent.rewards.reported"]},
+            },
+            "goes by the agent's own word",
+        ),
+        (
+            {"source": {"kind": "agent", "command": ["a"], "wall": "none", "network": "open", "disk_mb": 9}},
+            "source.network, source.disk_mb go with the wall, and source.wall none puts up none",
+        ),
         ({"source": {"kind": "local", "tools": ["a"]}}, "source.tools[0]: 'a' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),

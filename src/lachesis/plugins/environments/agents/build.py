@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
@@ -13,6 +16,8 @@ from lachesis.plugins.environments.agents.player import AgentRollouts
 from lachesis.plugins.environments.agents.process import AgentCommand
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
+from lachesis.plugins.sandbox.cell import Cell, CellRunner
+from lachesis.plugins.sandbox.records import Limits, Program, SandboxError
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets.formats import GOLD_COLUMNS
 from lachesis.rollouts.generation import reward_decoder
@@ -20,6 +25,8 @@ from lachesis.rollouts.tools import load_parser
 from lachesis.train.model.loading import context_length
 from lachesis.train.policy import Policy
 
+# Where agents find the model on their own networks.
+_PORT = 8000
 # Columns that hold answers or tests as a rule, which functions that take any column may judge by.
 ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "test_cases", "verification_info"))
 
@@ -32,6 +39,7 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judg
 
     Raises:
         ConfigError: the command or its directory is not there, or the model has no chat template.
+        SandboxError: agents are to be behind a wall, and none can be put up here.
     """
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.AgentSourceConfig)
@@ -47,21 +55,57 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judg
     )
     # What shares the trainer's process does one call after the other.
     at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
-    workdir = None if source.workdir is None else Path(source.workdir)
-    container = None if source.container is None else container_of(source.container)
+    agent = agent_of(source, judged_by=judged_by)
+    if agent.cell is not None:
+        check_wall(agent.cell)
     return AgentRollouts(
-        agent=AgentCommand(
-            tuple(source.command),
-            workdir,
-            source.env,
-            source.timeout_s,
-            container,
-            inherited=source.inherit_env,
-            hidden=(judged_by | ANSWERS) - {"prompt", *source.columns},
-        ),
+        agent=agent,
         proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
         decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         max_concurrent=source.max_concurrent,
         retries=source.retries,
         score_nonzero=source.nonzero_exit == "score",
     )
+
+
+def agent_of(source: schema.AgentSourceConfig, *, judged_by: frozenset[str]) -> AgentCommand:
+    """The command of a configuration, with its wall. Raises ConfigError."""
+    in_command = {argument[1:-1] for argument in source.command if argument[:1] + argument[-1:] == "{}"}
+    walled = source.container is None and source.wall != "none"
+    return AgentCommand(
+        tuple(source.command),
+        None if source.workdir is None else Path(source.workdir),
+        source.env,
+        source.timeout_s,
+        container=None if source.container is None else container_of(source.container),
+        cell=_cell(source) if walled else None,
+        inherited=source.inherit_env,
+        told=frozenset(source.columns) | (in_command - judged_by - ANSWERS),
+        keep_files=tuple(source.keep_files),
+        self_reported=source.self_reported,
+    )
+
+
+def check_wall(cell: Cell) -> None:
+    """Try whether the wall can be put up. Raises SandboxError."""
+    program = Program(argv=("/bin/sh", "-c", "exit 0"), limits=Limits(wall_s=30))
+    outcome = CellRunner(readable=cell.readable).run(program)
+    if not outcome.succeeded:
+        said = outcome.stderr.decode("utf-8", "replace").strip()[-300:]
+        raise SandboxError(f"a program does not run behind the wall of agents ({said})")
+
+
+def _cell(source: schema.AgentSourceConfig) -> Cell:
+    return Cell(
+        box="",
+        port=_PORT if source.network == "proxy" else None,
+        readable=(*_files_of(source.command), *(str(Path(path).absolute()) for path in source.readable)),
+        memory_bytes=source.memory_mb << 20,
+        disk_bytes=source.disk_mb << 20,
+    )
+
+
+def _files_of(command: Sequence[str]) -> list[str]:
+    """The program and the files that a command line names, and what they are links to."""
+    named = [path for path in (shutil.which(command[0]), *command[1:]) if path and os.path.isabs(path)]
+    return [one for path in named if os.path.isfile(path) for one in (path, os.path.realpath(path))]

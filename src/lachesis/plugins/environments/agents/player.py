@@ -40,7 +40,7 @@ class AgentRun:
 class Failed:
     """A rollout that may not be scored, and why, in one word for counting and in a sentence."""
 
-    cause: Literal["timeout", "crash", "silent"]
+    cause: Literal["timeout", "crash", "silent", "limit"]
     message: str
 
 
@@ -48,8 +48,9 @@ class Failed:
 class AgentRollouts:
     """Runs agents, many at the same time, and makes samples of what the proxy recorded of them.
 
-    A rollout that took too long, ended with another code than 0 (unless ``score_nonzero``) or never asked the model is
-    none: it is played anew, up to ``retries`` times, and then left out of its group and counted by its cause.
+    A rollout that took too long, went beyond a limit, ended with another code than 0 (unless ``score_nonzero``) or
+    never asked the model is none: it is played anew, up to ``retries`` times, and then left out of its group and
+    counted by its cause.
     """
 
     agent: AgentCommand
@@ -59,7 +60,11 @@ class AgentRollouts:
     retries: int
     score_nonzero: bool
 
-    columns = ("turns", "tool_calls", "exit_code", "reported", "output")
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that rewards get of a rollout."""
+        own_words = ("exit_code", "reported") if self.agent.self_reported else ()
+        return ("turns", "tool_calls", "output", "files", *own_words)
 
     def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -106,7 +111,7 @@ class AgentRollouts:
             [*group.rollouts.values(), *(future.result() for future in row)]
             for group, row in zip(kept, rows, strict=True)
         ]
-        return [_item(prompt, row) for prompt, row in zip(prompts, played, strict=True)]
+        return [self._item(prompt, row) for prompt, row in zip(prompts, played, strict=True)]
 
     def take_counts(self) -> dict[str, float]:
         """Since the last call: ``turns``, ``tool_calls``, ``refilled_rollouts`` and ``rollout_failures``, these by
@@ -175,6 +180,7 @@ class AgentRollouts:
                 prompt,
                 url=self.proxy.url,
                 key=key,
+                listen=lambda listener: self.proxy.listen(key, listener),
                 stop=lambda: over() or self._closing.is_set(),
                 limit_s=deadline.remaining_s(),
             )
@@ -184,6 +190,8 @@ class AgentRollouts:
         tail = f"; it wrote last:\n{ended.output[-500:]}" if ended.output else ""
         if ended.timed_out:
             return Failed("timeout", f"{where} was ended after {time.monotonic() - started:.0f} s{tail}")
+        if ended.beyond:
+            return Failed("limit", f"{where} went beyond its limit of {ended.beyond}{tail}")
         if ended.exit_code != 0 and not (self.score_nonzero and (ended.exit_code or 0) > 0):
             return Failed("crash", f"{where} ended with {ended.exit_code}{tail}")
         if not session.trajectories:
@@ -203,12 +211,13 @@ class AgentRollouts:
         values = {
             "turns": session.turns,
             "tool_calls": session.calls,
+            "output": ended.output,
+            "files": dict(ended.files),
             "exit_code": ended.exit_code,
             "reported": ended.reward,
-            "output": ended.output,
         }
         messages = [list(trajectory.messages) for trajectory in session.trajectories]
-        extras = {TURNS: messages} | {name: [value] * len(samples) for name, value in values.items()}
+        extras = {TURNS: messages} | {name: [values[name]] * len(samples) for name in self.columns}
         return KeptRollout(number, tuple(samples), extras)
 
     def _note(self, failure: Failed, prompt: Prompt) -> None:
@@ -224,8 +233,5 @@ class AgentRollouts:
         with self._counting:
             self._counts.update(amounts)
 
-
-def _item(prompt: Prompt, row: Sequence[KeptRollout | Failed]) -> Item:
-    return item_of(
-        prompt, [one for one in row if isinstance(one, KeptRollout)], columns=(TURNS, *AgentRollouts.columns)
-    )
+    def _item(self, prompt: Prompt, row: Sequence[KeptRollout | Failed]) -> Item:
+        return item_of(prompt, [one for one in row if isinstance(one, KeptRollout)], columns=(TURNS, *self.columns))

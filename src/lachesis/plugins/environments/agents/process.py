@@ -1,15 +1,17 @@
-"""One agent: a command with its endpoint and key, in a directory of its own, ended with all that it started."""
+"""One agent: a command with its endpoint and key, behind a wall of its own, ended with all that it started."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.types import Prompt
 from lachesis.common.world import launchers_variables
 from lachesis.plugins.environments.agents.container import Container
+from lachesis.plugins.environments.agents.state import read_state
+from lachesis.plugins.sandbox.cell import HOME, Cell, begun, ending, give_away
+from lachesis.plugins.sandbox.view import empty_directory
 from lachesis.process.managed import ManagedProcess
 
 _LOOK_S = 0.1
@@ -37,9 +42,12 @@ class AgentCommand:
         workdir: is copied for each rollout, which runs in the copy; an empty directory if unset.
         env: variables beside the usual ones (:data:`USUAL`) and those that say where the model is.
         timeout_s: limit of one rollout, in seconds.
-        container: where it runs; a process of this machine if unset.
+        container: where it runs instead of behind a wall.
+        cell: the wall around it; its ``box`` is another for each rollout. Without one it is a process like any.
         inherited: names of this process's variables that it gets too.
-        hidden: columns that it is not told, as rewards are judged by them.
+        told: columns that it is told beside the prompt.
+        keep_files: patterns of the files whose texts are kept for the rewards.
+        self_reported: whether it may write a reward of its own.
     """
 
     command: tuple[str, ...]
@@ -47,8 +55,11 @@ class AgentCommand:
     env: Mapping[str, str]
     timeout_s: float
     container: Container | None = None
+    cell: Cell | None = None
     inherited: Sequence[str] = ()
-    hidden: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
+    keep_files: tuple[str, ...] = ()
+    self_reported: bool = False
 
     def __post_init__(self) -> None:
         if self.container is None and shutil.which(self.command[0]) is None:
@@ -62,65 +73,124 @@ class AgentCommand:
 
 @dataclass(frozen=True, slots=True)
 class AgentExit:
-    """How a rollout's command ended. ``reward`` is what it wrote into its reward file, as text."""
+    """How a rollout's command ended, and what it left.
+
+    Args:
+        beyond: the limit of its wall that it hit, ``memory`` or ``disk``.
+        reward: what it wrote into its reward file, as text.
+        files: texts of its files, by their names.
+    """
 
     exit_code: int | None
     timed_out: bool
     output: str
-    reward: str | None
+    reward: str | None = None
+    beyond: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_agent(
-    agent: AgentCommand, prompt: Prompt, *, url: str, key: str, stop: Callable[[], bool], limit_s: float | None
+    agent: AgentCommand,
+    prompt: Prompt,
+    *,
+    url: str,
+    key: str,
+    listen: Callable[[socket.socket], None],
+    stop: Callable[[], bool],
+    limit_s: float | None,
 ) -> AgentExit:
-    """Run the command to its end, or to its limit, or until ``stop`` says so; its group has ended then.
+    """Run the command to its end, or to its limit, or until ``stop`` says so; all that it started has ended then.
 
-    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and its columns, and may write a number into
-    the file ``LACHESIS_REWARD``. ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` say where the model is,
-    ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY`` who asks.
+    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and the columns that it is told.
+    ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` say where the model is, ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY``
+    who asks. Where it may report a reward, ``LACHESIS_REWARD`` is the file for it.
+
+    Args:
+        url: where it reaches the model, but for one that has a network of its own.
+        listen: takes the socket at which such a one reaches the model.
 
     Raises:
         EngineError: the command cannot be run.
+        SandboxError: no wall can be put up around it.
     """
-    with tempfile.TemporaryDirectory(prefix="lachesis-agent-", ignore_cleanup_errors=True) as root:
-        scratch = Path(root)
-        work, task, reward = scratch / "work", scratch / "task.json", scratch / "reward"
+    with _directory() as root:
+        box, cell = root / "box", agent.cell
+        work, task = box / "work", box / "task.json"
+        box.mkdir()
+        (box / "tmp").mkdir()
         if agent.workdir is None:
             work.mkdir()
         else:
             shutil.copytree(agent.workdir, work, symlinks=True)
-        prompt = without(prompt, agent.hidden)
+        prompt = with_columns(prompt, agent.told)
         task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
         ended = threading.Event()
         kept = {name: os.environ[name] for name in agent.inherited if name in os.environ}
-        given = {"LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **kept, **agent.env}
+        seen = box if cell is None else Path(HOME)
+        if cell is not None and cell.port is not None:
+            url = f"http://127.0.0.1:{cell.port}"
+        given = {"LACHESIS_TASK": str(seen / "task.json"), **kept, **agent.env}
+        if agent.self_reported:
+            given["LACHESIS_REWARD"] = str(seen / "reward")
         told: dict[str, str | None] = {**_endpoint(url, key), **given}
-        command, name = filled(agent.command, prompt), scratch.name
+        command, name = filled(agent.command, prompt), root.name
+        stdin, control = socket.socketpair()
         if agent.container is not None:
             variables = [variable for variable, value in told.items() if value is not None]
-            command = agent.container.command(command, name=name, scratch=scratch, variables=variables)
+            line = agent.container.command(command, name=name, scratch=box, variables=variables)
             env = dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is docker's, and stays outside
         else:
-            env = clean_environment(os.environ, home=work) | told
+            env = clean_environment(os.environ, home=seen / "work") | told
+            line = [*_INTO, str(work), *command]
+            if cell is not None:
+                line = replace(cell, box=str(box)).command(tuple(command))
+                give_away(box)
         process = ManagedProcess(
-            [*_INTO, str(work), *command],
-            log_path=scratch / "output",
+            line,
+            log_path=root / "output",
             name=f"the agent of prompt {prompt.id}",
             env=env,
             grace_s=_GRACE_S,
             on_death=lambda _: ended.set(),
+            stdin=None if cell is None else stdin,
         )
-        process.launch()
-        limit = min(agent.timeout_s, agent.timeout_s if limit_s is None else limit_s)
-        end = time.monotonic() + limit
-        while not ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-            if time.monotonic() >= end or stop():
-                break
-        timed_out = not ended.is_set()
-        process.stop()
+        with stdin, control:
+            try:
+                process.launch()
+                stdin.close()
+                if cell is not None and (listener := begun(control)) is not None:
+                    listen(listener)
+                limit = min(agent.timeout_s, agent.timeout_s if limit_s is None else limit_s)
+                end = time.monotonic() + limit
+                while not ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+                    if time.monotonic() >= end or stop():
+                        break
+                timed_out = not ended.is_set()
+            finally:
+                process.stop()
+            code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)
         if agent.container is not None and timed_out:
             agent.container.remove(name)
-        return AgentExit(process.exit_code, timed_out, _tail(scratch / "output"), _content(reward))
+        return AgentExit(
+            exit_code=code,
+            timed_out=timed_out,
+            output=_tail(root / "output"),
+            reward=read_state(box, ("reward",)).get("reward", "").strip() or None if agent.self_reported else None,
+            beyond="" if why == "exited" else why,
+            files=read_state(work, agent.keep_files),
+        )
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """A new directory, removed in the end whatever an agent has made of it."""
+    root = Path(tempfile.mkdtemp(prefix="lachesis-agent-"))
+    try:
+        yield root
+    finally:
+        with suppress(OSError):  # a process without a wall may write there still
+            empty_directory(str(root))
+            root.rmdir()
 
 
 def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str, str | None]:
@@ -132,9 +202,9 @@ def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str
     return dict.fromkeys(environment) | usual | {"HOME": str(home)}
 
 
-def without(prompt: Prompt, hidden: frozenset[str]) -> Prompt:
-    """The prompt without some of its columns."""
-    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in hidden})
+def with_columns(prompt: Prompt, told: frozenset[str]) -> Prompt:
+    """The prompt with some of its columns only."""
+    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name in told})
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
@@ -177,9 +247,6 @@ def _endpoint(url: str, key: str) -> dict[str, str | None]:
 
 
 def _tail(path: Path) -> str:
-    content = path.read_bytes() if path.is_file() else b""
-    return content[-_SHOWN_OUTPUT:].decode("utf-8", "replace")
-
-
-def _content(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _SHOWN_OUTPUT))
+        return file.read().decode("utf-8", "replace")

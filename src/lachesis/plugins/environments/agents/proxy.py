@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -17,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
@@ -31,6 +33,10 @@ from lachesis.rollouts.call_batcher import GatheredCalls
 _START_S = 20.0
 # Of a request: the longest conversations have some MiB.
 _MAX_BODY = 32 << 20
+# Of one agent at a time: each takes a descriptor of this process, and memory for a body.
+_MAX_CONNECTIONS = 32
+# What tells in a request's scope which agent is at the other end.
+_DOOR = "lachesis.agent"
 _ANSWERS: Mapping[
     Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
 ] = {
@@ -43,6 +49,8 @@ _ANSWERS: Mapping[
 class AgentProxy:
     """Listens on a port of its own, on a thread of its own. A key says which rollout a request belongs to.
 
+    An agent with a network of its own has a door: a socket at which nobody else can ask, and it with no other's key.
+
     ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is what it serves.
 
     Args:
@@ -53,6 +61,7 @@ class AgentProxy:
         self.failure: LachesisError | None = None
         self._recorder = recorder
         self._sessions: dict[str, AgentSession] = {}
+        self._doors: dict[str, asyncio.Server] = {}
         self._make_calls = make_calls
         self.calls: GatheredCalls | None = None
         self._listener = socket.create_server((host, 0))
@@ -72,6 +81,7 @@ class AgentProxy:
         )
         self._server = uvicorn.Server(config)
         self._begun = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name="lachesis-agent-proxy", daemon=True)
 
     def start(self) -> None:
@@ -95,10 +105,41 @@ class AgentProxy:
         self._sessions[key] = session
         return key, session
 
+    def listen(self, key: str, listener: socket.socket) -> None:
+        """Answer at a door too, and under the key nowhere else.
+
+        Raises:
+            EngineError: the proxy does not run.
+        """
+        app = self.app
+
+        async def at_the_door(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, _DOOR: key}, receive, send)
+
+        config = uvicorn.Config(
+            at_the_door, log_config=None, access_log=False, ws="none", loop="asyncio", lifespan="off"
+        )
+        config.load()
+        state = ServerState()
+
+        def connected() -> asyncio.Protocol:
+            if len(state.connections) >= _MAX_CONNECTIONS:
+                return _Refused()
+            return config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+
+        async def serve() -> asyncio.Server:
+            return await asyncio.get_running_loop().create_server(connected, sock=listener)
+
+        if self._loop is None or not self._thread.is_alive():
+            raise EngineError("the proxy for agents has ended")
+        self._doors[key] = asyncio.run_coroutine_threadsafe(serve(), self._loop).result(_START_S)
+
     def close(self, key: str) -> None:
         """Nothing more is recorded or answered under the key."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.closed = True
+        if (door := self._doors.pop(key, None)) is not None and self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(door.close)
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._listener])
@@ -106,6 +147,7 @@ class AgentProxy:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.calls = self._make_calls()
+        self._loop = asyncio.get_running_loop()
         self._begun.set()
         yield
 
@@ -158,12 +200,23 @@ class AgentProxy:
         return StreamingResponse(_stream(events(turn), dialect), media_type="text/event-stream")
 
     def _session(self, request: Request) -> AgentSession:
-        """By the key, as either API's clients send it. Raises BadRequest for one that is not known, or no more."""
+        """By the key, as either API's clients send it.
+
+        Raises BadRequest for one that is not known, or no more, or that of another agent than the one at the door.
+        """
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        session = self._sessions.get(request.headers.get("x-api-key") or bearer)
-        if session is None:
+        key = request.headers.get("x-api-key") or bearer
+        session, door = self._sessions.get(key), request.scope.get(_DOOR)
+        if session is None or (door != key and (door is not None or key in self._doors)):
             raise BadRequest("the key is of no rollout that is under way", status=401, code="invalid_api_key")
         return session
+
+
+class _Refused(asyncio.Protocol):
+    """One connection more than an agent may have: it is closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 async def _body(request: Request) -> dict[str, Any]:

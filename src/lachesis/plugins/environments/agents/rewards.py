@@ -1,12 +1,40 @@
-"""Rewards that agents bring with them: their exit code, and a number in a file."""
+"""Rewards of agents: tests of a file that they leave, and what they say of themselves (``source.self_reported``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lachesis.common.types import LARGEST_NUMBER
+from lachesis.plugins.sandbox.choice import shared_sandbox
+from lachesis.plugins.sandbox.records import FunctionTests
 from lachesis.rollouts.rewards.functions import Excluded
+
+
+def file_tests(
+    completions: Sequence[object],
+    files: Sequence[Mapping[str, str]],
+    tests: Sequence[Sequence[str]],
+    *,
+    file: str = "solution.py",
+    **_: object,
+) -> list[float]:
+    """The share of the statements in the column ``tests`` that hold for a Python file which the agent leaves.
+
+    They are judged in the sandbox, as by the rewards for code, where neither the agent nor its file can reach.
+
+    Args:
+        completions: one for each sample.
+        files: what was kept by ``source.keep_files``; without the file the reward is 0.
+        tests: statements such as ``assert add(1, 2) == 3``.
+        file: its name.
+    """
+    scores: list[float] = []
+    for left, statements in zip(files, tests, strict=True):
+        judged = FunctionTests(left.get(file, ""), tuple(statements))
+        verdicts = shared_sandbox().test(judged) if file in left and statements else []
+        scores.append(sum(verdict.passed for verdict in verdicts) / max(len(statements), 1))
+    return scores
 
 
 def exit_code(completions: Sequence[object], exit_code: Sequence[int | None], **_: object) -> list[float]:
