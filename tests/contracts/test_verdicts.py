@@ -244,6 +244,28 @@ def test_assertions_that_the_code_catches_and_those_of_threads_count(sandbox: Sa
     assert [verdict.passed for verdict in verdicts] == [False, False, True]
 
 
+VACUOUS = {
+    "for got, want in zip(solve(3), [1, 2]): assert got == want": "def solve(x): return []",
+    "for got in solve(3):\n    assert got > 5": "def solve(x): return iter(())",
+    "def check(f):\n    while f(1): assert f(2) == 3\ncheck(solve)": "def solve(x): return 0",
+    "[check for check in solve(3)]\ndef late(): assert solve(3) == 5": "def solve(x): return []",
+    "assert isclose(sqrt(3), 1.732, abs_tol=0.01)": "def sqrt(x): return 0\ndef isclose(*a, **k): return True",
+    "assert reduce(max, gcd(4, 6)) == 2": "def gcd(*a): return [1]\ndef reduce(*a): return 2",
+}
+
+
+@pytest.mark.parametrize("test", VACUOUS)
+def test_a_test_of_which_nothing_was_evaluated_by_us_is_not_passed(sandbox: Sandbox, test: str):
+    (verdict,) = sandbox.test(FunctionTests(VACUOUS[test], (test,), limits=Limits(wall_s=30)))
+    assert not verdict.passed and verdict.reason
+
+
+def test_loops_over_right_answers_pass(sandbox: Sandbox):
+    tests = ("for got, want in zip(solve(3), [1, 2]): assert got == want", "assert isclose(sqrt(4), 2.0)", "solve(1)")
+    code = "import math\ndef solve(x): return [1, 2]\ndef sqrt(x): return math.sqrt(x)"
+    assert [one.passed for one in sandbox.test(FunctionTests(code, tests, limits=Limits(wall_s=30)))] == [True] * 3
+
+
 def test_tests_that_are_coroutine_functions_are_run(sandbox: Sandbox):
     source = "async def test_a():\n    assert solve() == 2\n"
     source += "class TestB:\n    async def test_b(self):\n        assert solve() == 1"

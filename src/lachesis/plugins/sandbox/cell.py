@@ -202,6 +202,7 @@ def _enter(cell: Cell, control: socket.socket) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _UP_AND_RUNNING))
     with socket.create_server(("127.0.0.1", cell.port)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections, which inherit it
         socket.send_fds(control, [_BEGUN], [listener.fileno()])
 
 

@@ -29,18 +29,22 @@ _USUAL = {
     "combinations": "itertools", "product": "itertools", "StringIO": "io",
     **dict.fromkeys(("List", "Dict", "Set", "Tuple", "Optional", "Union", "Any", "Callable", "Iterable"), "typing"),
 }  # fmt: skip
+# Of these, what a test compares by, which is the code's only where a test has no other name.
+_COMPARES_BY = frozenset({"isclose", "pi", "inf", "Counter", "reduce", "partial"})
 # Modules of which a name that the code imported is the same here. Of others it might be one that is equal to anything.
 _IMPORTED_FROM = (
     "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "io", "itertools",
     "json", "math", "re", "statistics", "string", "typing",
 )  # fmt: skip
+_SEEN = "__lachesis_evaluated__"
 
 
 def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
     """Run a test against code in another process.
 
-    The test passes if its last statement returned and none of its own assertions failed on the way, also if the code
-    or a thread caught the error. Whatever the code raises, prints or returns is never read as a verdict.
+    The test passes if its last statement returned, at least one of its assertions was evaluated if it has any, and none
+    failed on the way, also if the code or a thread caught the error. Whatever the code raises, prints or returns is
+    never read as a verdict.
     """
     session = Session(link)
     try:
@@ -54,7 +58,11 @@ def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
     try:
         namespace = _Names(session, code, test, imports).found()
         sys.modules[MODULE] = _module_of(session)
-        exec(compile(test, TEST_FILE, "exec", dont_inherit=True, optimize=0), namespace)
+        evaluated: list[bool] = []
+        namespace[_SEEN] = lambda value: evaluated.append(True) or value
+        counted = _Counted()
+        tree = ast.fix_missing_locations(counted.visit(ast.parse(test)))
+        exec(compile(tree, TEST_FILE, "exec", dont_inherit=True, optimize=0), namespace)
         _join_threads()
     except CodeEnded as error:
         return Verdict(False, f"the code ended its process ({_phrase(error)})")
@@ -64,7 +72,21 @@ def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
         return Verdict(False, _phrase(error))
     if failures := [*session.failed_assertions, *lost]:
         return Verdict(False, failures[0])
+    if counted.assertions and not evaluated:  # of a loop over what the code returned, which was nothing
+        return Verdict(False, "none of the test's assertions was evaluated")
     return Verdict(True)
+
+
+class _Counted(ast.NodeTransformer):
+    """Lets each assertion of a test tell that it is evaluated."""
+
+    assertions = 0
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        self.assertions += 1
+        self.generic_visit(node)
+        node.test = ast.Call(ast.Name(_SEEN, ast.Load()), [node.test], [])
+        return node
 
 
 def _join_threads() -> None:
@@ -126,7 +148,8 @@ class _Names:
         usual = [name for name in free if name in _USUAL and _USUAL[name] not in ("numpy", "pandas")]
         built_in = [name for name in free if hasattr(builtins, name)]
         certain = [name for name in free if name not in _USUAL and name not in built_in]
-        return certain or usual or built_in[:1]
+        tested = [name for name in usual if name not in _COMPARES_BY] or usual
+        return certain or tested[:1] or built_in[:1]
 
 
 @cache  # as all tests of a code ask for the same

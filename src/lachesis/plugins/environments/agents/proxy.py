@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.http import BodyTooLong, read_body
+from lachesis.common.http import BodyTooLong, http_server, read_body
 from lachesis.common.json_values import read_object
 from lachesis.common.types import SamplingParams
 from lachesis.plugins.environments.agents import chat, messages, responses
@@ -34,7 +34,7 @@ _START_S = 20.0
 # Of a request: the longest conversations have some MiB.
 _MAX_BODY = 32 << 20
 # Of one agent at a time: each takes a descriptor of this process, and memory for a body.
-_MAX_CONNECTIONS = 32
+_MAX_CONNECTIONS = 64
 # What tells in a request's scope which agent is at the other end.
 _DOOR = "lachesis.agent"
 _ANSWERS: Mapping[
@@ -116,9 +116,7 @@ class AgentProxy:
         async def at_the_door(scope: Any, receive: Any, send: Any) -> None:
             await app({**scope, _DOOR: key}, receive, send)
 
-        config = uvicorn.Config(
-            at_the_door, log_config=None, access_log=False, ws="none", loop="asyncio", lifespan="off"
-        )
+        config = http_server(at_the_door).config
         config.load()
         state = ServerState()
 
