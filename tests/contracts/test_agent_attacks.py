@@ -196,7 +196,8 @@ def test_what_an_agent_leaves_leads_nowhere(world: World, name: str):
 @pytest.mark.parametrize("name", BEYOND)
 def test_an_agent_beyond_a_limit_is_ended(world: World, name: str):
     why, program = BEYOND[name]
-    ended, _ = world.play(program, limits={"memory_bytes": 256 << 20, "disk_bytes": 32 << 20, "processes": 64})
+    memory = 2 << 30 if name == "processes" else 256 << 20
+    ended, _ = world.play(program, limits={"memory_bytes": memory, "disk_bytes": 32 << 20, "processes": 64})
     assert "OUT:" not in ended.output and not ended.timed_out
     assert ended.beyond == ("" if why == "exited" else why), ended.output
 

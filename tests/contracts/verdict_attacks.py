@@ -191,7 +191,7 @@ _PROCESS = {
 
 _DEEPER = {
     "objects changed by ctypes": "import ctypes\ndef solve(x):\n    for n in range(256):\n"
-    "        ctypes.memmove(id(n) + 24, (7919).to_bytes(4, 'little'), 4) if n > 250 else None\n    return 251",
+    "        ctypes.memmove(id(n) + 24, (7000).to_bytes(4, 'little'), 4) if n > 250 else None\n    return 251",
     "the type of int, changed by ctypes": "import ctypes, gc\nfor d in gc.get_referents(int.__dict__):\n"
     "    if type(d) is dict: d['__eq__'] = lambda a, b: True\nctypes.pythonapi.PyType_Modified(ctypes.py_object(int))\n"
     "def solve(x): return 0",

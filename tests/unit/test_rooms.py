@@ -38,6 +38,7 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("checks", "atropos"): "asks an API whether it answers",
     ("checks", "sandbox"): "tries the walls",
     ("cluster", "checks"): "tries a transfer between the nodes",
+    ("environments", "sandbox"): "agents run behind its wall, and it judges the files that they leave",
     ("export", "report"): "the card has a report's figures",
     ("sinks", "report"): "OpenTelemetry gets the spans of the timeline",
     ("trl", "export"): "a trainer saves and pushes its model",

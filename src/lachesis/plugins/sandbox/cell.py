@@ -1,9 +1,9 @@
-"""A wall around a whole program that runs for long and talks over one port, such as an agent.
+"""Wall around a program that runs for long and talks to one server, such as an agent.
 
-The program has files, processes and a network of its own. Its only way out is a port at which who started it listens:
-the listening socket is made inside and handed out, so that no other program can connect to it, and who connects there
-is known. The first process of the namespace is ours. It holds the program to its limits, tells how it ended, and all
-that the program started ends with it.
+The program has its own files, processes and network. The only server that it reaches is the one of the process that
+started it: the listening socket is made in the program's network and handed out. No other program can connect to that
+socket, so a connection shows which program asks. The first process of the namespace holds the program to its limits and
+reports how it ended. All processes of the program end with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lachesis.plugins.sandbox.records import Limits, Outcome, Program, SandboxEr
 from lachesis.plugins.sandbox.view import View, enter_view, python_view, size_of
 from lachesis.plugins.sandbox.warden import leave_user_namespace
 
-# Where the program sees the directory that it is given. It begins in ``work`` there; ``/tmp`` is ``tmp`` there.
+# Path of the program's directory. It starts in the ``work`` there, and sees the ``tmp`` there as ``/tmp``.
 HOME = "/rollout"
 _ROOT = Path(__file__).parents[3]
 _ETC = ("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/localtime", "/etc/nsswitch.conf", "/etc/mime.types")
@@ -53,15 +53,15 @@ _BEGUN, _FAILED = b"b", b"f"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a program is given, and how much of it.
+    """Program's view of this machine, and its limits.
 
     Args:
-        box: directory of this machine that it sees as :data:`HOME`, with ``work`` and ``tmp`` in it.
-        port: at which it reaches who started it, on a network of its own; ``None``: it has this machine's network.
-        readable: paths of this machine that it may read beside the system's and this Python's.
-        memory_bytes: of all its processes together.
-        disk_bytes: of its files and what it prints.
-        processes: processes and threads at a time.
+        box: directory of this machine that the program sees as :data:`HOME`; it has ``work`` and ``tmp`` in it.
+        port: port of its own network at which it reaches the server; ``None`` gives it this machine's network.
+        readable: paths of this machine that it may read, besides those of the system and of this Python.
+        memory_bytes: limit of the resident memory of all its processes.
+        disk_bytes: limit of its files and its output.
+        processes: limit of its processes and threads.
     """
 
     box: str
@@ -72,18 +72,18 @@ class Cell:
     processes: int = 512
 
     def command(self, line: tuple[str, ...]) -> list[str]:
-        """The command line that runs ``line`` behind the wall.
+        """Return the command line that runs ``line`` behind the wall.
 
-        Its standard input is a socket. There it hands out the listening socket, if there is one, with a first byte. A
-        message follows: an ``error`` that kept it from starting, or the ``code`` of the end, negative for a signal, and
-        the ``ending``: ``exited``, or the limit that it hit.
+        Its standard input has to be a socket, which :func:`begun` and :func:`ending` read: the first byte comes with
+        the listening socket, if there is one. One message follows, an ``error`` that kept the program from starting,
+        or its exit ``code`` (negative for a signal) with the ``ending``: ``exited``, or the limit that it hit.
         """
         told = json.dumps({"line": line, **asdict(self)})
         return [sys.executable, "-I", "-c", _MAIN.format(str(_ROOT)), told]
 
 
 def begun(control: socket.socket) -> socket.socket | None:
-    """Wait until the wall around a program stands, and take the listening socket if there is one.
+    """Wait until the wall around a program is up, and return the listening socket if there is one.
 
     Raises:
         SandboxError: the wall cannot be put up.
@@ -99,7 +99,7 @@ def begun(control: socket.socket) -> socket.socket | None:
 
 
 def ending(control: socket.socket) -> tuple[int | None, str]:
-    """Return the exit code of a program whose processes have ended, and why it ended; ``None`` if it was killed."""
+    """Return the exit code of a program that has ended, ``None`` if it was killed, and why it ended."""
     control.settimeout(_TOLD_S)
     try:
         told = receive(control)
@@ -109,7 +109,7 @@ def ending(control: socket.socket) -> tuple[int | None, str]:
 
 
 class CellRunner:
-    """Runs programs to their end behind the wall of a cell, so that it can be tried."""
+    """Runner of programs behind the wall of a cell, which tries the wall."""
 
     def __init__(self, *, readable: tuple[str, ...] = ()) -> None:
         self._readable = readable
@@ -152,7 +152,7 @@ class CellRunner:
 
 
 def give_away(box: Path) -> None:
-    """Let the user that root's programs run as own their files."""
+    """Give the files to the user that the programs of root run as."""
     if os.geteuid() == 0:
         for path in (box, *box.rglob("*")):
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def _enter(cell: Cell, control: socket.socket) -> None:
-    """Leave all namespaces, and hand out a socket that listens in the new one of the network."""
+    """Enter new namespaces, and hand out a socket that listens in the new network."""
     root = os.geteuid() == 0
     try:
         leave_user_namespace(map_nobody=root, keep_user=True)
@@ -218,7 +218,7 @@ def _view(cell: Cell) -> View:
 def _be_first(
     cell: Cell, line: list[str], control: socket.socket, group: Cgroup | None, environment: Mapping[str, str]
 ) -> None:
-    """The first process of the namespace: start the program, and hold it to its limits until it ends."""
+    """Start the program as the first process of the namespace, and hold it to its limits until it ends."""
     kernel.die_with_parent()
     if group is not None:
         group.restrict(Limits(memory_bytes=cell.memory_bytes, processes=cell.processes, scratch_bytes=0))
@@ -260,7 +260,7 @@ def _become(line: list[str], cell: Cell, environment: Mapping[str, str]) -> None
 
 
 def _hold(program: int, cell: Cell) -> tuple[int, str]:
-    """Wait for the program, which ends it all; or for a limit, which ends the program."""
+    """Wait until the program ends or exceeds a limit; return its exit code and why it ended."""
     look_s, looked = _FIRST_LOOK_S, time.monotonic()
     while True:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -277,7 +277,7 @@ def _hold(program: int, cell: Cell) -> tuple[int, str]:
 
 
 def _beyond(cell: Cell) -> str | None:
-    """The limit that all of it together is beyond."""
+    """Return the limit that the processes and files of the program exceed, or None."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
     if sum(map(memory_of, pids)) > cell.memory_bytes:
         return "memory"

@@ -31,10 +31,10 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "vmsplice": (278, 75), "migrate_pages": (256, 238), "move_pages": (279, 239), "get_robust_list": (274, 100),
 }  # fmt: skip
-# Of these, what whole programs need (browsers, compilers, databases), and what their own namespaces keep inside.
+# Of these, what whole programs need (browsers, compilers, named pipes) and their namespaces and rights keep inside.
 _FOR_PROGRAMS = frozenset({
     "memfd_create", "shmget", "shmctl", "shmat", "semget", "msgget", "mq_open", "setpriority", "sched_setparam",
-    "sched_setscheduler", "sched_setattr", "ioprio_set", "get_robust_list", "personality",
+    "sched_setscheduler", "sched_setattr", "ioprio_set", "get_robust_list", "personality", "mknod", "mknodat",
 })  # fmt: skip
 # The families of sockets that such programs may make: Unix, IPv4 and IPv6. Namespaces do not hold all others (vsock).
 _FAMILIES = (1, 2, 10)

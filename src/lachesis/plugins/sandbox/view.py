@@ -91,6 +91,8 @@ def enter_view(view: View) -> None:
     kernel.mount("proc", f"{place}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     if view.terminals:
         _add_terminals(root)
+        if not (root / "etc/hosts").exists():
+            (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
     kernel.mount("none", place, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID)
     kernel.pivot_root(place)
 
