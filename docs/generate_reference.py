@@ -6,7 +6,7 @@ Run ``python docs/generate_reference.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
@@ -47,6 +47,37 @@ In the tables `KIND`: stands before keys that only this `kind` of the section ha
 **Required** keys are `{required}` and one of `run.steps` and `run.epochs`; with `source.kind: local`, which is the
 default, also `data.path` and `rewards.functions`.
 """
+
+
+# Keys that one run in a hundred sets, by section; the page folds them away.
+ADVANCED = {
+    "model": "revision tokenizer matmul_dtype train_layers pad_token special_tokens packing compile",
+    "adapter": "layers dropout",
+    "data": "transform more prepared_path processes order order_values order_epochs overlong_prompts "
+    "chat_template_kwargs",
+    "source": "rollout_func tool_parser tool_timeout_s tool_result_tokens rollout_timeout_s workdir env inherit_env "
+    "columns nonzero_exit retries host max_sequence_length wait_s missing_logprobs refill_rounds rollout_s renderer "
+    "interface turn_tokens",
+    "rewards": "text_completions special_tokens num_workers on_error model_device model_batch_size",
+    "sampling": "min_p repetition_penalty stop_token_ids min_tokens presence_penalty frequency_penalty guided_regex "
+    "generation_kwargs",
+    "engine": "host port quorum enforce_eager kv_cache_dtype devices extra_args takeover function wait_s",
+    "bridge": "pause config_path keep_last init_method transport staging senders function",
+    "algorithm": "advantage ref_mixup_alpha ref_sync_steps use_bias_correction_kl sampler_correction_min "
+    "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage",
+    "algorithm.teacher": "revision weights reward_weights column beta estimate top_k",
+    "pipeline": "prefetch_depth keep_partial streaming_min_groups replay_size replay_recompute_logps "
+    "reroll_start_fraction reroll_max_groups",
+    "batch": "steps_per_generation micro_batch_size",
+    "optimizer": "function scale_parameter betas eps max_skipped_steps schedule_function stable_steps decay_steps "
+    "decay min_lr_ratio",
+    "distributed": "reshard_after_forward shard_size replicate_size",
+    "deadlines": "generation_s batch_s sync_s engine_start_s teacher_s progress_s quorum_s ranks_s",
+    "checkpoint": "max_share asynchronous format",
+    "logging": "report_groups report_every_steps health_rules",
+    "services.api": "max_queued_tokens max_body_mb ack_timeout_s env_timeout_s",
+    "cluster": "ranks_per_node wait_s preflight_s environment",
+}
 
 
 MIGRATION_INTRODUCTION = """\
@@ -111,13 +142,25 @@ def render() -> str:
 
 
 def _section(section: SectionInfo) -> str:
-    return "\n".join([f"## `{section.path}`", "", section.description, "", *_table(section), ""])
+    """Return a section with the keys that people set, and below them, folded, those that few ever do."""
+    advanced = set(ADVANCED.get(section.path, "").split())
+    if unknown := advanced - {key.name for key in section.keys}:
+        raise ValueError(f"ADVANCED names keys that {section.path} does not have: {sorted(unknown)}")
+    usual = [key for key in section.keys if key.name not in advanced]
+    rare = [key for key in section.keys if key.name in advanced]
+    parts = [f"## `{section.path}`", "", section.description, ""]
+    if usual:
+        parts += [*_table(section, usual), ""]
+    if rare:
+        parts += ['<details markdown="1">', "<summary>Advanced</summary>", "", *_table(section, rare), "", "</details>"]
+        parts.append("")
+    return "\n".join(parts)
 
 
-def _table(section: SectionInfo) -> Iterator[str]:
+def _table(section: SectionInfo, keys: Sequence[Key]) -> Iterator[str]:
     yield "key | type | default | meaning"
     yield "--- | --- | --- | ---"
-    yield from (_row(key, discriminated=section.discriminated) for key in section.keys)
+    yield from (_row(key, discriminated=section.discriminated) for key in keys)
 
 
 def _row(key: Key, *, discriminated: bool) -> str:
