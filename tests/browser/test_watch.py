@@ -159,15 +159,15 @@ def test_curves_grow_without_loading_the_page_anew(page: Page, runs: list[Path])
 
 
 def test_it_says_what_is_waited_for_and_until_when(page: Page):
-    status = page.text("#status")
-    assert "running, step 3" in status and "of 60" in status
-    assert "the trainer's wait for a batch" in status and "deadline 10m" in status
+    lead, waits = page.text("#lead"), page.text("#waits")
+    assert "running" in lead and "of 60" in lead and "reward" in lead
+    assert "the trainer's wait for a batch" in waits and "deadline 10m" in waits
 
 
 def test_it_shows_the_fleet_of_engines_and_how_near_a_deadline_is(page: Page):
     rows = page.ask("[...document.querySelectorAll('#fleet tr.engine')].map((row) => row.textContent)")
     assert ["serving" in rows[0], "no answer for 12 s" in rows[1], len(rows)] == [True, True, 2]
-    share = page.ask("document.querySelector('#status meter').value")
+    share = page.ask("document.querySelector('#waits meter').value")
     assert 0 < share < 0.9
 
 
@@ -281,6 +281,8 @@ def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):
     page.viewport(width=390, height=844, dark=True)
     until(lambda: page.ask("document.documentElement.scrollWidth") <= 390)
     assert page.ask("document.querySelector('.watch').clientHeight") < 200, "it stays in view, and leaves room to read"
+    lead = "Math.max(...[...document.querySelectorAll('#lead dd')].map((one) => one.getBoundingClientRect().bottom))"
+    assert page.ask(lead) < 844, "state and reward are on the first screen"
     cut = "[...document.querySelectorAll('.series')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
     assert page.ask(cut) == 0
     paper = page.ask("getComputedStyle(document.body).backgroundColor")

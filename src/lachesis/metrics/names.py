@@ -93,7 +93,7 @@ METRICS: Mapping[str, Metric] = {
             "there is nothing to learn from.", (1e-6, None),
         ),
         Metric(
-            "zero_std_fraction", "Groups without spread", "share", "Share of groups whose completions all "
+            "zero_std_fraction", "Zero-variance groups", "share", "Share of groups whose completions all "
             "got the same reward; they teach nothing.", (0.0, 0.8),
         ),
         Metric("completion_length/mean", "Completion length", "tokens", "Mean length of the completions."),

@@ -25,6 +25,8 @@ from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
 
 MAX_POINTS = 2000
 MAX_BARS = 400
+# A line of so many steps that varies by no more than this share is a number.
+_FLAT_STEPS, _FLAT = 5, 1e-3
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
@@ -87,7 +89,7 @@ CHARTS = (
     ChartPlan(("staleness",), floor=0.0, least=1.0),
     ChartPlan(("loss",), least=1e-4),
     ChartPlan(("truncated_fraction",), floor=0.0, least=0.01),
-    ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Trainer against engine", log=True),
+    ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Train/inference mismatch", log=True),
     ChartPlan(("gpu_memory_gb", "gpu_memory_reserved_gb"), floor=0.0),
 )
 
@@ -131,10 +133,17 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
     series = [series for name in plan.names if (series := series_of(name, plan.band, log)) is not None]
     chart = {**chart_of(plan), "series": series}
     # The range is the first line's. Another that has none and leaves it would look ill, and is not.
+    chart["flat"] = not plan.wide and all(_is_flat(one["y"], least=plan.least) for one in series)
     measure, others = describe(plan.names[0]), [one for one in series if describe(one["name"]).healthy is None]
     if any(y is not None and not measure.is_usual(y) for one in others for y in one["y"]):
         chart["healthy"] = None
     return chart
+
+
+def _is_flat(values: Sequence[float | None], *, least: float) -> bool:
+    """Return True if a line says no more than its last value: it varies by a thousandth of itself, or of ``least``."""
+    known = [value for value in values if value is not None]
+    return len(known) >= _FLAT_STEPS and max(known) - min(known) <= _FLAT * max(least, max(map(abs, known)))
 
 
 def chart_of(plan: ChartPlan) -> dict[str, Any]:

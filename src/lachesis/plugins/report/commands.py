@@ -15,11 +15,19 @@ from lachesis.common.run_files import run_paths
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Rewrite report.html of a run."""
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    publish: Annotated[Path | None, typer.Option(help="A directory for static pages of all these runs.")] = None,
+) -> None:
+    """Rewrite report.html of runs, or write static pages of them with an index."""
     from lachesis.plugins.report.page import write_report
+    from lachesis.plugins.report.publish import publish as publish_runs
 
-    console.print(f"report: {shown(write_report(run_dir))}")
+    if publish is not None:
+        console.print(f"{len(run_dirs)} run(s): {shown(publish_runs(run_dirs, publish))}")
+        return
+    for run_dir in run_dirs:
+        console.print(f"report: {shown(write_report(run_dir))}")
 
 
 @app.command()

@@ -72,6 +72,7 @@ def headline(log: MetricsLog) -> dict[str, Any]:
             "first": format_share(first.accuracy) if len(log.evaluations) > 1 else "",
             "last": format_share(last.accuracy),
             "better": last.accuracy >= first.accuracy,
+            "note": _evidence(last),
         }
     rewards = [line.values["reward"] for line in log.steps if "reward" in line.values]
     return {
@@ -79,7 +80,27 @@ def headline(log: MetricsLog) -> dict[str, Any]:
         "first": format_number(rewards[0]) if len(rewards) > 1 else "",
         "last": format_number(rewards[-1]) if rewards else "–",
         "better": not rewards or rewards[-1] >= rewards[0],
+        "note": "",
     }
+
+
+def _evidence(result: EvalResult) -> str:
+    """Return "n = 24 problems, 95 % interval 51 to 85 %"."""
+    low, high = accuracy_interval(result.accuracy, result.problems)
+    return f"n = {result.problems} problems, 95 % interval {100 * low:.0f} to {100 * high:.0f} %"
+
+
+def accuracy_interval(accuracy: float, problems: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share that was found on so many problems.
+
+    Source: Wilson, Probable inference, the law of succession, and statistical inference, 1927.
+    """
+    if problems < 1:
+        return 0.0, 1.0
+    z2 = 1.959964**2 / problems
+    middle = (accuracy + z2 / 2) / (1 + z2)
+    half = math.sqrt(z2 * accuracy * (1 - accuracy) + z2 * z2 / 4) / (1 + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -91,8 +112,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if steps and seconds:
         found.append(("a step", format_seconds(seconds / len(steps)) if seconds >= len(steps) else
                       f"{1000 * seconds / len(steps):.0f} ms"))  # fmt: skip
-    if evaluations:
-        found.append(("held-out problems", str(evaluations[-1].problems)))
     rewards = [line.values["reward"] for line in steps if "reward" in line.values]
     if rewards and evaluations:
         found.append(("reward", f"{format_number(rewards[0])} → {format_number(rewards[-1])}"))
@@ -129,8 +148,13 @@ def descriptors(config: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(path: str) -> str:
-    """Return the end of a path on this machine; a hub id or a relative path unchanged."""
-    return str(Path("…", *Path(path).parts[-3:])) if Path(path).is_absolute() else path
+    """Return the name of a model's directory, with its parent's if it only says "model"; a hub id unchanged."""
+    parts = [part for part in Path(path).parts if not part.startswith(".")]
+    return (
+        str(Path(*parts[-2 if parts[-1] in ("model", "final", "merged") else -1 :]))
+        if Path(path).is_absolute()
+        else path
+    )
 
 
 def date_of(steps: Sequence[StepLine]) -> str:

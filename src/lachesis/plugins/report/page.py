@@ -65,11 +65,12 @@ def write_report(run_dir: Path) -> Path:
     """
     path = run_paths(Path(run_dir))["report"]
     # A lone surrogate in a completion has no place in UTF-8.
-    write_atomic(path, _render(Path(run_dir)).encode("utf-8", errors="replace"))
+    write_atomic(path, render_report(Path(run_dir)).encode("utf-8", errors="replace"))
     return path
 
 
-def _render(run_dir: Path) -> str:
+def render_report(run_dir: Path) -> str:
+    """Return the whole page of a run. Raises DataError as :func:`write_report`."""
     return render_page(TEMPLATE, **report_values(run_dir))
 
 

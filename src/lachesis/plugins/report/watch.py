@@ -25,6 +25,7 @@ from starlette.routing import Route
 from lachesis.common.errors import DataError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.run_files import run_paths
+from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.plugins.report import compare, page
@@ -49,7 +50,7 @@ _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
 _MOST_STEPS = 500
 _MOST_HITS = 50
 # How a run stands of which there is nothing to show.
-_NOTHING: Mapping[str, Any] = {"waits": [], "engines": [], "paused": False, "goes_on": False}
+_NOTHING: Mapping[str, Any] = {"status": [], "lead": [], "waits": [], "engines": [], "paused": False, "goes_on": False}
 # What the buttons ask of a run; "resume" takes the pause back.
 _ASKED: Mapping[str, RunRequest] = {"stop": "stop", "checkpoint": "checkpoint", "pause": "pause"}
 _BUTTONS = (*_ASKED, "resume")
@@ -107,8 +108,8 @@ class Watch:
     def _compare(self, known: str) -> dict[str, Any]:
         tag = _tag(self._dirs)
         names = compare.run_names(self._dirs)
-        states = [(name, _now(path)["status"][0][1]) for name, path in zip(names, self._dirs, strict=True)]
-        answer: dict[str, Any] = {**_NOTHING, "status": states, "tag": tag, "html": None, "data": None}
+        states = [(name, _now(path)["lead"][0][1]) for name, path in zip(names, self._dirs, strict=True)]
+        answer: dict[str, Any] = {**_NOTHING, "lead": states, "tag": tag, "html": None, "data": None}
         if tag == known:
             return answer
         if not all(run_paths(path)["metrics"].exists() for path in self._dirs):
@@ -222,12 +223,13 @@ def _tag(run_dirs: Sequence[Path]) -> str:
 def _now(run_dir: Path) -> dict[str, Any]:
     """How a run stands: lines, what it waits for, its engines, and whether somebody wants it paused."""
     if not run_dir.exists():
-        return {**_NOTHING, "status": [("state", "loading: the run has no directory yet")]}
+        return {**_NOTHING, "lead": [("state", "loading: the run has no directory yet")]}
     try:
         status = read_status(run_dir)
     except LachesisError as error:
-        return {**_NOTHING, "status": [("state", error.message)]}
+        return {**_NOTHING, "lead": [("state", error.message)]}
     return {
+        "lead": _lead(status),
         # What the health rules say is in the report below.
         "status": [*fact_lines(replace(status, findings=())), *log_lines(status)],
         "waits": _waits(status),
@@ -235,6 +237,19 @@ def _now(run_dir: Path) -> dict[str, Any]:
         "paused": is_asked(run_dir, "pause"),
         "goes_on": status.goes_on,
     }
+
+
+def _lead(status: RunStatus) -> list[tuple[str, str]]:
+    """Return what one looks for first: the state, the step, the reward and the time that is left."""
+    of = "" if status.steps is None else f" of {status.steps}"
+    lead = [("state", status.state), ("step", f"{status.step}{of}")]
+    if (reward := status.values.get("reward")) is not None:
+        lead.append(("reward", format_number(reward)))
+    if status.remaining_s is not None:
+        lead.append(("left", format_seconds(status.remaining_s)))
+    elif status.elapsed_s is not None:
+        lead.append(("took", format_seconds(status.elapsed_s)))
+    return lead
 
 
 def _waits(status: RunStatus) -> list[dict[str, Any]]:

@@ -18,8 +18,9 @@ from lachesis.metrics.names import describe
 from lachesis.metrics.sinks.jsonl import JsonlSink, StepLine
 from lachesis.metrics.sinks.tape import TapeSink
 from lachesis.plugins.report.charts import downsample, timing
-from lachesis.plugins.report.data import descriptors, result_sentence
+from lachesis.plugins.report.data import accuracy_interval, descriptors, result_sentence
 from lachesis.plugins.report.page import ReportSink, write_report
+from lachesis.plugins.report.publish import publish
 from lachesis.plugins.report.rollouts import MAX_STEPS, MAX_TOKENS
 
 MakeGroup = Callable[..., Group]
@@ -73,12 +74,43 @@ def test_page_tells_the_run_and_its_result(tmp_path: Path) -> None:
     assert "<h1>my run</h1>" in page and "org/model" in page and "LoRA r=16" in page
     assert "held-out accuracy 0.44 -&gt; 0.93 (512 problems, 5 steps, 1.0 s)" in page
     assert '<span class="from">44 %</span>' in page and ">93 %</strong>" in page
+    assert "n = 512 problems, 95 % interval 90 to 95 %" in page
     assert html.escape("run: {name: my run, steps: 5}") in page
 
 
 def test_local_model_is_named_by_the_end_of_its_path() -> None:
-    assert descriptors({"model": {"path": "/home/someone/examples/quick/.cache/model"}}) == ["…/quick/.cache/model"]
+    assert descriptors({"model": {"path": "/home/someone/examples/quick/.cache/model"}}) == ["quick/model"]
     assert descriptors({"model": {"path": "org/model"}, "adapter": {"kind": "none"}}) == ["org/model", "all weights"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "problems", "expected"),
+    [(0.5, 100, (0.4038, 0.5962)), (0.0, 10, (0.0, 0.2775)), (1.0, 10, (0.7225, 1.0)), (0.5, 0, (0.0, 1.0))],
+)
+def test_an_accuracy_has_the_interval_of_wilson(accuracy: float, problems: int, expected: tuple[float, float]) -> None:
+    assert accuracy_interval(accuracy, problems) == pytest.approx(expected, abs=1e-4)
+
+
+def test_lines_that_do_not_move_are_numbers(tmp_path: Path) -> None:
+    values = {"reward": 0.5, "mean_kl": 8.8e-12, "mean_ratio": 1.0, "learning_rate": 1e-5}
+    run = write_run(tmp_path, steps=6, values=values)
+    charts = {chart["id"]: chart["flat"] for chart in data_of(write_report(run))["charts"]}
+    assert charts == {
+        "reward": False, "evaluation/accuracy": False, "mean_kl": True, "mean_ratio": True, "learning_rate": True,
+    }  # fmt: skip
+    moving = JsonlSink(run / "metrics.jsonl", resume_step=6)
+    moving.write(StepRecord(step=7, values={"mean_kl": 0.02}))
+    moving.close()
+    assert not next(one for one in data_of(write_report(run))["charts"] if one["id"] == "mean_kl")["flat"]
+
+
+def test_published_runs_have_an_index_their_reports_and_a_comparison(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, steps=3, config=f"run: {{name: {name}, steps: 3}}\n") for name in ("a", "b")]
+    index = publish(runs, tmp_path / "site").read_text()
+    assert {path.name for path in (tmp_path / "site").iterdir()} == {"index.html", "a.html", "b.html", "compare.html"}
+    assert re.findall(r'href="([^"#]+\.html)"', index) == ["compare.html", "a.html", "b.html"]
+    assert "44 % → <b>93 %</b>" in index and "n = 512 problems" in index
+    assert "<h1>a</h1>" in (tmp_path / "site" / "a.html").read_text()
 
 
 def test_page_asks_nothing_of_the_network(tmp_path: Path, make_group: MakeGroup) -> None:

@@ -68,6 +68,7 @@ def test_the_report_comes_once_and_again_when_there_is_news(run_dir: Path):
     assert charts["reward_metrics/tools"]["title"] == "tools"
     assert 'id="charts"' in first["html"] and "<html" not in first["html"]
     assert dict(first["status"])["state"].startswith("running, step 2")
+    assert dict(first["lead"])["state"] == "running" and dict(first["lead"])["step"].startswith("2")
     again = page.get("/data", params={"known": first["tag"]}).json()
     assert (again["html"], again["data"], again["tag"]) == (None, None, first["tag"])
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -142,7 +143,7 @@ def test_the_engines_and_what_is_waited_for_until_when(run_dir: Path):
 
 def test_a_run_that_is_not_there_yet(tmp_path: Path):
     found = client(tmp_path / "soon").get("/data").json()
-    assert found["status"] == [["state", "loading: the run has no directory yet"]]
+    assert found["lead"] == [["state", "loading: the run has no directory yet"]]
     assert "No step is done yet" in found["html"]
 
 
@@ -163,7 +164,7 @@ def test_several_runs_side_by_side(tmp_path: Path):
     (reward,) = [chart for chart in answer["data"]["charts"] if chart["id"] == "reward"]
     assert [series["label"] for series in reward["series"]] == ["a", "b"]
     assert "optimizer.learning_rate" in answer["html"] and "2+2=" in answer["html"]
-    assert [name for name, _ in answer["status"]] == ["a", "b"]
+    assert [name for name, _ in answer["lead"]] == ["a", "b"]
 
 
 def test_requests_are_files_of_the_run(tmp_path: Path):

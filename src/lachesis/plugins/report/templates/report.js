@@ -195,6 +195,15 @@ function milliseconds(seconds) {
   return seconds === null ? "–" : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${significant(seconds)} s`;
 }
 
+/* A chart whose lines are flat, as its last values. */
+function constant(chart) {
+  const last = (series) => { const value = series.y.at(-1); return value !== null && Math.abs(value) < 1e-9 ? 0 : value; };
+  const values = chart.series.map((series) => (chart.series.length > 1 ? `${series.label} ` : "") + format(last(series), chart.unit));
+  const item = make("span", { tabindex: "0" }, `${chart.title} `, make("b", {}, values.join(", ")));
+  if (chart.explanation) item.dataset.tip = chart.explanation;
+  return item;
+}
+
 /* Draw a report into the page's elements, in the place of the one before. A cursor and the choice of smoothing are kept. */
 let redraw = () => {}, chosenSmooth = null, watchedWidth = null;
 function showReport(data) {
@@ -202,11 +211,13 @@ function showReport(data) {
   stepRange = spanOfSteps();
   drawn.length = 0;
   byId("charts").replaceChildren();
-  for (const chart of report.charts) {
+  const flat = report.charts.filter((chart) => chart.flat);
+  for (const chart of report.charts.filter((chart) => !chart.flat)) {
     const built = buildChart(chart);
     byId("charts").append(built.card);
     drawn.push(built);
   }
+  if (flat.length) byId("charts").append(make("p", { class: "flat" }, "Constant: ", ...flat.map(constant)));
   if (report.timing) drawn.push(buildTiming(report.timing));
   const longest = Math.max(0, ...report.charts.flatMap((chart) => chart.series.map((series) => series.x.length)));
   page.smooth = byId("smooth").checked = chosenSmooth ?? longest > 60;

@@ -9,6 +9,7 @@ function choose(index) {
   kept.step = null;
   kept.group = 0;
   byId("past").replaceChildren();
+  byId("runs").hidden = names.length === 1;
   showTabs("runs", names.length > 1 ? [...names, "Compare"] : names, index, choose);
   byId("fleet").replaceChildren();
   byId("history").hidden = byId("csv").hidden = index === COMPARE;
@@ -28,9 +29,13 @@ function engineRow(engine) {
   const numbers = [engine.in_flight, engine.expected_tokens, engine.completed].map((value) => format(value));
   return make("tr", { class: `engine ${engine.state}` }, ...[engine.url, engine.state, version, ...numbers, format(Math.round(10 * engine.for_s) / 10, "s"), engine.reason].map((cell) => make("td", {}, cell)));
 }
-function showNow({ status, waits, engines, paused, goes_on }) {
+function showNow({ status, lead, waits, engines, paused, goes_on }) {
   for (const id of ["checkpoint", "pause", "stop"]) byId(id).hidden = !token || !goes_on;
-  byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)), ...waits.map(waitLine));
+  const leading = (title, text, at) => make("div", at ? {} : { class: `state ${text}` }, make("dt", {}, title), make("dd", {}, text));
+  byId("lead").replaceChildren(...lead.map(([title, text], at) => leading(title, text, watched.run === COMPARE ? 1 : at)));
+  byId("waits").replaceChildren(...waits.map(waitLine));
+  byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)));
+  byId("status").parentElement.hidden = !status.length;
   byId("fleet").replaceChildren(...(engines.length ? [make("div", { class: "card table" }, make("table", {}, make("tr", {}, ...ENGINE_COLUMNS.map((name) => make("th", {}, name))), ...engines.map(engineRow)))] : []));
   byId("pause").textContent = paused ? "Go on" : "Pause after this step";
   byId("pause").dataset.asks = paused ? "resume" : "pause";
