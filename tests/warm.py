@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
+from lachesis.process import supervisor
 from tests.forkserver import forked_from, forkserver, take_over
 
 if TYPE_CHECKING:  # it is not needed where commands run
@@ -37,26 +38,18 @@ _is_forked = False
 # The supervisor of a server, whose other parent has another number.
 _SUPERVISE = """
 import os, socket, sys
-from lachesis.process import fork_main, supervisor
+from lachesis.process import supervisor
 from tests import warm
 _, _, link, _, grace_s, *command = sys.argv
 socket, parent = socket.socket(fileno=warm.received[int(link)]), os.getppid()
 try:
     supervisor.supervise(socket, is_asked_for=lambda: os.getppid() == parent, grace_s=float(grace_s),
-                         start=lambda: fork_main.ForkedChild(command))
-except fork_main.Forked:
+                         start=lambda: warm.ForkedChild(command))
+except warm.Forked:
     pass
 else:
     raise SystemExit
 warm.go_on_as(command)
-"""
-# A fork server, which has its imports by being forked itself.
-_FORKSERVER = """
-import sys
-from lachesis.process import fork_main
-from tests import warm
-sys.argv[1] = str(warm.received[int(sys.argv[1])])
-fork_main.main()
 """
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.
@@ -86,6 +79,43 @@ warm.fork_parts(sys.argv[0])
 warm.fork_servers()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+class Forked(BaseException):
+    """Raised in a forked process, so that it leaves whatever its parent was doing."""
+
+
+class ForkedChild:
+    """Forked child with the methods of ``subprocess.Popen`` that a supervisor uses, the head of a session.
+
+    In the child it raises Forked, whose argument is ``argument``.
+    """
+
+    def __init__(self, argument: object) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            supervisor.prepare_child()
+            # As Python has them when it begins.
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise Forked(argument)
+
+    def poll(self) -> int | None:
+        return self._reaped(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._reaped(0)
+        assert code is not None
+        return code
+
+    def _reaped(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
 
 class _Forked(subprocess.Popen):
@@ -202,9 +232,8 @@ def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
     """From now on servers of ours that this process starts are forked as well, with their supervisors."""
     if not FORKS:
         return
-    for module, popen in {"managed": _supervised, "forkserver": _forkserver}.items():
-        own = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
-        assign(importlib.import_module(f"lachesis.process.{module}"), "subprocess", own)
+    own = SimpleNamespace(**vars(subprocess) | {"Popen": _supervised})
+    assign(importlib.import_module("lachesis.process.managed"), "subprocess", own)
 
 
 def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
@@ -213,11 +242,6 @@ def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
         return subprocess.Popen(words, **options)
     popen = VllmPopen if _is_vllm(arguments[3:]) else Popen
     return popen([python, "-c", _SUPERVISE, script, *arguments], **options)
-
-
-def _forkserver(words: Sequence[str], **options: Any) -> subprocess.Popen:
-    python, _, _, *arguments = words
-    return VllmPopen([python, "-c", _FORKSERVER, *arguments], **options)
 
 
 def _is_vllm(command: Sequence[str]) -> bool:

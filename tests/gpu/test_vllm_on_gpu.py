@@ -23,7 +23,6 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
 from lachesis.run.context import EngineSide
-from lachesis.run.launch import SHARED_IMPORTS
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows
@@ -350,18 +349,6 @@ def test_weights_reach_an_engine_on_two_gpus(kind: str, devices: str, tmp_path: 
     sides = {"tensor_parallel_size": 2, "devices": devices}
     with live(model, tmp_path, bridge={"kind": kind}, lora=kind.startswith("lora"), **sides) as (side, policy):
         check_updates(side, policy)
-
-
-@pytest.mark.parametrize("shared", ["0", "1"])
-def test_two_servers_have_the_imports_of_one_process_that_has_not_touched_the_gpu_or_their_own(
-    shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(SHARED_IMPORTS, shared)
-    model = write_model(tmp_path / "model", "qwen2")
-    with live(model, tmp_path, bridge={"kind": "lora_only"}, lora=True, data_parallel_size=2) as (side, policy):
-        check_updates(side, policy)
-        logs = [path.read_text() for path in tmp_path.glob("engine*.log")]
-    assert len(logs) == 2 and not any("import for themselves" in log for log in logs)
 
 
 @two_gpus

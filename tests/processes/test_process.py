@@ -19,7 +19,6 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.process.forkserver import ForkServer
 from lachesis.process.managed import (
     ManagedProcess,
     check_port_free,
@@ -54,12 +53,10 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from lachesis.common.deadline import Deadline
-from lachesis.process.forkserver import ForkServer
 from lachesis.process.managed import ManagedProcess
-program, port, url, log, forkserver, *more = sys.argv[1:]
+program, port, url, log, *more = sys.argv[1:]
 command, log = [sys.executable, "-m", program, port], Path(log)
-forked_from = ForkServer("imports", [], log_path=log, env=os.environ) if forkserver == "forked" else None
-process = ManagedProcess(command, url=url, log_path=log, grace_s=2, forkserver=forked_from)
+process = ManagedProcess(command, url=url, log_path=log, grace_s=2)
 process.start(deadline=Deadline("start", 60))
 if more and os.fork() == 0:
     time.sleep(600)
@@ -67,41 +64,6 @@ if more and os.fork() == 0:
 print("ready", flush=True)
 sys.stdin.read()
 """
-# What a fork server imports: by whom is told, and arguments say how it goes.
-IMPORTS = """
-import os, pathlib, time
-usable, importer = [], None
-def load(arguments):
-    global importer
-    print("begins to import")
-    for argument in arguments:
-        kind, _, value = argument.partition("=")
-        while kind == "until" and not pathlib.Path(value).exists():
-            time.sleep(0.01)
-        if kind == "fail":
-            raise ImportError(value)
-        if kind == "useless":
-            usable.append(False)
-        if kind == "import":
-            __import__(value)
-            print("threads", len(os.listdir("/proc/self/task")))
-    importer = os.getpid()
-def is_usable():
-    return importer == os.getpid() and not usable
-"""
-# Says who has imported, and how it finds itself.
-FORKED = (
-    """
-import os, signal, sys
-imports = sys.modules.get("imports")
-sockets = [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
-           and "socket" in os.readlink(f"/proc/self/fd/{name}")]
-usual = [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGCHLD)]
-large = len(os.environ.get("LARGE", ""))
-print("forked", imports and imports.importer, __name__, os.getcwd(), len(sockets), large, *usual, flush=True)
-"""
-    + SERVER
-)
 
 
 def soon(seconds: float = LONG_S) -> Deadline:
@@ -111,18 +73,14 @@ def soon(seconds: float = LONG_S) -> Deadline:
 class Server:
     """A ManagedProcess over a small server, and what it did."""
 
-    def __init__(self, directory: Path, *, forked: bool = False, imports: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         self.log = directory / "logs" / "engine.log"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.deaths: queue.Queue[EngineError] = queue.Queue()
         self.programs = directory / "programs"
         self.programs.mkdir(parents=True)
-        (self.programs / "imports.py").write_text(IMPORTS)
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [self.programs, SOURCE]))}
-        self.forkserver = None
-        if forked:
-            self.forkserver = ForkServer("imports", imports, log_path=self.log, env=self.environment)
         self.process = self.running(SERVER)
 
     def program(self, code: str) -> str:
@@ -141,7 +99,6 @@ class Server:
             url=self.url,
             log_path=self.log,
             env=own | settings.pop("env", {}),
-            forkserver=self.forkserver,
             **{"grace_s": LONG_S, "on_death": self.deaths.put, **settings},
         )
         return self.process
@@ -157,13 +114,11 @@ class Server:
 
     def close(self) -> None:
         self.process.stop()
-        if self.forkserver is not None:
-            self.forkserver.kill()
 
 
-@pytest.fixture(params=["executed", "forked"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path, forked=request.param == "forked")
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
     yield made
     made.close()
 
@@ -296,10 +251,7 @@ def test_a_taken_port_is_noticed_before_the_start(server: Server):
     with socket.create_server(("127.0.0.1", server.port)), pytest.raises(EngineError) as caught:
         server.process.start(deadline=soon())
     assert f"port {server.port}" in caught.value.message and f"pid {os.getpid()}" in caught.value.message
-    # A forked one imports ahead of its start, which it may have got round to say.
-    said = server.log.read_text() if server.log.exists() else ""
-    ahead = "" if server.forkserver is None else "begins to import\n"
-    assert said in ("", ahead), "nothing was started"
+    assert not server.log.exists(), "nothing was started"
 
 
 def test_nobody_to_be_found_on_a_port():
@@ -370,7 +322,7 @@ def test_where_nobody_else_is_left_a_server_ends_with_its_supervisor(server: Ser
 def parent_of(server: Server, *arguments: str) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-c", PARENT, server.program(SERVER), str(server.port), server.url, str(server.log),
-        "executed" if server.forkserver is None else "forked", *arguments,
+        *arguments,
     ]  # fmt: skip
     return subprocess.Popen(command, env=server.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -398,107 +350,6 @@ def test_the_end_of_a_program_ends_its_servers(server: Server, ending: str):
             parent.terminate()
     assert parent.returncode == (-signal.SIGTERM if ending == "SIGTERM" else 0)
     assert gone(server.pids())
-
-
-class TestForked:
-    """What is different where servers are forked from a process that has their imports."""
-
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-        made: list[Server] = []
-
-        def one(*imports: str) -> Server:
-            made.append(Server(tmp_path, forked=True, imports=imports))
-            return made[-1]
-
-        yield one
-        for server in made:
-            server.close()
-
-    def told(self, server: Server) -> list[list[str]]:
-        return [line.split()[1:] for line in server.log.read_text().splitlines() if line.startswith("forked")]
-
-    def test_several_have_the_imports_of_one_process(self, make: Callable[..., Server]):
-        server = make()
-        first, port = server.running(FORKED, env={"LARGE": "x" * 100_000}), free_port()
-        second = ManagedProcess(
-            [sys.executable, "-m", server.program(FORKED), str(port)],
-            url=f"http://127.0.0.1:{port}", log_path=server.log, forkserver=server.forkserver,
-        )  # fmt: skip
-        try:
-            launch_together([first, second])
-            wait_together([first, second], deadline=soon())
-            assert first.pid is not None and second.pid is not None
-            assert server.forkserver is not None
-            importer = str(server.forkserver.pid)
-            usual = [importer, "__main__", os.getcwd(), "0"]
-            told = sorted(self.told(server), key=lambda line: line[4])
-            assert server.log.read_text().count("begins to import") == 1
-            assert told == [[*usual, "0", "True", "True"], [*usual, "100000", "True", "True"]]
-            server.forkserver.close()
-            shown = " ".join(psutil.Process(second.pid).cmdline()).split()
-            assert shown == list(second.command), "as `ps` shows it"
-            assert gone([server.forkserver.pid]), "it has nothing more to do"
-            assert first.pid and second.pid, "they do not need it any more"
-            first.restart(deadline=soon())
-            assert self.told(server)[-1][0] == "None", "a later start has imports of its own"
-        finally:
-            second.stop()
-
-    def test_nothing_waits_for_the_imports_but_who_waits_for_the_server(
-        self, make: Callable[..., Server], tmp_path: Path
-    ):
-        server = make(f"until={tmp_path / 'imported'}")
-        server.process.launch()
-        assert server.process.pid is None
-        server.process.check()
-        with pytest.raises(EngineError, match="runs already"):
-            server.process.launch()
-        late = Deadline("the server's start", 0.2, "deadlines.engine_start_s")
-        with pytest.raises(DeadlineExceeded, match="is to be forked"):
-            server.process.wait_ready(deadline=late)
-        (tmp_path / "imported").touch()
-        server.process.wait_ready(deadline=soon())
-        assert server.process.pid == server.pids()[0]
-
-    def test_who_stops_waits_for_no_imports(self, make: Callable[..., Server]):
-        server = make("until=/no/such/file")
-        server.process.launch()
-        server.process.stop()
-        assert server.process.pid is None and server.deaths.empty()
-        assert server.forkserver is not None and gone([server.forkserver.pid])
-        check_port_free(server.url)
-
-    def test_it_has_one_thread_though_numpy_would_start_more(
-        self, make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-    ):
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            monkeypatch.delenv(name, raising=False)
-        server = make("import=numpy")
-        server.start()
-        assert "threads 1\n" in server.log.read_text()
-
-    def test_imports_that_fail_are_an_error_with_their_cause(self, make: Callable[..., Server]):
-        server = make("fail=no module named so")
-        with pytest.raises(EngineError, match=r"did not begin(.|\n)*ImportError: no module named so") as caught:
-            server.process.start(deadline=soon())
-        assert str(server.log) in caught.value.message and caught.value.remedy
-
-    def test_what_cannot_use_the_imports_has_its_own(self, make: Callable[..., Server]):
-        server = make("useless")
-        server.running(FORKED).start(deadline=soon())
-        assert self.told(server)[0][:2] == ["None", "__main__"]
-        assert "import for themselves" in server.log.read_text()
-
-    def test_one_that_is_killed_ends_no_server(self, make: Callable[..., Server]):
-        server = make()
-        pids = server.start()
-        assert server.forkserver is not None
-        os.kill(server.forkserver.pid, signal.SIGKILL)
-        assert gone([server.forkserver.pid])
-        server.process.check()
-        server.process.stop()
-        assert gone(pids)
 
 
 class TestLogs:

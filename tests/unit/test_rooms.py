@@ -235,10 +235,9 @@ def test_imports_point_down(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_commands_print_or_exit(path):
-    # What is forked from a process that has imported much must not end as that one does.
     commands = path.parent.name in ("cli", "commands") or path.name == "commands.py"
-    # Neither is a command: the one ends a forked process, the other a run that a signal has told to end.
-    if not commands and str(path.relative_to(PACKAGE)) not in ("process/fork_main.py", "run/bounded_end.py"):
+    # It is no command: it ends a run that a signal has told to end.
+    if not commands and str(path.relative_to(PACKAGE)) != "run/bounded_end.py":
         assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 

@@ -31,7 +31,6 @@ from lachesis.config.schema import (
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.options import ServeOptions, command_line
-from lachesis.process.forkserver import ForkServer
 from lachesis.process.managed import ManagedProcess
 
 logger = logging.getLogger("lachesis")
@@ -98,15 +97,12 @@ def server_urls(config: LachesisConfig) -> list[str]:
     return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
 
 
-def server_processes(
-    config: LachesisConfig, *, directory: Path, log_path: Path, forkserver: ForkServer | None = None
-) -> list[ManagedProcess]:
+def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path) -> list[ManagedProcess]:
     """Return the servers that the run is to start, not started yet; none if they run already.
 
     Args:
         directory: the run's, out of which they load weights.
         log_path: of the first server; further ones have it with their number.
-        forkserver: forks them, once it has their imports.
     """
     processes: list[ManagedProcess] = []
     if isinstance(config.engine, HttpEngineConfig):
@@ -125,7 +121,6 @@ def server_processes(
             env=dict.fromkeys(launchers_variables(os.environ)) | own,
             on_death=lambda error: logger.error("%s", error),
             after=last_on.get(place) if one_by_one else None,
-            forkserver=forkserver,
         )
         last_on[place] = process
         processes.append(process)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 from urllib.parse import urlsplit
 
 import httpx
@@ -28,7 +28,6 @@ from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.files import open_log
 from lachesis.common.http import server_url
-from lachesis.process.forkserver import ForkServer, receive_supervisor
 
 _TAIL_BYTES = 64 << 10
 _LINES, _CAUSES, _WIDTH = 12, 3, 300
@@ -104,8 +103,7 @@ class ManagedProcess:
         grace_s: how long it may take to end before it is killed, in seconds.
         on_death: called from another thread, once a start, if it ends without having been asked to.
         after: what has to be ready before it starts, where they start together (:func:`launch_together`).
-        forkserver: forks ``python -m MODULE ...`` as long as it is open, once its imports are done.
-        stdin: what it reads; nothing if unset. Not with a fork server.
+        stdin: what it reads; nothing if unset.
     """
 
     def __init__(
@@ -120,12 +118,10 @@ class ManagedProcess:
         grace_s: float = 20.0,
         on_death: OnDeath | None = None,
         after: ManagedProcess | None = None,
-        forkserver: ForkServer | None = None,
         stdin: socket.socket | None = None,
     ) -> None:
         self.after = after
         self._stdin = stdin
-        self._forkserver = forkserver
         self.command = tuple(map(str, command))
         self.url = None if url is None else server_url(url)
         self.name = name or f"the server at {self.url}"
@@ -174,14 +170,12 @@ class ManagedProcess:
                 f"the command {self.command[0]!r} of {self.name} is not there",
                 remedy="install it, or give its full path",
             )
-        forkserver = self._forkserver if self._forkserver is not None and self._forkserver.is_open else None
         self._life = _Life(
             self.command,
             log_path=self.log_path,
             env=environment,
             grace_s=self._grace_s,
             died=self._died,
-            forkserver=forkserver,
             stdin=self._stdin,
         )
         _running.add(self)
@@ -205,8 +199,6 @@ class ManagedProcess:
     def _why_not_ready(self, client: httpx.Client) -> str:
         self.check()
         url = self._health_url or ""
-        if self.pid is None:
-            return f"{self.name} is to be forked, once what it needs has been imported"
         return "" if answers(client, url) else f"{url} does not answer, pid {self.pid} still runs"
 
     def check(self) -> None:
@@ -240,9 +232,7 @@ class ManagedProcess:
         return self._last_lines(self._life)[1]
 
     def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
-        """Return the last lines with their log: that of the imports if it was never forked."""
-        if life is not None and life.forkserver is not None and life.pid is None:
-            return life.forkserver.log_path, last_lines(life.forkserver.log_path, start=life.forkserver.log_start)
+        """Return the log with its last lines."""
         return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)
 
     def _died(self, life: _Life) -> None:
@@ -251,12 +241,6 @@ class ManagedProcess:
 
     def _death(self, life: _Life) -> EngineError:
         log_path, lines = self._last_lines(life)
-        if life.pid is None:
-            return EngineError(
-                f"{self.name} did not begin, as what it is forked from ended during its imports; the end of its log "
-                f"{log_path}:{_shown(lines)}",
-                remedy=f"read {log_path}",
-            )
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
             f"the end of its log {log_path}:{_shown(lines)}",
@@ -286,20 +270,10 @@ def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) ->
         process.wait_ready(deadline=deadline)
 
 
-class _Supervisor(Protocol):
-    """Methods of Popen that a supervisor needs."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> object: ...
-
-
 class _Life:
     """Run of the command, to its end.
 
     ``code`` is Popen's: negative for a signal, ``None`` if unknown.
-
-    ``pid`` is the command's, and ``None`` until it has been forked where a fork server is to do that.
     """
 
     def __init__(
@@ -310,12 +284,9 @@ class _Life:
         env: Mapping[str, str],
         grace_s: float,
         died: Callable[[_Life], None],
-        forkserver: ForkServer | None,
         stdin: socket.socket | None,
     ) -> None:
-        self.pid: int | None = None
         self.code: int | None = None
-        self.forkserver = forkserver
         self.stopping = False
         self.ended = threading.Event()
         self._owner = os.getpid()
@@ -325,22 +296,15 @@ class _Life:
         self._link, theirs = socket.socketpair()
         with theirs, open_log(log_path) as log:
             self.log_start = log.seek(0, os.SEEK_END)
-            if forkserver is None:
-                self._supervisor: _Supervisor | None = _start_supervisor(
-                    command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin
-                )
-            else:
-                self._supervisor = None  # it is there once it is forked
-                forkserver.fork(command, link=theirs, log=log, env=env, grace_s=grace_s)
+            self._supervisor = _start_supervisor(
+                command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin
+            )
         self._lines = self._link.makefile("r")
-        if self._supervisor is not None:
-            self._begin(self._first_word(self._supervisor, command=command))
+        self.pid = self._first_word(command)
+        self._server = _process(self.pid)
         threading.Thread(target=self._watch, name=f"lachesis-process-{self.pid}", daemon=True).start()
 
-    def _begin(self, pid: int) -> None:
-        self._server, self.pid = _process(pid), pid
-
-    def _first_word(self, supervisor: _Supervisor, *, command: Sequence[str]) -> int:
+    def _first_word(self, command: Sequence[str]) -> int:
         """Return the pid that the supervisor reports.
 
         Raises EngineError if it could not run the command, or is silent.
@@ -354,8 +318,8 @@ class _Life:
             self._link.settimeout(None)
             return int(value)
         self._link.close()
-        supervisor.kill()
-        supervisor.wait()
+        self._supervisor.kill()
+        self._supervisor.wait()
         raise EngineError(
             f"the server's command {shlex.join(command[:3])} cannot be run: {value or 'its supervisor ended'}",
             remedy="correct the command",
@@ -377,27 +341,20 @@ class _Life:
         self.stopping = True
         with suppress(OSError):  # it has ended
             self._link.shutdown(socket.SHUT_WR)
-        if self.pid is None and self.forkserver is not None:
-            self.forkserver.kill()  # its imports may take long
         if not self.ended.wait(timeout_s):
             self._kill()
             self.ended.wait(_SUPERVISOR_S)
 
     def _watch(self) -> None:
         with suppress(ConnectionError):  # as the end of the stream
-            if self._supervisor is None:
-                self._supervisor = receive_supervisor(self._link)
             for line in self._lines:
                 word, _, value = line.partition(" ")
-                if word == "started":
-                    self._begin(int(value))
-                elif word == "exited":
+                if word == "exited":
                     self.code = int(value)
         # End of the stream: the supervisor has ended, or was killed and can end nothing any more.
         if self.code is None:
             self._kill()
-        if self._supervisor is not None:
-            self._supervisor.wait()
+        self._supervisor.wait()
         self._lifetime_s = time.monotonic() - self._started
         self._link.close()
         self.ended.set()
@@ -432,7 +389,7 @@ def _start_supervisor(
     env: Mapping[str, str],
     grace_s: float,
     stdin: socket.socket | None,
-) -> _Supervisor:
+) -> subprocess.Popen[bytes]:
     """Start the process that starts the command, with its end of the link."""
     arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
     # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.

@@ -1,10 +1,9 @@
 """Supervisor that runs one command in a separate process group, and never leaves it behind.
 
-:mod:`lachesis.process.managed` runs this file with a bare Python, so it imports nothing of ours; a supervisor that is
-forked (:mod:`lachesis.process.fork_main`) calls :func:`supervise`. The arguments are a file descriptor (one end of a
-socket pair), the pid of the process that asked, the seconds that the command gets to end, and the command. Down the
-socket go ``started PID``, then ``exited CODE`` with the code of Popen, or ``failed REASON``. Up comes nothing but the
-end of the stream: the command is to stop, or who asked has died.
+:mod:`lachesis.process.managed` runs this file with a bare Python, so it imports nothing of ours. The arguments are a
+file descriptor (one end of a socket pair), the pid of the process that asked, the seconds that the command gets to end,
+and the command. Down the socket go ``started PID``, then ``exited CODE`` with the code of Popen, or ``failed REASON``.
+Up comes nothing but the end of the stream: the command is to stop, or who asked has died.
 
 Why a process in between, and not prctl(PR_SET_PDEATHSIG): that signal is sent when the *thread* that started
 the child ends, it reaches the child but not what the child has started (an engine has workers, and they hold

@@ -13,8 +13,7 @@ from rich.console import Console
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.config.load import LoadedConfig
 from lachesis.engines import build
-from lachesis.run import launch
-from lachesis.run.launch import begin_imports, launched_engine, set_up, starts_engine
+from lachesis.run.launch import launched_engine, set_up, starts_engine
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -103,56 +102,3 @@ def test_engines_of_others_and_in_this_process_are_not_started(config: Any):
         for kind, keys in engines.items()
     }
     assert started == {"http": False, "embedded": False, "embedded_server": True, "vllm": True}
-
-
-class TestImports:
-    """What several servers need is imported once, and sooner than they can be started."""
-
-    @pytest.fixture
-    def begun(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        begun: list[Any] = []
-        monkeypatch.setattr(launch, "ForkServer", lambda *given, **named: begun.append((given, named)))
-        monkeypatch.setattr(launch.util, "find_spec", lambda name: name == "vllm")
-        return begun
-
-    @pytest.mark.parametrize("value", [None, "0", "1"])
-    def test_they_can_be_done_without(
-        self, value: str | None, config: Any, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
-    ):
-        if value is not None:
-            monkeypatch.setenv(launch.SHARED_IMPORTS, value)
-        built = config({"path": "train.jsonl"}, engine={"kind": "vllm"}, bridge={"kind": "broadcast"})
-        begin_imports(built, log_path=tmp_path / "engine.log")
-        assert len(begun) == (value != "0")
-
-    def test_they_are_those_of_the_model_and_in_no_rank(
-        self, config: Any, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        monkeypatch.setenv("HF_HOME", str(tmp_path))
-        flags = ["--quantization", "torchao"]
-        engine = {"kind": "vllm", "data_parallel_size": 2, "devices": "1,2", "extra_args": flags}
-        built = config({"path": "train.jsonl"}, engine=engine, bridge={"kind": "broadcast"})
-        log = tmp_path / "engine.log"
-        log.write_text("of the run before\n")
-        begin_imports(built, log_path=log)
-        ((module, arguments), named) = begun[0]
-        assert (module, arguments) == (
-            "lachesis.engines.vllm.preload",
-            [built.model.path, *flags],
-        )
-        assert named["log_path"] == log and not log.exists()
-        assert named["env"]["CUDA_VISIBLE_DEVICES"] == "1,2"
-        assert named["env"]["HF_HOME"] == str(tmp_path) and "TORCHELASTIC_USE_AGENT_STORE" not in named["env"]
-
-    @pytest.mark.parametrize("without", ["vLLM", "the engine", "Linux"])
-    def test_there_are_none_where_they_would_be_no_help(
-        self, without: str, config: Any, tmp_path: Path, begun: list[Any], monkeypatch: pytest.MonkeyPatch
-    ):
-        if without == "vLLM":
-            monkeypatch.setattr(launch.util, "find_spec", lambda name: None)
-        if without == "Linux":
-            monkeypatch.setattr(sys, "platform", "darwin")
-        kind = "embedded_server" if without == "the engine" else "vllm"
-        built = config({"path": "train.jsonl"}, engine={"kind": kind}, bridge={"kind": "broadcast"})
-        assert begin_imports(built, log_path=tmp_path / "engine.log") is None and begun == []
