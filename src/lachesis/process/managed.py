@@ -296,9 +296,7 @@ class _Life:
         self._link, theirs = socket.socketpair()
         with theirs, open_log(log_path) as log:
             self.log_start = log.seek(0, os.SEEK_END)
-            self._supervisor = _start_supervisor(
-                command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin
-            )
+            self._supervisor = _start_supervisor(command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin)
         self._lines = self._link.makefile("r")
         self.pid = self._first_word(command)
         self._server = _process(self.pid)
