@@ -19,6 +19,7 @@ from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
 from lachesis.plugins.planning.cost import scale_lines
 from lachesis.plugins.planning.fit import fit, fit_lines
+from lachesis.plugins.planning.node import Node, node_lines
 
 
 def _gigabytes(text: str) -> float:
@@ -45,6 +46,10 @@ def plan_command(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --gpus: over so many machines.")] = 1,
     card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
+    node: Annotated[
+        Node | None,
+        typer.Option(parser=Node.parse, metavar="GPUSxGB", help="Choose how a node's GPUs are split, as 8x80."),
+    ] = None,
 ) -> None:
     """Print what a run will do and the memory and disk it takes, without loading the model or data."""
     loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
@@ -61,6 +66,9 @@ def plan_command(
         train = devices if devices > 1 else None
         for line in scale_lines(loaded.config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
             console.print(line)
+    if node is not None:
+        for line in node_lines(loaded.config, node, found=found, name=config):
+            console.print(line, soft_wrap=True)
     for line in _custom_lines(loaded.config):
         console.print(line)
     if fit_gb is not None:

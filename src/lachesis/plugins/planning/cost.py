@@ -173,7 +173,7 @@ def _possible_layouts(
     if train is not None and not 1 <= train < gpus:
         raise ConfigError(f"{train} of {gpus} GPUs train, which leaves none to generate", remedy="lower --devices")
     for number in _shares(gpus) if train is None else [train]:
-        ways = _split(config, found, card, most=min(gpus - number, gpus // nodes))
+        ways = engine_ways(config, found, card, most=min(gpus - number, gpus // nodes))
         yield GpuSplit(nodes, gpus // nodes, number, ways)
 
 
@@ -184,8 +184,8 @@ def _shares(gpus: int) -> Iterator[int]:
         yield gpus * 3 // 4
 
 
-def _split(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
-    """Return the fewest GPUs that hold an engine's weights with room for a cache, or all if none do."""
+def engine_ways(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
+    """Return the fewest GPUs that hold the weights of an engine with room for a cache, or all if none do."""
     weights = found.shape.parameters * weight_bytes(config, found.shape, device="cuda")
     room = (
         OWN_GPU_UTILIZATION * card * (1 - _CACHE_SHARE) - ENGINE_WORKSPACE_BYTES - ENGINE_GRAPHS_BYTES - CONTEXT_BYTES

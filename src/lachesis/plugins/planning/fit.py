@@ -99,7 +99,7 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
     current = config
     for step in [None, *_steps(config)]:
         if step is not None:
-            changed = _changed(current, step, devices=devices)
+            changed = apply_change(current, step, devices=devices)
             if changed is None or use.least(changed) >= use.least(current):
                 continue
             taken, current = [*_without_superseded(taken, step), step], changed
@@ -138,7 +138,7 @@ class _Uses:
             {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
             "what the trainer leaves; the engine's cache is smaller or larger with it",
         )
-        changed = _changed(config, change, devices=self.devices) if share > 0 else None
+        changed = apply_change(config, change, devices=self.devices) if share > 0 else None
         return (changed, change) if changed is not None and self.of(changed).fits else None
 
 
@@ -148,7 +148,7 @@ def steps_with_savings(
     """Yield all changes in turn, with the bytes that each saves, and the need after it."""
     use, current = _Uses(_ROOMY_GB, devices, found), config
     for step in _steps(config):
-        changed = _changed(current, step, devices=devices)
+        changed = apply_change(current, step, devices=devices)
         if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:
             current = changed
             yield step, saved, use.least(current)
@@ -157,7 +157,7 @@ def steps_with_savings(
 def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
     current, described = config, list[tuple[Change, int]]()
     for change in changes:
-        changed = _changed(current, change, devices=use.devices)
+        changed = apply_change(current, change, devices=use.devices)
         assert changed is not None, "it was possible a moment ago"
         described.append((change, use.least(current) - use.least(changed)))
         current = changed
@@ -240,7 +240,7 @@ def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
     return {} if config.engine.place == "trainer" else {"bridge": {"kind": "lora_only"}}
 
 
-def _changed(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
+def apply_change(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
     """Return the changed configuration, or None if it conflicts with the rest, or with several devices."""
     data = config.model_dump(mode="json")
     for section, keys in change.sections.items():
@@ -259,7 +259,7 @@ def _changed(config: LachesisConfig, change: Change, *, devices: int) -> Lachesi
 def _all_changed(config: LachesisConfig, changes: Sequence[Change], *, devices: int) -> LachesisConfig | None:
     current: LachesisConfig | None = config
     for change in changes:
-        current = None if current is None else _changed(current, change, devices=devices)
+        current = None if current is None else apply_change(current, change, devices=devices)
     return current
 
 

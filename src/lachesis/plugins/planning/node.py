@@ -1,0 +1,109 @@
+"""Split of one node's GPUs between training and generating, chosen for a configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+import typer
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import GB
+from lachesis.plan.shapes import FoundShape, unknown_shape
+from lachesis.plugins.planning.cost import engine_ways, scale, scale_lines
+from lachesis.plugins.planning.fit import Change, apply_change
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine with ``gpus`` cards of ``card_gb`` GB, as "8x80" names it."""
+
+    gpus: int
+    card_gb: float
+
+    @classmethod
+    def parse(cls, text: str) -> Node:
+        """Return the node that text such as ``8x80`` or ``8x80GB`` names."""
+        found = re.fullmatch(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*(?:GB)?", text.strip(), re.IGNORECASE)
+        if found is None or int(found[1]) < 2 or float(found[2]) < 1:
+            raise typer.BadParameter(f"{text!r} is no node: give two GPUs or more and their gigabytes, as 8x80")
+        return cls(int(found[1]), float(found[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split that fits: how many ranks train, the words for ``--set``, and the configuration with them."""
+
+    train: int
+    words: tuple[str, ...]
+    config: LachesisConfig
+
+
+def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Split | None:
+    """Return the first split that fits: half of the GPUs train, three quarters, or all beside an engine that sleeps.
+
+    GPUs of its own come first, because the engine then generates while the others train. What fits in none of these
+    ways is tried again with the optimizer's states in the host's memory.
+    """
+    savings: list[Mapping[str, Mapping[str, Any]]] = [{}]
+    if config.adapter.kind == "none" and config.optimizer.function is None:
+        savings.append({"optimizer": {"kind": "adamw_cpu"}})
+    for saving in savings:
+        for train in dict.fromkeys((node.gpus // 2, node.gpus * 3 // 4, node.gpus)):
+            change = Change({**_engine_and_bridge(config, node, train=train, found=found), **saving}, "")
+            changed = apply_change(config, change, devices=train)
+            if changed is None:
+                continue
+            result = scale(changed, gpus=node.gpus, nodes=1, card_gb=node.card_gb, found=found, train=train)
+            if result.fits:
+                return Split(train, tuple(starmap(_word, change.sections.items())), changed)
+    return None
+
+
+def _engine_and_bridge(
+    config: LachesisConfig, node: Node, *, train: int, found: FoundShape
+) -> dict[str, Mapping[str, Any]]:
+    """Return the sections by which ``train`` GPUs train and vLLM has the others, or all, where all train."""
+    shared = train == node.gpus
+    generating = node.gpus if shared else node.gpus - train
+    ways = engine_ways(config, found, round(node.card_gb * GB), most=generating)
+    place = {"enable_sleep_mode": True} if shared else {"devices": ",".join(map(str, range(train, node.gpus)))}
+    sizes = {"tensor_parallel_size": ways, "data_parallel_size": max(1, generating // ways)}
+    bridge = "broadcast" if config.adapter.kind == "none" else "lora_nccl"
+    return {"engine": {"kind": "vllm", **place, **sizes}, "bridge": {"kind": bridge}}
+
+
+def _word(section: str, values: Mapping[str, Any]) -> str:
+    """Return a section as ``--set`` takes it."""
+    if section == "optimizer":
+        return f"optimizer.kind={values['kind']}"
+    texts = {key: json.dumps(value) if key != "kind" else value for key, value in values.items()}
+    return f"{section}={{{', '.join(f'{key}: {text}' for key, text in texts.items())}}}"
+
+
+def node_lines(config: LachesisConfig, node: Node, *, found: FoundShape | None, name: str) -> Iterator[str]:
+    """Yield the chosen split, the command that starts it, and its cost.
+
+    Args:
+        name: the configuration in the command.
+
+    Raises:
+        ConfigError: the model's shape is not known.
+    """
+    if found is None:
+        reason, remedy = unknown_shape(config)
+        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
+    split = choose_split(config, node, found=found)
+    size = f"{node.gpus} x {node.card_gb:g} GB"
+    if split is None:
+        yield f"no split of {size} fits: `--fit {node.card_gb:g} --devices {node.gpus}` says what to change"
+        return
+    yield f"split of {size}: start it with"
+    yield f"  torchrun --nproc-per-node {split.train} -m lachesis train {name} \\"
+    yield "    " + " ".join(f"--set '{word}'" for word in split.words)
+    yield from scale_lines(split.config, gpus=node.gpus, nodes=1, card_gb=node.card_gb, found=found, train=split.train)
