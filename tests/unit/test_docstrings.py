@@ -13,12 +13,9 @@ ROOT = Path(lachesis.__file__).parent
 TO_DO = (
     "plugins/atropos",
     "plugins/checks",
-    "plugins/cluster",
-    "plugins/dialects",
     "plugins/environments",
     "plugins/export",
     "plugins/report",
-    "plugins/tinker",
     "rollouts",
     "run",
 )

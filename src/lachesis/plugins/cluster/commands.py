@@ -62,7 +62,7 @@ def slurm(
         list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
     ] = None,
 ) -> None:
-    """Print a file for sbatch: ranks and engines on their nodes; queued again, it goes on from the last checkpoint."""
+    """Print a script for sbatch: ranks and engines on their nodes. Requeued, it resumes from the last checkpoint."""
     from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
 
     _check_unused(ray, {"--master-port": master_port != MASTER_PORT})
@@ -141,9 +141,9 @@ def preflight(
     node_names: Annotated[str | None, typer.Option(help="Names of all nodes in order, with commas.")] = None,
     within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="All of it takes no longer.")] = 30,
 ) -> None:
-    """Say what does not fit on the nodes of a run: started on each as its ranks are; rank 0 says it.
+    """Check that the nodes of a run fit together; start it on each as its ranks are started. Rank 0 prints the result.
 
-    Versions, GPUs, ports, an all-reduce, disk, clocks. Exit code 1 where there is a problem.
+    Versions, GPUs, ports, an all-reduce, disk, clocks. Exit code 1 if there is a problem.
     """
     from lachesis.plugins.cluster.preflight import find_place, preflight
     from lachesis.train.distributed.job import TOKEN_VARIABLE
@@ -167,7 +167,7 @@ def preflight(
 
 
 def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
-    """A line for each node that came, and one for the all-reduce."""
+    """Yield a line for each node that took part, and one for the all-reduce."""
     for node in dict.fromkeys(one.node for one in verdict.facts):
         of_node = [one for one in verdict.facts if one.node == node]
         versions = ", ".join(f"{name} {version}" for name, version in of_node[0].versions.items() if version)
@@ -198,7 +198,7 @@ def _check_unused(ray: bool, given: Mapping[str, bool]) -> None:
 def _derived(
     path: Path, overrides: list[str] | None, machines: Machines, *, ray: bool = False
 ) -> tuple[LachesisConfig, Layout]:
-    """The configuration, checked, and what its nodes do; warnings go to standard error."""
+    """Return the checked configuration and the layout of its nodes; warnings go to standard error."""
     config = load_config(path, overrides=overrides or []).config
     if config.cluster.kind != "auto" and ray != (config.cluster.kind == "ray"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is wrong with the nodes of a run, from what each of them says of itself: pure functions, no network."""
+"""Problems with the nodes of a run, found in each node's own facts: pure functions, no network."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lachesis.plugins.checks.findings import CLOCKS_S
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a process says of its node before any other is asked.
+    """Facts that a process gathers about its node before it asks any other.
 
     Args:
-        engine: it is of a node of inference servers; else a rank.
-        versions: of packages; None where one is not installed.
+        engine: True on a node of inference servers; else it is a rank.
+        versions: of packages; None if one is not installed.
         gpus: that torch sees.
         free_bytes: on the disk of the run directory.
-        unwritable: why nothing can be written there; empty where it can.
-        taken: ports that something else listens on, with who it is.
-        listening: addresses at which this process listens in the place of servers.
+        unwritable: why the run directory cannot be written; empty if it can.
+        taken: ports in use by another process, with its name.
+        listening: addresses at which this process listens in place of servers.
     """
 
     rank: int
@@ -37,14 +37,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcome:
-    """What a process found out with the others.
+    """Findings of a process together with the others.
 
     Args:
         clock: its time when rank 0 gave the sign, seconds since 1970.
-        sees_run_dir: it sees what rank 0 has written there.
+        sees_run_dir: True if it sees the file that rank 0 has written there.
         unreachable: addresses of servers that it does not reach.
-        failure: why the all-reduce failed; empty where it did not.
-        seconds: that one all-reduce took.
+        failure: why the all-reduce failed; empty if it did not.
+        seconds: duration of one all-reduce.
     """
 
     rank: int
@@ -57,14 +57,14 @@ class NodeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the run asks of its nodes.
+    """Requirements of the run for its nodes.
 
     Args:
-        nodes: the node of each process, by rank; of those that have not come, too.
+        nodes: the node of each process, by rank; also of those that have not come.
         ranks: how many of them train; on GPUs unless ``on_cpu``.
-        engine_packages: what nodes of servers have to have.
-        needed_bytes: of all that lies in the run directory at a time; None where it is not known.
-        shared: why all nodes have to see the run directory; empty where they need not.
+        engine_packages: packages that nodes of servers need.
+        needed_bytes: most bytes in the run directory at a time; None if unknown.
+        shared: why all nodes have to see the run directory; empty if they need not.
         limit_s: how long processes were waited for.
     """
 
@@ -107,7 +107,7 @@ def _absent(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Need
 
 
 def _versions(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
-    """What is installed has to be the same as on the node of rank 0; engines' packages on those of engines."""
+    """Compare installed versions with those of rank 0's node, and require the engines' packages on engine nodes."""
     first = facts[0]
     for one in facts:
         for package, version in one.versions.items():

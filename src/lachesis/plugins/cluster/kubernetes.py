@@ -71,17 +71,17 @@ exit "$code"
 
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    """What is asked of Kubernetes, beside what the configuration says.
+    """Options of a Kubernetes job beyond the configuration.
 
     Args:
-        image: with lachesis in its `python`; for engines with vLLM too.
+        image: with lachesis in its `python`; for engines also with vLLM.
         claim: name of a PersistentVolumeClaim that all pods can write to, mounted at ``mount``.
-        tokens: values of the Secret by name; None where the Secret ``secret`` is there already.
+        tokens: values of the Secret by name; None if the Secret ``secret`` exists already.
         options: of the first start, as `--resume`.
-        grace_s: how long a pod that is to end may take, for a step and a checkpoint.
+        grace_s: time for a pod to end, with its step and a checkpoint.
         restarts: how often a pod of ranks is replaced.
-        preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out. Pods come minutes apart.
-        ray: Ray places the run, on a cluster that KubeRay makes; then ``secret`` and ``tokens`` are not used.
+        preflight_s: time for the preflight on all nodes; 0 skips it. Pods start minutes apart.
+        ray: Ray places the run, on a cluster that KubeRay makes; ``secret`` and ``tokens`` are unused.
     """
 
     image: str
@@ -99,17 +99,17 @@ class KubernetesJob:
 
 
 def render_kubernetes(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> str:
-    """The manifests, in the order in which they are to be made.
+    """Return the manifests, in the order in which they are to be created.
 
     Raises:
-        ConfigError: the run's name is none of Kubernetes', or its directory is in no pod.
+        ConfigError: the run's name is not valid in Kubernetes, or its directory is in no pod.
     """
     found = manifests(config, layout, job)
     return yaml.dump_all(found, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> list[dict[str, Any]]:
-    """The same as objects of the API. Raises as :func:`render_kubernetes`."""
+    """Return the manifests as objects of the API. Raises as :func:`render_kubernetes`."""
     name = config.run.name
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -148,7 +148,7 @@ def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> lis
 
 
 def _by_ray(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> LachesisConfig:
-    """The configuration of the run on these nodes of a Ray cluster."""
+    """Return the configuration of the run on these nodes of a Ray cluster."""
     sizes = {"gpus_per_node": layout.gpus} if layout.gpus else {"ranks_per_node": layout.ranks_per_node}
     more = {"restarts": job.restarts, "preflight_s": float(job.preflight_s)}
     changes = {"kind": "ray", "nodes": layout.nodes, **sizes, **more}
@@ -156,9 +156,9 @@ def _by_ray(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> Lache
 
 
 def _ray_job(name: str, layout: Layout, job: KubernetesJob) -> dict[str, Any]:
-    """A Ray cluster with a pod for each node, which KubeRay replaces, and a head that only places and watches.
+    """Return a Ray cluster with a pod for each node, which KubeRay replaces, and a head that only places and watches.
 
-    KubeRay gives the pods their commands. It could start all of it again, but would whatever the run has failed of.
+    KubeRay gives the pods their commands. It could also restart the whole job, but would do so after any failure.
     """
     command = ["python", "-m", "lachesis", "run", str(_CONFIG_DIR / "config.yaml"), *job.options]
     workers = {
@@ -193,7 +193,7 @@ def _ray_pod(name: str, job: KubernetesJob, *, role: str, gpus: int) -> dict[str
 
 
 def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_dir: PurePosixPath) -> dict[str, Any]:
-    """A pod for each node that trains; all of them are needed, so one that fails for good ends the Job."""
+    """Return the Job with a pod for each node that trains; all are needed, so a pod that fails for good ends it."""
     name = f"{config.run.name}-ranks"
     environment = [
         {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
@@ -263,7 +263,7 @@ def _engines(name: str, servers: NodeServers, job: KubernetesJob) -> dict[str, A
 def _pod(
     name: str, job: KubernetesJob, *, role: str, script: str, gpus: int, environment: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A pod whose container runs a script, with the tokens of the run."""
+    """Return a pod whose container runs a script, with the tokens of the run."""
     tokens = [
         {"name": token, "valueFrom": {"secretKeyRef": {"name": _secret(name, job), "key": token}}}
         for token in (JOB_TOKEN, SESSION_TOKEN)
@@ -289,7 +289,7 @@ def _container(job: KubernetesJob, *, role: str, gpus: int) -> dict[str, Any]:
 
 
 def _template(name: str, job: KubernetesJob, *, role: str, container: dict[str, Any]) -> dict[str, Any]:
-    """A pod with one container."""
+    """Return a pod with one container."""
     volumes = [
         {"name": "config", "configMap": {"name": f"{name}-config"}},
         {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -306,7 +306,7 @@ def _config_map(files: Mapping[str, str], name: str, job: KubernetesJob) -> dict
 
 
 def _service(name: str, job: KubernetesJob, *, role: str, port: int) -> dict[str, Any]:
-    """A name for each pod, also for one that is not ready: ranks meet, and servers are waited for, before."""
+    """Return a service that names each pod, even before it is ready, as ranks meet and servers are awaited then."""
     selector = {_LABEL: name.removesuffix(f"-{role}"), "app.kubernetes.io/component": role}
     spec = {
         "clusterIP": "None",

@@ -1,4 +1,4 @@
-"""Which nodes train and which generate: derived from a configuration and the machines that there are."""
+"""Division of nodes into those that train and those that generate, from a configuration and the available machines."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ FINAL = sorted(
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What is asked of a scheduler: ``nodes`` with ``gpus`` each.
+    """Request to a scheduler: ``nodes`` with ``gpus`` each.
 
-    ``ranks`` is of a run on the CPU alone: so many of them on a node. On GPUs each that trains has one.
+    ``ranks`` is for runs on the CPU only: ranks of a node. On GPUs each GPU that trains has one rank.
     """
 
     nodes: int = 1
@@ -45,7 +45,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class NodeServers:
-    """Inference servers on nodes of their own: ``count`` of them over ``nodes``, ``per_node`` on all but the last.
+    """Inference servers on separate nodes: ``count`` of them over ``nodes``, ``per_node`` on all but the last.
 
     Each has ``gpus`` GPUs; ports of a node are counted from ``port``.
     """
@@ -59,9 +59,9 @@ class NodeServers:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks on the first ``rank_nodes`` nodes, as many on each, and ``servers`` on the nodes after them.
+    """Ranks on the first ``rank_nodes`` nodes, equally many on each, and ``servers`` on the nodes after them.
 
-    ``command`` is what a rank runs: `lachesis run` starts the rollout API and the environment beside rank 0.
+    ``command`` is the command of a rank: `lachesis run` also starts the rollout API and the environment beside rank 0.
     """
 
     command: Literal["train", "run"]
@@ -72,17 +72,17 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All that train."""
+        """Number of all ranks."""
         return self.rank_nodes * self.ranks_per_node
 
     @property
     def nodes(self) -> int:
-        """All there are."""
+        """Number of all nodes."""
         return self.rank_nodes + (self.servers.nodes if self.servers else 0)
 
     @property
     def summary(self) -> str:
-        """In a line."""
+        """Summary of the layout in one line."""
         words = f"{self.ranks} rank(s) on {self.rank_nodes} node(s)"
         if self.servers is not None:
             words += f", {self.servers.count} inference server(s) on {self.servers.nodes} more"
@@ -90,13 +90,13 @@ class Layout:
 
 
 def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
-    """What each node does.
+    """Derive the role of each node.
 
     On one node the run starts its engine itself, as it does without a scheduler. On several the servers of
-    ``engine.kind`` vllm or embedded_server get nodes of their own; with any other all nodes train.
+    ``engine.kind`` vllm or embedded_server get separate nodes; with any other kind all nodes train.
 
     Raises:
-        ConfigError: configuration and machines do not go together.
+        ConfigError: configuration and machines do not fit together.
     """
     _check_devices(config, machines)
     servers = None if machines.nodes == 1 else _servers(config, machines)
@@ -118,7 +118,7 @@ def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
 
 
 def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
-    """Those of the servers of a node. Raises ConfigError where the configuration has no engine to serve."""
+    """Return the ports of the servers of a node. Raises ConfigError if the configuration has no engine to serve."""
     engine = config.engine
     if isinstance(engine, VllmEngineConfig | EmbeddedServerConfig):
         return [engine.port + number for number in range(servers)]
@@ -131,9 +131,9 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
 
 
 def of_ranks(config: LachesisConfig, urls: Sequence[str]) -> LachesisConfig:
-    """The configuration of ranks whose inference servers are on nodes of their own, at ``urls``.
+    """Return the configuration of ranks whose inference servers are on separate nodes, at ``urls``.
 
-    The servers are this job's alone: what has claimed them was killed before it could give them back.
+    The servers belong to this job alone, so an old claim on them is of a process that was killed.
     """
     quorum = config.engine.quorum if isinstance(config.engine, VllmEngineConfig) else None
     wait_s = config.deadlines.engine_start_s
@@ -142,7 +142,7 @@ def of_ranks(config: LachesisConfig, urls: Sequence[str]) -> LachesisConfig:
 
 
 def of_engine(config: LachesisConfig) -> LachesisConfig:
-    """The configuration of one of these servers, whose GPUs are all that it sees, from 0 on."""
+    """Return the configuration of one of these servers, which sees only its own GPUs, numbered from 0."""
     engine, changes = config.engine, {"host": "0.0.0.0"}
     if isinstance(engine, VllmEngineConfig):
         own = ",".join(map(str, range(engine.tensor_parallel_size)))
@@ -151,7 +151,7 @@ def of_engine(config: LachesisConfig) -> LachesisConfig:
 
 
 def ray_keys(layout: Layout, *, preflight_s: float) -> list[str]:
-    """What `lachesis run` is told, as ``key=value``, so that it places this layout on the nodes of a Ray cluster."""
+    """Return the ``key=value`` options by which `lachesis run` places this layout on the nodes of a Ray cluster."""
     size = f"cluster.gpus_per_node={layout.gpus}" if layout.gpus else f"cluster.ranks_per_node={layout.ranks_per_node}"
     return ["cluster.kind=ray", f"cluster.nodes={layout.nodes}", size, f"cluster.preflight_s={preflight_s:g}"]
 
@@ -176,7 +176,7 @@ def _check_devices(config: LachesisConfig, machines: Machines) -> None:
 
 
 def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
-    """Those on nodes of their own, of a job of several nodes."""
+    """Return the servers on separate nodes of a job of several nodes."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig | EmbeddedServerConfig):
         return None
@@ -209,7 +209,7 @@ def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
 
 
 def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:
-    """How many GPUs of a node train: all but those of engines beside them."""
+    """Return how many GPUs of a node train: all but those of engines beside them."""
     engine, gpus = config.engine, machines.gpus
     if machines.nodes > 1 or not isinstance(engine, VllmEngineConfig):
         return gpus
@@ -234,7 +234,7 @@ def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:
 
 
 def _one_copy(config: LachesisConfig) -> str:
-    """The key, as a message names it, by which trainer and engine share a GPU's memory; empty where none does."""
+    """Return the key, for messages, that makes trainer and engine share a GPU's memory; empty if none does."""
     bridge = config.bridge
     if bridge.capabilities.shares_storage and config.engine.place != "trainer":
         return f"bridge.kind {bridge.kind}"
@@ -242,7 +242,7 @@ def _one_copy(config: LachesisConfig) -> str:
 
 
 def _one_machine(config: LachesisConfig) -> str:
-    """The same of a key by which the engine is started by the trainer, on its machine."""
+    """Return the key, for messages, that makes the trainer start the engine on its machine; empty if none does."""
     if config.bridge.capabilities.owns_engine:
         return f"bridge.kind {config.bridge.kind}"
     sleeps = isinstance(config.engine, VllmEngineConfig) and config.engine.enable_sleep_mode
@@ -256,7 +256,7 @@ def _command(config: LachesisConfig) -> Literal["train", "run"]:
 
 
 def _check_addresses(config: LachesisConfig, layout: Layout) -> None:
-    """What the job starts is reached; what runs elsewhere is not looked for on a node of the job."""
+    """Check that services of the job can be reached, and that others are not expected on a node of the job."""
     if layout.command == "run":
         from lachesis.plugins.atropos.services import check_service_keys  # imports environments, which few jobs need
 

@@ -1,4 +1,4 @@
-"""What runs where on a Ray cluster, and what each process is told: pure functions, which know nothing of Ray."""
+"""Placement of processes on a Ray cluster, and each one's command: pure functions, which know nothing of Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANK_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """What a node has for runs."""
+    """Resources of a node for runs."""
 
     address: str
     cpus: int
@@ -31,7 +31,7 @@ class NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a host is: ``node`` is Ray's name of it, and nothing listens on ``free_port`` there."""
+    """Location of a host: ``node`` is Ray's name of it, and ``free_port`` is unused there."""
 
     node: str
     address: str
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended: its exit code, negative for a signal, and what it said last."""
+    """End of a process: its exit code, negative for a signal, and its last output."""
 
     code: int | None
     said: str
@@ -70,12 +70,13 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """What is placed.
+    """Job to place.
 
     Args:
-        config: of the run, as it was read.
-        directory: of logs, addresses and configurations, beside the run directory; on a disk that all nodes share.
-        environment: of all processes: the job's secrets, and what the configuration passes on.
+        config: of the run, as read.
+        layout: ranks and servers.
+        directory: for logs, addresses and configurations, beside the run directory; on a disk that all nodes share.
+        environment: of all processes: the job's secrets, and the variables that the configuration passes on.
     """
 
     config: LachesisConfig
@@ -85,38 +86,38 @@ class RayJob:
 
     @property
     def apart(self) -> bool:
-        """Whether rollout API and environment have hosts of their own; else rank 0 starts them beside itself."""
+        """True if rollout API and environment have their own hosts; else rank 0 starts them beside itself."""
         return self.layout.command == "run" and self.layout.servers is not None
 
     @property
     def run_dir(self) -> Path:
-        """Of the run."""
+        """Directory of the run."""
         return self.config.run.directory
 
     @property
     def engines_file(self) -> Path:
-        """The servers' addresses, which the trainer reads again before each transfer."""
+        """File of the servers' addresses, which the trainer reads again before each transfer."""
         return self.directory / "engines"
 
     @property
     def ranks_config(self) -> Path:
-        """What ranks are started with."""
+        """Configuration file of ranks."""
         return self.directory / "ranks.yaml"
 
     @property
     def engine_config(self) -> Path:
-        """What engines and the preflight are started with."""
+        """Configuration file of engines and the preflight."""
         return self.directory / "engine.yaml"
 
 
 def takes_ray(config: LachesisConfig, environment: Mapping[str, str]) -> bool:
-    """Whether `lachesis run` places the run on a Ray cluster."""
+    """Return True if `lachesis run` places the run on a Ray cluster."""
     kind = config.cluster.kind
     return kind == "ray" or (kind == "auto" and bool(environment.get("RAY_ADDRESS")))
 
 
 def passed_on(config: LachesisConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``cluster.environment``. Raises ConfigError where one is not set."""
+    """Return the variables of ``cluster.environment``. Raises ConfigError if one is not set."""
     missing = [name for name in config.cluster.environment if name not in environment]
     if missing:
         raise ConfigError(
@@ -127,10 +128,10 @@ def passed_on(config: LachesisConfig, environment: Mapping[str, str]) -> dict[st
 
 
 def machines_of(nodes: Sequence[NodeRoom], config: LachesisConfig) -> Machines:
-    """What the run takes of the nodes that there are.
+    """Return the machines that the run takes from the existing nodes.
 
     Raises:
-        ConfigError: none has what it needs, or they differ and the configuration does not say what to take.
+        ConfigError: no node has enough, or they differ and the configuration does not say what to take.
     """
     wanted, on_cpu = config.cluster, config.model.device == "cpu"
     usable = [node for node in nodes if (node.cpus if on_cpu else node.gpus)]
@@ -155,20 +156,20 @@ def machines_of(nodes: Sequence[NodeRoom], config: LachesisConfig) -> Machines:
 
 
 def rank_bundles(layout: Layout) -> list[Bundle]:
-    """A bundle for each node of ranks, to be on different nodes."""
+    """Return a bundle for each node of ranks, to be on different nodes."""
     return [_bundle(cpus=layout.ranks_per_node, gpus=layout.gpus)] * layout.rank_nodes
 
 
 def engine_bundle(layout: Layout) -> Bundle:
-    """Of one inference server."""
+    """Return the bundle of one inference server."""
     assert layout.servers is not None, "there are engines on nodes of their own"
     return _bundle(cpus=1, gpus=layout.servers.gpus)
 
 
 def spread(number: int, hosts: Sequence[str], nodes: Sequence[str]) -> str | None:
-    """The node that is best for the engine of that number: with the fewest of the job's hosts; None of none.
+    """Return the best node for the engine of this number, with the fewest hosts of the job; None without nodes.
 
-    It is a wish: Ray takes another where there is no room.
+    Ray may choose another node if this one is full.
     """
     if not nodes:
         return None
@@ -177,7 +178,7 @@ def spread(number: int, hosts: Sequence[str], nodes: Sequence[str]) -> str | Non
 
 
 def config_of_ranks(job: RayJob, *, api: str | None) -> LachesisConfig:
-    """What ranks train by: engines by their addresses, the rollout API where it was started, and nothing to start."""
+    """Return the ranks' configuration: engines by address, the rollout API if it was started, and nothing to start."""
     config = job.config
     if job.layout.servers is not None:
         config = of_ranks(config, [f"file:{job.engines_file}"])
@@ -191,7 +192,7 @@ def config_of_ranks(job: RayJob, *, api: str | None) -> LachesisConfig:
 
 
 def rank_tasks(job: RayJob, places: Sequence[Place], *, options: Sequence[str]) -> list[list[Task]]:
-    """The ranks of each of the nodes ``places``, with the environment that torchrun would set."""
+    """Return the ranks of each of the nodes ``places``, with the environment that torchrun would set."""
     command = "train" if job.apart else job.layout.command
     words = (command, str(job.ranks_config), *options)
     return [
@@ -204,7 +205,7 @@ def rank_tasks(job: RayJob, places: Sequence[Place], *, options: Sequence[str]) 
 
 
 def preflight_tasks(job: RayJob, ranks: Sequence[Place], engines: Sequence[Place], *, within_s: float) -> list[Task]:
-    """A look at the nodes by a process for each rank and one for each engine, in this order."""
+    """Return the tasks of a preflight: one for each rank, then one for each engine."""
     size = job.layout.ranks + len(engines)
     per_node = job.layout.ranks_per_node
     names = [place.address for place in ranks for _ in range(per_node)] + [place.address for place in engines]
@@ -227,7 +228,7 @@ def preflight_tasks(job: RayJob, ranks: Sequence[Place], engines: Sequence[Place
 
 
 def engine_task(job: RayJob, place: Place, *, number: int) -> Task:
-    """The inference server of that number, on its node."""
+    """Return the task of the inference server of this number on its node."""
     assert job.layout.servers is not None, "there are engines"
     words = ("vllm-serve", str(job.engine_config), "--port", str(job.layout.servers.port + number))
     own = {ALLOWED_HOSTS: place.address}
@@ -236,35 +237,35 @@ def engine_task(job: RayJob, place: Place, *, number: int) -> Task:
 
 
 def engine_url(job: RayJob, place: Place, *, number: int) -> str:
-    """Where it listens: ports are counted through over all nodes, so that several may be on one."""
+    """Return an engine's address; ports are counted over all nodes, so that several engines may share one."""
     assert job.layout.servers is not None, "there are engines"
     return f"http://{url_host(place.address)}:{job.layout.servers.port + number}"
 
 
 def api_url_at(job: RayJob, place: Place) -> str:
-    """The rollout API's address on that node: the port is that of ``source.url``."""
+    """Return the rollout API's address on a node: the port is that of ``source.url``."""
     assert isinstance(job.config.source, AtroposSourceConfig), "the layout has found so"
     return f"http://{url_host(place.address)}:{urlsplit(job.config.source.url).port or 80}"
 
 
 def service_task(job: RayJob, command: Sequence[str], place: Place, *, name: str, log: str) -> Task:
-    """The rollout API or the environment; ``command`` is `PYTHON -m lachesis WORDS` of another node."""
+    """Return the task of rollout API or environment; ``command`` is `PYTHON -m lachesis WORDS` of another node."""
     words = tuple(command[command.index("lachesis") + 1 :])
     own = {ALLOWED_HOSTS: place.address}
     return Task(f"{name} at {place.address}", words, job.directory / log, {**job.environment, **own})
 
 
 def start_options(first: Sequence[str], *, begun: bool, has_checkpoint: bool) -> tuple[str, ...]:
-    """Of ranks: the user's own until the run of this job has begun; from then on it goes on, or begins again."""
+    """Return options of ranks: the user's until this job's run has begun, then those to resume or to start over."""
     if not begun:
         return tuple(first)
     return ("--resume",) if has_checkpoint else ("--overwrite",)
 
 
 def cause(ends: Mapping[int, Ended | Lost]) -> tuple[int, Ended | Lost]:
-    """The rank whose end says why the ranks have failed: rank 0 where it said so, or was not merely left behind.
+    """Return the rank whose end explains why the ranks failed: rank 0 if it reported an error, or was not left behind.
 
-    What became of a node, or a signal, is no word of the process: any rank that speaks says more.
+    A lost node or a signal explains nothing: any rank that reports an error explains more.
     """
     failed = {rank: end for rank, end in ends.items() if not (isinstance(end, Ended) and end.code == 0)}
     spoken = {rank: end for rank, end in failed.items() if isinstance(end, Ended) and (end.code or 0) > 0}
@@ -274,12 +275,12 @@ def cause(ends: Mapping[int, Ended | Lost]) -> tuple[int, Ended | Lost]:
 
 
 def is_final(end: Ended | Lost) -> bool:
-    """Whether the same would come again however often it is started."""
+    """Return True if the same failure would follow any restart."""
     return isinstance(end, Ended) and end.code in FINAL
 
 
 def failure(name: str, end: Ended | Lost) -> LachesisError:
-    """The end of a process as an error: its own words and exit code, where it had some."""
+    """Return the end of a process as an error, with its own message and exit code if it had any."""
     if isinstance(end, Lost):
         return error_of(None, f"{name} is lost: {end.reason}")
     if end.code is not None and end.code > 0 and end.said.startswith("error: "):

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run fit together, found out by a process on each within seconds; judged by :mod:`.findings`.
+"""Check by a process on each node, within seconds, that the nodes of a run fit together; judged by :mod:`.findings`.
 
 The processes meet where the ranks will, in a store at MASTER_ADDR:MASTER_PORT of rank 0, so that its port is tried too.
 """
@@ -52,14 +52,14 @@ _CONNECT_S, _AT_ONCE = 3.0, 64
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Where this process is among those of a preflight.
+    """Place of this process in a preflight.
 
     Args:
-        world: of all of them, those on nodes of engines included, which come last.
-        node: what this node is called.
+        world: all processes, with those on engine nodes last.
+        node: name of this node.
         ranks: how many will train.
-        engine_ports: on which servers will listen on this node.
-        nodes: names of all nodes in the order of ranks, or of the node of each process, where the launcher says them.
+        engine_ports: ports of the servers on this node.
+        nodes: names of all nodes in the order of ranks, or the node of each process, if the launcher gives them.
     """
 
     world: World
@@ -70,11 +70,11 @@ class NodePlace:
 
     @property
     def engine(self) -> bool:
-        """Whether servers will be here, and no rank."""
+        """True if this node will have servers, and no rank."""
         return self.world.rank >= self.ranks
 
     def names(self, facts: Sequence[Facts]) -> list[str]:
-        """The node of each process, by rank."""
+        """Return the node of each process, by rank."""
         known = {one.rank: one.node for one in facts}
         per_node = self.world.size // len(self.nodes) if self.nodes else 1
         unnamed = (self.nodes[rank // per_node] if self.nodes else f"rank {rank}" for rank in range(self.world.size))
@@ -83,7 +83,7 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class PreflightVerdict:
-    """What rank 0 has to say: all that came, and what is wrong. ``collective_s`` is the slowest rank's all-reduce."""
+    """Verdict of rank 0: facts of all processes that came, and problems; ``collective_s`` is the slowest all-reduce."""
 
     facts: Sequence[Facts]
     findings: Sequence[Finding]
@@ -93,10 +93,10 @@ class PreflightVerdict:
 def find_place(
     environment: Mapping[str, str], *, ranks: int | None, engine_ports: Sequence[int] = (), nodes: Sequence[str] = ()
 ) -> NodePlace:
-    """This process by torchrun's environment; alone where there is none. ``ranks`` is all of them if None.
+    """Find this process's place in torchrun's environment; without one it is alone. ``ranks`` None means all of them.
 
     Raises:
-        ConfigError: as find_world; more ranks than processes; or names that do not belong to them.
+        ConfigError: as find_world; more ranks than processes; or names that do not match them.
     """
     world = find_world(environment) or World(rank=0, size=1, local_rank=0, local_size=1)
     count = world.size if ranks is None else ranks
@@ -112,15 +112,17 @@ def find_place(
 
 
 def preflight(config: LachesisConfig, place: NodePlace, *, within_s: float, token: str = "") -> PreflightVerdict | None:
-    """Look at this node, and at the others together with them. The verdict is rank 0's; the others get None.
+    """Check this node, and the others together with them. Rank 0 returns the verdict; the others None.
 
     Args:
-        within_s: all of it takes no longer; half of it is for processes to come.
-        token: the same for all processes, by which they tell strangers' words from theirs.
+        config: of the run.
+        place: of this process.
+        within_s: limit for all of it; half of it is for processes to come.
+        token: the same for all processes, to authenticate messages.
 
     Raises:
-        DeadlineExceeded: rank 0 was not to be reached in time, or gave no sign.
-        EngineError: something else listens on the port of rank 0.
+        DeadlineExceeded: rank 0 could not be reached in time, or gave no sign.
+        EngineError: another process listens on the port of rank 0.
         TrainingError: a stranger has written to the store.
     """
     end = time.monotonic() + within_s
@@ -150,7 +152,7 @@ def preflight(config: LachesisConfig, place: NodePlace, *, within_s: float, toke
 
 
 class Meeting:
-    """What the processes tell one another, in a store of rank 0."""
+    """Exchange of messages between the processes, in a store of rank 0."""
 
     def __init__(self, place: NodePlace, *, token: str, end: float) -> None:
         self._world, self.token, self._end = place.world, token, end
@@ -162,7 +164,7 @@ class Meeting:
         self._store.set(key, seal(self.token, key, json.dumps(words)))
 
     def collect(self, what: str, *, limit_s: float) -> list[dict[str, Any]]:
-        """What all processes have said, by rank; after the limit, of those that have."""
+        """Return the messages of all processes, by rank; after the limit, of those that have sent one."""
         found: dict[int, dict[str, Any]] = {}
 
         def missing() -> str:
@@ -200,7 +202,7 @@ class Meeting:
             self._store.wait(["preflight/end"], timedelta(seconds=self._left_s()))
 
     def part(self) -> Store:
-        """For a process group beside it."""
+        """Return the part of the store for a process group."""
         return PrefixStore("preflight/group", self._store)
 
     def _open(self) -> Store:
@@ -225,7 +227,7 @@ class Meeting:
 
 
 def inspect(config: LachesisConfig, place: NodePlace, *, closing: ExitStack) -> Facts:
-    """What this node is like. Ports of servers are listened on until ``closing``, so that others can try them."""
+    """Gather the facts of this node. Listens on the servers' ports until ``closing``, so that others can try them."""
     run_dir, unwritable = Path(config.run.dir), ""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -268,7 +270,7 @@ def _taken(port: int) -> list[str]:
 
 @contextmanager
 def noting_taken(taken: list[str]) -> Iterator[None]:
-    """Within it a port that is taken is noted, with who has it."""
+    """Note a port that is taken, with its owner, instead of raising."""
     try:
         yield
     except EngineError as error:
@@ -278,7 +280,7 @@ def noting_taken(taken: list[str]) -> Iterator[None]:
 def _try_out(
     config: LachesisConfig, place: NodePlace, meeting: Meeting, sign: Mapping[str, Any], *, clock: float, end: float
 ) -> NodeOutcome:
-    """What this process finds out with the others; ``clock`` is its time at the sign."""
+    """Return what this process finds out with the others; ``clock`` is its time at the sign."""
     listening: list[str] = sign["listening"]
     asks = not place.engine and place.world.local_rank == 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -301,7 +303,7 @@ def _reaches(address: str) -> bool:
 
 
 def _sees(marker: Path, *, limit_s: float) -> bool:
-    """Whether the file is there; disks of a network show it after some seconds."""
+    """Return True if the file appears; network disks show it after some seconds."""
     try:
         wait_until(lambda: "" if marker.exists() else "it is not there", _looks(f"preflight: {marker}", limit_s))
     except DeadlineExceeded:
@@ -310,14 +312,14 @@ def _sees(marker: Path, *, limit_s: float) -> bool:
 
 
 def _looks(name: str, limit_s: float) -> Retry:
-    """What is looked at again and again until the limit."""
+    """Return a schedule of polls until the limit."""
     return Retry(Deadline(name, max(limit_s, 0.0)), first_s=_POLL_S, longest_s=_POLL_S)
 
 
 def _all_reduce(
     config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float
 ) -> tuple[str, float | None]:
-    """Why adding a tensor over all ranks failed, or how long it took; in a thread, for NCCL may hang in it."""
+    """Return why an all-reduce over all ranks failed, or how long it took; runs in a thread, since NCCL may hang."""
     found: list[tuple[str, float | None]] = []
 
     def work() -> None:
@@ -344,7 +346,7 @@ def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, lim
 
 @contextmanager
 def _mark(run_dir: Path, own: Facts) -> Iterator[Path]:
-    """A file in run.dir that other nodes look for; none where nothing can be written."""
+    """Write a file into run.dir for other nodes to find, and remove it afterwards; none if run.dir is unwritable."""
     marker = run_dir / f".preflight-{secrets.token_hex(8)}"
     if not own.unwritable:
         marker.touch()
@@ -370,7 +372,7 @@ def _needs(config: LachesisConfig, place: NodePlace, facts: Sequence[Facts], *, 
 
 
 def _shared(config: LachesisConfig, place: NodePlace) -> str:
-    """Why all nodes have to see the run directory; empty where they need not."""
+    """Return why all nodes have to see the run directory; empty if they need not."""
     sharded = config.distributed.strategy == "shard" and config.checkpoint.format == "auto"
     if sharded and place.ranks > place.world.local_size:
         return "each rank writes its own part of a checkpoint there"

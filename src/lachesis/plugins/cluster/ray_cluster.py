@@ -1,7 +1,7 @@
-"""What is asked of Ray: nodes, places, hosts on them. Nothing else imports it, and only where a run is placed by it.
+"""Access to Ray: nodes, places, hosts on them. Only this module imports it, and only when Ray places a run.
 
 A host is an actor that starts processes on its node and watches them, by :mod:`lachesis.process.managed`: they end with
-it, however it ends. Ray starts no host again (`max_restarts=0`): what follows from a loss is for who asked to decide.
+it, however it ends. Ray does not restart hosts (`max_restarts=0`): the caller decides what follows from a loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Host:
         self._ray_here = os.getppid()
 
     def place(self) -> Place:
-        """Where this is."""
+        """Return this host's location."""
         ray: Any = import_module("ray")
         address = str(ray.util.get_node_ip_address())
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -89,7 +89,7 @@ class Host:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The error that a log ends with, and what follows it; its last line where it ends with none."""
+    """Return the error at the end of a log with the lines after it; without an error the last line."""
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     return "\n".join(lines[errors[-1] :]) if errors else "".join(lines[-1:])
 
@@ -103,7 +103,7 @@ class RayCluster:
         self._groups: list[Any] = []
 
     def nodes(self) -> dict[str, NodeRoom]:
-        """Those that live, by Ray's names of them."""
+        """Return the live nodes, by Ray's names."""
         return {
             node["NodeID"]: NodeRoom(
                 address=node["NodeManagerAddress"],
@@ -115,7 +115,7 @@ class RayCluster:
         }
 
     def reserve(self, bundles: Sequence[Bundle], *, near: str | None = None) -> Any:
-        """A placement group, each bundle on another node; of a single bundle that of ``near`` if it has room."""
+        """Reserve a placement group with each bundle on another node; a single bundle on ``near`` if it has room."""
         module = import_module("ray.util.placement_group")
         single = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
         options = single if len(bundles) == 1 else {"strategy": "STRICT_SPREAD"}
@@ -124,7 +124,7 @@ class RayCluster:
         return group
 
     def host(self, group: Any = None, *, bundle: int = 0, needs: Bundle | None = None) -> Any:
-        """A host in a bundle of a group, or wherever there is a node; it has what it ``needs`` of the bundle."""
+        """Start a host in a bundle of a group, or on any node; it has what it ``needs`` of the bundle."""
         needs = needs or {}
         options: dict[str, Any] = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0)}
         strategy: Any = "SPREAD"
@@ -137,15 +137,15 @@ class RayCluster:
         )
 
     def wait(self, calls: Sequence[Any], *, limit_s: float) -> list[Any]:
-        """Those of the calls that have an outcome, after at most so many seconds."""
+        """Return the calls that have an outcome after at most ``limit_s`` seconds."""
         return self._ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else []
 
     def wait_any(self, calls: Sequence[Any], *, limit_s: float) -> list[Any]:
-        """The same as soon as one has."""
+        """Return the calls that have an outcome as soon as one has."""
         return self._ray.wait(list(calls), num_returns=1, timeout=limit_s)[0] if calls else []
 
     def outcome(self, call: Any, *, place: Place | None = None) -> Any:
-        """What a call returned; :class:`Lost` where its host is gone, of which ``place`` was known."""
+        """Return the result of a call; :class:`Lost` if its host, last known at ``place``, is gone."""
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayActorError as error:
@@ -156,7 +156,7 @@ class RayCluster:
             return Lost(_reason(error), node_lost=False)
 
     def lives(self, place: Place) -> bool:
-        """Whether a node is there, as far as Ray knows: of one that went without a word it knows after a while."""
+        """Return True if Ray believes the node alive; of a node that vanished it learns after a while."""
         return place.node in self.nodes()
 
     def end(self, host: Any) -> None:
@@ -174,7 +174,7 @@ class RayCluster:
 
 @contextmanager
 def connected(environment: Mapping[str, str] = os.environ) -> Iterator[RayCluster]:
-    """The cluster at RAY_ADDRESS, or the one that this machine is part of.
+    """Connect to the cluster at RAY_ADDRESS, or to the one that this machine is part of.
 
     Raises:
         DependencyError: Ray is not installed.
@@ -204,7 +204,7 @@ def connected(environment: Mapping[str, str] = os.environ) -> Iterator[RayCluste
 
 
 def _reason(error: BaseException) -> str:
-    """The first of Ray's words that are a reason; a log may follow them."""
+    """Return the first line of Ray's error that gives a reason; a log may follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if "because" in line or "Error: " in line or "exit" in line]
     return (said or lines or [type(error).__name__])[0]

@@ -41,11 +41,11 @@ _FROM: Mapping[tuple[str, ...], str] = {
 
 
 class Ranks:
-    """Ranks on hosts of their own, one for each node.
+    """Ranks on their own hosts, one host for each node.
 
     Args:
         options: of the first start, as `--resume`.
-        meanwhile: called again and again while places are waited for; what it raises ends the wait.
+        meanwhile: called repeatedly while places are awaited; an error that it raises ends the wait.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def begun(self) -> bool:
-        """Whether the run in the directory is this job's."""
+        """True if the run in the directory is this job's."""
         return self._state_written() != self._state_before
 
     def settle(self) -> None:
@@ -104,10 +104,10 @@ class Ranks:
                 self._watch.on(host.run.remote(task), ended, place=place)
 
     def look(self) -> bool:
-        """Whether those that failed have to be started again, for which all of them have been stopped.
+        """Return True if ranks failed and have to be started again; all of them have been stopped then.
 
         Raises:
-            LachesisError: that of the ranks, where it would come again, or has come often enough.
+            LachesisError: that of the ranks, if a restart would not help, or restarts are used up.
         """
         if self._failed_at is None:
             return False
@@ -144,7 +144,7 @@ class Ranks:
         return self._cluster.host(self.group, bundle=node, needs=bundles[node])
 
     def _node_lost(self, rank: int, end: Lost) -> bool:
-        """Whether its node is lost too, which Ray may come to know later."""
+        """Return True if the rank's node is lost too, which Ray may learn later."""
         place = self.places[rank // self._job.layout.ranks_per_node]
         news = Deadline(f"rank {rank}: news of its node", NEWS_S, watch=self._meanwhile)
 
@@ -158,7 +158,7 @@ class Ranks:
         return True
 
     def _stop(self) -> None:
-        """End what is left of the ranks; hosts that are gone, or do not answer, are replaced by others."""
+        """End the remaining ranks; replace hosts that are gone or do not answer."""
         calls = [host.stop.remote() for host in self.hosts]
         done = self._cluster.wait(calls, limit_s=_STOP_S)
         for node, call in enumerate(calls):
@@ -183,7 +183,7 @@ class Ranks:
         )
 
     def _state_written(self) -> int | None:
-        """When the run in the directory last said how it stands: another time than before is this job's."""
+        """Return when the run in the directory last wrote its state: a change shows that this job writes it."""
         path = run_paths(self._job.run_dir)["state"]
         return path.stat().st_mtime_ns if path.is_file() else None
 

@@ -1,7 +1,7 @@
-"""`lachesis run` on a Ray cluster: what is started where, what is started again, and when the run has ended.
+"""`lachesis run` on a Ray cluster: starts and restarts of processes on its nodes, and the end of the run.
 
 The processes are those of any other launcher: `lachesis train` with torchrun's environment, `lachesis vllm-serve`, the
-rollout API, the environment. The ranks find their engines in a file of addresses, which is written anew where an engine
+rollout API, the environment. The ranks find their engines in a file of addresses, which is rewritten when an engine
 has come up on another node.
 """
 
@@ -66,12 +66,12 @@ def run_on_ray(
     say: Say,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run to the end on the cluster of RAY_ADDRESS, or that this machine is part of.
+    """Run to the end on the cluster of RAY_ADDRESS, or on the one that this machine is part of.
 
     Args:
-        load: gives the configuration for so many ranks, by which files of Axolotl and TRL multiply batches.
-        resume: go on from the last checkpoint in the run directory.
-        overwrite: replace a run that is there already.
+        load: loads the configuration for a number of ranks, by which files of Axolotl and TRL multiply batches.
+        resume: continue from the last checkpoint in the run directory.
+        overwrite: replace an existing run.
         say: gets the lines of rank 0.
         stop_requested: True has the run end after its step, with a checkpoint.
 
@@ -154,7 +154,7 @@ class RayRun:
         self._http.close()
 
     def _place_engines(self, ranks: Ranks) -> None:
-        """A place for each engine, on nodes that have as little of this job as can be."""
+        """Choose a place for each engine, on nodes with as little of this job as possible."""
         servers = self._job.layout.servers
         if servers is None:
             return
@@ -202,7 +202,7 @@ class RayRun:
         self._cluster.wait(calls, limit_s=_CLOSE_S)
 
     def _prepare(self, ranks: Ranks) -> None:
-        """What ranks find when they start: the rollout API, where it is apart from them, and their configuration."""
+        """Prepare for the ranks' start: the rollout API, if it is apart from them, and their configuration."""
         job = self._job
         if job.apart and job.config.services.api is not None and self._api is None:
             if "--resume" not in self._options:
@@ -269,7 +269,7 @@ class RayRun:
         return [engine_url(self._job, place, number=number) for number, place in placed]
 
     def _write_engines(self) -> None:
-        """The addresses of all that have a place; where none has, those of before, for a file of none is none."""
+        """Write the addresses of all engines with a place; keep the old file if none has one (it may not be empty)."""
         if urls := self._engine_urls():
             write_atomic(self._job.engines_file, "".join(f"{url}\n" for url in urls))
 
@@ -287,7 +287,7 @@ class RayRun:
             self._meanwhile()
 
     def _meanwhile(self) -> None:
-        """Whatever goes on: pass on what rank 0 prints, and a request to stop."""
+        """Pass on the output of rank 0, and a request to stop; called while anything is awaited."""
         self._log.pass_on(self._say)
         self._tend_environment()
         begun = self._ranks is not None and self._ranks.begun
@@ -299,7 +299,7 @@ class RayRun:
 
 
 class _Tail:
-    """What is appended to a file from now on, by lines: without errors, which are raised here, and how ranks go on."""
+    """Lines appended to a file from now on, without errors, which are raised here, and hints how to resume."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What runs beside the ranks on a Ray cluster: each engine, the rollout API, the environment."""
+"""Services beside the ranks on a Ray cluster: each engine, the rollout API, the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWS_S = 40.0
 
 
 class Watch:
-    """The calls that are under way on hosts, each with what is to be done about its outcome; and what is due later."""
+    """Pending calls on hosts, each with a handler of its outcome; and handlers that are due later."""
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
@@ -36,7 +36,7 @@ class Watch:
         self._later.append((time.monotonic() + after_s, then))
 
     def look(self) -> None:
-        """Wait shortly, and do what has come up. Raises what that raises."""
+        """Wait shortly, and run the handlers that are due. Raises their errors."""
         for call in self.cluster.wait_any(list(self._calls), limit_s=_LOOK_S):
             place, then = self._calls.pop(call)
             then(self.cluster.outcome(call, place=place))
@@ -50,15 +50,15 @@ class Watch:
 
 
 class Service:
-    """A process that is started again where it ends, and on another node where its own is lost.
+    """A process that is restarted when it ends, and on another node if its node is lost.
 
     Args:
         name: in messages.
         new_host: asks for a host; Ray gives it a node when there is room.
-        task: what is to run at a place.
-        moved: told whenever :attr:`place` has changed.
-        restarts: how often it is started again after failures.
-        may_end: whether its end in peace is none of these.
+        task: the process to run at a place.
+        moved: called whenever :attr:`place` has changed.
+        restarts: how often it is restarted after failures.
+        may_end: True if an end with exit code 0 is not a failure.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Service:
             self.run()
 
     def _ended(self, host: Any, outcome: Ended | Lost) -> None:
-        """Raises the process' error where it would come again, or has come often enough."""
+        """Restart after an end; raises the process's error if a restart would not help, or restarts are used up."""
         if host is not self.host:
             return
         if isinstance(outcome, Ended) and outcome.code == 0 and self._may_end:

@@ -26,17 +26,17 @@ _NAME = re.compile(r"[^\s]+")
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What is asked of slurm, beside what the configuration says.
+    """Options of a Slurm job beyond the configuration.
 
     Args:
         config_path: absolute; ``overrides`` are of the form ``a.b=c``.
-        directory: where the job works, absolute.
+        directory: working directory, absolute.
         python: the interpreter that has lachesis, absolute.
-        time: as sbatch takes it; the partition's own limit if None.
-        notice_s: so long before the time limit the run is asked to stop.
-        restarts: how often the job is queued again after a failure.
-        preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out.
-        more: further options of sbatch, as they are.
+        time: in sbatch's form; the partition's own limit if None.
+        notice_s: seconds before the time limit when the run is asked to stop.
+        restarts: how often the job is requeued after a failure.
+        preflight_s: time for the preflight on all nodes; 0 skips it.
+        more: further options of sbatch, unchanged.
         ray: the nodes make a Ray cluster, which places the run.
     """
 
@@ -56,10 +56,10 @@ class SlurmJob:
 
 
 def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
-    """The file.
+    """Return the script.
 
     Raises:
-        ConfigError: an option is none that sbatch takes.
+        ConfigError: sbatch does not take an option.
     """
     run_dir = config.run.directory
     engine = config.engine
@@ -123,7 +123,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
 
 
 def _http_keys(config: LachesisConfig) -> str:
-    """What `engine` says of servers that the job starts, besides their addresses, as YAML between braces."""
+    """Return the keys of `engine` for servers that the job starts, except their addresses, as YAML between braces."""
     quorum = getattr(config.engine, "quorum", None)
     return f"wait_s: {config.deadlines.engine_start_s}" + ("" if quorum is None else f", quorum: {quorum}")
 

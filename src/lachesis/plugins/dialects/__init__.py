@@ -26,9 +26,9 @@ DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, VERL, OPENRLHF, TRAINER, SERVER, 
 
 
 def recognize(data: Mapping[str, Any]) -> DialectName:
-    """Whose keys a document is in: of those that know most of its top-level keys, the first.
+    """Return the dialect of a document: the first of those that know most of its top-level keys.
 
-    A canonical section holds keys, so ``optimizer: adamw`` is no canonical section.
+    A canonical section holds keys, so ``optimizer: adamw`` is not a canonical section.
 
     Raises:
         ConfigError: it is a file for accelerate, which describes processes and no training, or verl's or OpenRLHF's.
@@ -53,13 +53,13 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
 
 
 def translate(document: Document, *, dialect: DialectName, processes: int | None = 1) -> Translation:
-    """A document of Axolotl's or TRL's as a canonical one.
+    """Translate a document of Axolotl's or TRL's to a canonical one.
 
     Args:
         document: their YAML.
-        dialect: whose it is.
-        processes: trainer processes, which batch sizes there are multiplied by; None where nobody has started
-            several: those that the file is for count then.
+        dialect: of the document.
+        processes: trainer processes, by which batch sizes there are multiplied; None if the launcher started only
+            one: the number that the file is for counts then.
     """
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
     translation = translator(document, processes=processes)
@@ -75,7 +75,7 @@ def keys_of(dialect: DialectName) -> Dialect:
 
 
 def _known(data: Mapping[str, Any], dialect: Dialect) -> int:
-    """The top-level keys that a dialect has; a section there is a section here as well."""
+    """Count the top-level keys that a dialect knows; a section must be a section there too."""
     return sum(
         key in dialect.top_level and isinstance(value, dict) <= (dialect.is_section(key) or key in dialect.entries)
         for key, value in data.items()

@@ -181,14 +181,14 @@ _MODES: Mapping[str, type[BaseBridgeConfig]] = {
 
 
 def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) -> Translation:
-    """Flags of the trainer as a canonical document, with its documented defaults.
+    """Translate flags of the trainer to a canonical document, with its documented defaults.
 
     ``--flag value`` and ``--flag=value`` are the same, dashes and underscores too; ``--lr`` is
-    ``--learning-rate``. What is wrong is in ``document.problems`` of the result.
+    ``--learning-rate``. Errors are in ``document.problems`` of the result.
 
     Args:
         argv: the flags.
-        engine: what the run starts; by default vLLM in the modes that restart it, and a server that runs already in
+        engine: engine that the run starts; by default vLLM in the modes that restart it, and a running server in
             all others.
     """
     translation = Translation(_read(argv), TRAINER)
@@ -217,7 +217,7 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
 
 
 def _read(argv: Sequence[str]) -> Document:
-    """Flags as data: values are read as YAML does, a flag without value is true."""
+    """Read flags as data: values are read as YAML does, a flag without value is true."""
     document = Document(name="the command line", data={})
     arguments = list(argv)
     while arguments:
@@ -242,7 +242,7 @@ def _read(argv: Sequence[str]) -> Document:
 
 
 def _is_value(argument: str, name: str) -> bool:
-    """Whether a word belongs to the flag before it; to a switch only true and false do."""
+    """Return True if a word belongs to the flag before it; a switch takes only true and false."""
     return not argument.startswith("--") and (name not in SWITCHES or argument.lower() in ("true", "false"))
 
 
@@ -253,7 +253,7 @@ def _scalar(text: str, name: str) -> Any:
 
 
 def _mode(translation: Translation) -> str | None:
-    """How weights reach the engine; None, and a problem, where the flags contradict each other."""
+    """Return how weights reach the engine; None, and a problem, if the flags contradict each other."""
     mode = translation.value("weight-bridge-mode", "none")
     mode = "none" if mode == "legacy" else mode
     if translation.value("single-copy"):
@@ -267,7 +267,7 @@ def _mode(translation: Translation) -> str | None:
 
 
 def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
-    """A server that the run starts, with its options, or one that runs already and has its own."""
+    """Set the engine: a server that the run starts, with its options, or a running one with its own."""
     port = translation.value("vllm-port", 9001)
     given = [name for name in ENGINE_FLAGS if translation.has(name)]
     if engine is None:
@@ -286,7 +286,7 @@ def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
 
 
 def _put_transfer(translation: Translation, mode: str) -> None:
-    """When and how weights travel."""
+    """Set when and how weights are sent."""
     interval = "vllm-restart-interval"
     if mode == "shared_vllm":
         path = translation.value("vllm-config-path", "auto")
@@ -303,7 +303,7 @@ def _put_transfer(translation: Translation, mode: str) -> None:
 
 
 def _put_rendezvous(translation: Translation) -> None:
-    """Where trainer and engine meet. ``env://`` has the trainer's processes meet, which torchrun sees to."""
+    """Set the address where trainer and engine meet, except ``env://``, where torchrun's processes meet."""
     for name in ("init-method", "nccl-init-method"):
         address = translation.value(name)
         if address is not None and address != "env://":

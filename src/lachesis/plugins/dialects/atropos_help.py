@@ -1,4 +1,4 @@
-"""What `lachesis grpo --help` says: every flag, in groups, with the key that it sets."""
+"""Text of `lachesis grpo --help`: every flag, in groups, with the key that it sets."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _group(title: str, entries: Sequence[Entry]) -> list[str]:
 
 
 def _flag(entry: Entry) -> list[str]:
-    """The flag under all its names, and below it what it means."""
+    """Return lines with the flag under all its names, and its meaning below."""
     names = [entry.name, *(other for other, name in SPELLINGS.items() if name == entry.name)]
     value = "" if entry.name in SWITCHES else " " + entry.name.rpartition("-")[2].upper()
     first = "  " + ", ".join(f"--{name}" for name in names) + value

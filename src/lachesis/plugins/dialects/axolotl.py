@@ -126,7 +126,7 @@ def _put_model(translation: Translation) -> None:
 
 
 def _put_offloading(translation: Translation) -> None:
-    """There it goes with ``gradient_checkpointing``, whose inputs it keeps in the host's memory; here it is both."""
+    """Set offloading; in Axolotl it moves inputs kept by ``gradient_checkpointing`` to the host, here it is both."""
     name = "activation_offloading"
     asked = translation.value(name)
     if asked in (True, "legacy"):
@@ -179,7 +179,7 @@ def _put_datasets(translation: Translation) -> None:
 
 
 def _row_key(name: str, row: dict[str, Any], key: str) -> str:
-    """Which of its keys says what a dataset's ``key`` here is."""
+    """Return the key of a dataset's row there that sets ``key`` here."""
     if key == "path" and row.get("data_files"):
         return f"{name}.data_files"
     written = key if key in _ROW_KEYS else "field_messages" if key == "prompt_column" else "type"
@@ -252,7 +252,7 @@ def _put_saves(translation: Translation) -> None:
 
 
 def _put_evaluations(translation: Translation) -> None:
-    """As checkpoints, where there are held-out problems; what asks for evaluations does nothing without, as there."""
+    """Set evaluations like checkpoints if there are held-out problems; without them the keys do nothing, as there."""
     if not translation.has("test_datasets") and not translation.value("val_set_size"):
         return
     strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
@@ -285,7 +285,7 @@ def _put_algorithm(translation: Translation) -> None:
 
 
 def _put_staleness(translation: Translation) -> None:
-    """Their samples may be of any age: ours as old as interval, depth and iterations make them."""
+    """Set the age limit of samples, unlimited there, to the age that interval, depth and iterations can cause."""
     names = ("trl.vllm_sync_interval", "trl.prefetch_depth", "trl.num_iterations")
     interval, depth, iterations = (translation.value(name, 1) for name in names)
     if not translation.value("trl.async_prefetch") or not all(

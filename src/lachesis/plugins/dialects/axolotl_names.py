@@ -227,7 +227,7 @@ def _number(value: object) -> object:
 
 
 def _workers(value: object) -> object:
-    """There one worker is the trainer's own thread."""
+    """Return the number of workers; one worker there is the trainer's own thread."""
     return 0 if value == 1 and not isinstance(value, bool) else value
 
 

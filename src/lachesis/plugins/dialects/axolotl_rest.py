@@ -8,7 +8,7 @@ from lachesis.plugins.dialects.table import Entry, cannot, nothing, refused, tog
 
 
 def axolotl_rest() -> Iterator[Entry]:
-    """By what they are about."""
+    """Yield the remaining entries, by subject."""
     yield from _model()
     yield from _adapter()
     yield from _data()

@@ -1,4 +1,4 @@
-"""Arguments of the constructors of TRL, peft and Axolotl that are no keys of their files, for ``lachesis explain``."""
+"""Constructor arguments of TRL, peft and Axolotl that are not keys of their files, for ``lachesis explain``."""
 
 from __future__ import annotations
 

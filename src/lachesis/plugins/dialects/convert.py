@@ -44,7 +44,7 @@ _ANY_ADDRESS = {"0.0.0.0", "::", "", "localhost"}
 
 
 def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
-    """Their word to ours; an error that names the nearest of theirs otherwise."""
+    """Return a converter of their word to ours, whose error for other words names the nearest of theirs."""
 
     def convert(value: Any) -> str:
         if isinstance(value, str) and value in table:
@@ -72,7 +72,7 @@ def listed(value: Any) -> Any:
 
 
 def held_out(value: Any) -> Any:
-    """A share below 1 or a count; 0.0 and 20.0 are whole numbers."""
+    """Return a share below 1 or a count; 0.0 and 20.0 become whole numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -89,7 +89,7 @@ def number(value: Any) -> float:
 
 
 def on_cpu(value: Any) -> Any:
-    """A switch that keeps the model from GPUs."""
+    """Convert a switch that keeps the model from GPUs."""
     return {True: "cpu", False: "auto"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -103,7 +103,7 @@ def checkpointing(value: Any) -> Any:
 
 
 def module_names(value: Any) -> Any:
-    """Module names in one text, apart by commas or spaces, as a list; ``all-linear`` as it is."""
+    """Split module names in one text, separated by commas or spaces, into a list; ``all-linear`` unchanged."""
     if not isinstance(value, str) or value == "all-linear":
         return value
     return value.replace(",", " ").split()
@@ -130,11 +130,11 @@ def layer_numbers(value: Any) -> list[int]:
 
 
 def devices(value: Any) -> Any:
-    """The number of a GPU, or several, as CUDA_VISIBLE_DEVICES has them."""
+    """Convert the number of a GPU, or several, to the form of CUDA_VISIBLE_DEVICES."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
 
 
 def engine_address(host: Any, port: Any) -> str:
-    """Where a client finds a server that binds ``host``: an address for all interfaces is this machine."""
+    """Return the address of a server that binds ``host``: an address for all interfaces means this machine."""
     name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
     return f"http://{name}:{port}"

@@ -1,7 +1,7 @@
-"""Where a key that a file of Axolotl's or TRL's does not write means something else here than there.
+"""Defaults that differ: keys whose absence from a file of Axolotl's or TRL's means something else here than there.
 
-A test compares all defaults of the pinned classes with what a file without the key becomes: these are the others. A
-file that leaves such keys out is told so in one note.
+A test compares all defaults of the pinned classes with what a file without the key becomes: these are the exceptions. A
+file that leaves such keys out gets one note about them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Difference(NamedTuple):
     """A default that is not taken over.
 
     Attributes:
-        there: what their file has without the key.
-        here: what is done without it.
-        written: the value that has it as there; empty where there is no difference to a run, or no such value.
+        there: their behaviour without the key.
+        here: ours without it.
+        written: value that gives their behaviour; empty if a run does not differ, or there is no such value.
         or_by: other keys that say the same.
-        applies: whether it bears on a run of these keys of ours.
+        applies: True if it matters for a run with these keys of ours.
     """
 
     there: str

@@ -60,7 +60,7 @@ _SAID_ELSEWHERE = {
 
 
 def fsdp_option_entries() -> Iterator[Entry]:
-    """The options below ``fsdp_config:``, where they are names of their own."""
+    """Yield the options below ``fsdp_config:``, where they are separate names."""
     for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
         for option, path in _OPTIONS.items():
             yield together(f"{prefix}{option}", path)
@@ -117,7 +117,7 @@ def _put_context(translation: Translation) -> int:
 
 
 def option_of(name: str) -> str:
-    """An option without the prefix that it has in some files."""
+    """Return an option without the prefix that it has in some files."""
     return name.removeprefix("fsdp_")
 
 
@@ -194,10 +194,10 @@ def _offload_device(zero: Mapping[str, Any], part: str) -> str:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """A DeepSpeed file; one that is not here but is named as Axolotl's own are (``zero3_bf16.json``) goes by its name.
+    """Read a DeepSpeed file; a missing one that is named like Axolotl's own (``zero3_bf16.json``) is known by its name.
 
     Raises:
-        ConfigError: it is neither there nor named so, or is no JSON object.
+        ConfigError: it is missing and has another name, or is not a JSON object.
     """
     file = Path(path)
     named = re.match(r"zero([0-3])(?![0-9])", file.name)

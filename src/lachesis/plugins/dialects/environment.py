@@ -43,7 +43,7 @@ _AS_IS = {("VLLM_USE_V1", "1"), ("NUM_INFERENCE_NODES", "0"), ("NUM_INFERENCE_NO
 
 
 def environment_findings(environment: Mapping[str, str]) -> list[Finding]:
-    """A warning for each variable that is set and has no effect."""
+    """Return a warning for each variable that is set and has no effect."""
     return [
         Finding(level="warning", rule="environment", message=f"${name}={environment[name]} has no effect: {entry.note}")
         for name, entry in ENVIRONMENT.entries.items()

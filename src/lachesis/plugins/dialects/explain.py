@@ -1,4 +1,4 @@
-"""What a key means: ours by the schema, those of other trainers by their tables onto it."""
+"""Explanation of keys: ours by the schema, those of other trainers by their tables onto it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _ENVIRONMENT_FLAG = (
 class Alias:
     """A name of another trainer's for a key.
 
-    ``default`` is our value where their file does not say, if that is not our own default (else None); ``note``
-    what it means there that it does not mean here.
+    ``default`` is our value if their file does not set it and our own default differs (else None); ``note`` says
+    what differs in its meaning here.
     """
 
     dialect: str
@@ -65,7 +65,7 @@ class Explanation(Key):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a name stands for: one key, a whole section (then ``description`` is its own), or several keys."""
+    """Meaning of a name: one key, a whole section (``description`` is the section's), or several keys."""
 
     query: str
     meaning: Literal["key", "section", "several"]
@@ -128,7 +128,7 @@ def _answer(query: str, explanations: Sequence[Explanation]) -> Answer:
 
 
 def _section_answer(query: str, section: SectionInfo, dialects: Sequence[Dialect]) -> Answer:
-    """The keys of a section and of the sections in it."""
+    """Return the keys of a section and of the sections in it."""
     inside = [
         _explanation(key, dialects)
         for key in all_keys()
@@ -138,7 +138,7 @@ def _section_answer(query: str, section: SectionInfo, dialects: Sequence[Dialect
 
 
 def _in_dialects(name: str, dialects: Sequence[Dialect]) -> list[Explanation]:
-    """What a name of theirs, whole or its last part, sets here; each key once."""
+    """Return the keys that a name of theirs, whole or its last part, sets here; each key once."""
     found: dict[str, Explanation] = {}
     for dialect in dialects:
         for theirs, entry in dialect.entries.items():

@@ -28,12 +28,12 @@ _VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer")
 
 
 def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
-    """The YAML of our keys that says the same, with what else there is to say as comments before it.
+    """Return the YAML of our keys that means the same, with remarks as comments before it.
 
-    verl's and OpenRLHF's files and scripts give what is common; the rest is named.
+    verl's and OpenRLHF's files and scripts are translated as far as possible; the rest is named.
 
     Raises:
-        ConfigError: the file cannot be read, is of nobody known, or says something that cannot be done.
+        ConfigError: the file cannot be read, is of an unknown trainer, or asks for something impossible here.
     """
     document = _script(path) if path.suffix == ".sh" else read_document(path)
     names = dict(_flat(document.data))
@@ -81,7 +81,7 @@ def _of_other_system(document: Document, names: Mapping[str, Any], system: str) 
 
 
 def _has_no_influence(name: str, dialect: Dialect) -> bool:
-    """Return True for what places processes or logs, and for options of what is refused where it is turned on."""
+    """Return True for names that place processes or logs, and for suboptions of refused options."""
     entry = dialect.entries.get(name)
     return entry is None or (entry.treatment == "together" and not entry.path)
 
@@ -123,7 +123,7 @@ def _nested(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _script(path: Path) -> Document:
-    """The arguments of the trainer that a shell script starts: ``a.b=c``, ``--flag value`` and ``--flag a b``.
+    """Read the arguments of the trainer that a shell script starts: ``a.b=c``, ``--flag value`` and ``--flag a b``.
 
     Raises:
         ConfigError: it cannot be read, or a quotation in it is not closed.

@@ -1,7 +1,7 @@
-"""What TRL's and Axolotl's files share: names of TRL's GRPOConfig, there below ``trl:``, and what several of them set.
+"""Names that TRL's and Axolotl's files share: those of TRL's GRPOConfig, in Axolotl below ``trl:``.
 
 The batch arithmetic is here too, from their rows, accumulation and processes to prompts in an optimizer step, and
-which engine and bridge a file asks for.
+the choice of engine and bridge.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def put_address(translation: Translation, name: str, port: Any) -> str:
 
 
 def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry]:
-    """The shared names below ``prefix``; ``bias_correction`` is the default of use_bias_correction_kl there."""
+    """Yield the shared names below ``prefix``; ``bias_correction`` is the default of use_bias_correction_kl there."""
     for section, names in _ALIKE.items():
         for name in names:
             yield Entry(f"{prefix}{name}", f"{section}.{name}")
@@ -134,7 +134,7 @@ def transformers_entries() -> Iterator[Entry]:
 
 
 def note_paging(translation: Translation, name: str) -> None:
-    """bitsandbytes moves the states of its paged optimizers to the CPU where the GPU is full."""
+    """Note that states of paged optimizers are not paged here; bitsandbytes moves them to the CPU on a full GPU."""
     if str(translation.value(name)).startswith("paged_"):
         translation.note(
             name, "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
@@ -147,7 +147,7 @@ def put_rewards(translation: Translation, prefix: str) -> None:
 
 
 def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:
-    """An averaged reference, with ``alpha`` and ``steps`` as defaults there."""
+    """Set an averaged reference, with ``alpha`` and ``steps`` as defaults there."""
     if not translation.value(f"{prefix}sync_ref_model"):
         return
     translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
@@ -159,11 +159,13 @@ def put_reference(translation: Translation, prefix: str, *, alpha: float, steps:
 
 
 def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, floor: bool) -> None:
-    """The correction for a sampler of its own, which is on unless it is switched off.
+    """Set the correction for a separate sampler, which is on unless it is switched off.
 
     Args:
+        translation: of the document.
+        prefix: of the names.
         mode: the default there.
-        floor: whether truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
+        floor: True if truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
             a mask masks.)
     """
     keys = ("correction", "mode", "cap", "clip_max", "clip_min")
@@ -188,7 +190,7 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
 
 
 def put_completions(translation: Translation, prefix: str) -> None:
-    """How many completions are shown: a number, all without one, none unless they are asked for."""
+    """Set how many completions are shown: a number, all without one, none unless they are requested."""
     shown = translation.value(f"{prefix}log_completions", False)
     if not isinstance(shown, bool):
         translation.problem(f"{prefix}log_completions", f"expected true or false, got {describe(shown)}")
@@ -216,7 +218,7 @@ def put_generation_kwargs(translation: Translation, name: str) -> None:
 
 
 def put_every(translation: Translation, name: str, path: str, *, max_steps: str) -> None:
-    """A number of steps, or a share of ``max_steps`` below 1."""
+    """Set a number of steps, given as one or as a share of ``max_steps`` below 1."""
     value = translation.value(name)
     if value is None:
         return
@@ -227,18 +229,21 @@ def put_every(translation: Translation, name: str, path: str, *, max_steps: str)
 
 
 def put_per_epoch(translation: Translation, name: str, path: str) -> None:
-    """How often in an epoch, as the share of an epoch between two times."""
+    """Set a frequency, given as times in an epoch, as the share of an epoch between two times."""
     times = translation.whole(name, 1)
     if times is not None:
         translation.put(path, 1 / times, name)
 
 
 def put_strategy(translation: Translation, name: str, strategy: object, section: str, *, default_steps: int) -> bool:
-    """When there are checkpoints or evaluations: each epoch, each so many steps, or not at all. Whether there are.
+    """Set when checkpoints or evaluations are made: each epoch, each N steps, or never; return True if any are.
 
     Args:
+        translation: of the document.
+        name: of the key.
+        strategy: its value.
         section: ours, ``checkpoint`` or ``evaluation``.
-        default_steps: how many, where their file says steps and no number.
+        default_steps: N, if their file says steps and no number.
     """
     if strategy == "epoch":
         translation.put(f"{section}.every_epochs", 1.0, name)
@@ -253,7 +258,7 @@ def put_strategy(translation: Translation, name: str, strategy: object, section:
 
 
 def put_output_dir(translation: Translation, name: str, default: str | None = None) -> None:
-    """Their run directory as the directory of runs and the name in it, which it needs: ``.`` has none."""
+    """Set the directory of runs and the run's name from their run directory; ``.`` has no name."""
     directory = translation.value(name, default)
     path = PurePath(str(directory))
     if directory is not None and (not isinstance(directory, str) or path.name in ("", "..")):
@@ -264,14 +269,14 @@ def put_output_dir(translation: Translation, name: str, default: str | None = No
 
 
 def put_quantization(translation: Translation) -> None:
-    """bitsandbytes' switches."""
+    """Set the quantization by bitsandbytes' switches."""
     for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if translation.value(name):
             translation.put("model.quantization", quantization, name)
 
 
 def put_dtype(translation: Translation, *names: str, others: tuple[str, ...] = ()) -> None:
-    """The switches that name a dtype; the last one that is on counts, but two 16-bit formats at once are refused."""
+    """Set the dtype by the switches; the last one that is on counts, but two 16-bit formats at once are refused."""
     on = [name for name in names if translation.switch(name, *others) is True]
     halves = [name for name in on if DTYPES[name] != "float32"]
     if len({DTYPES[name] for name in halves}) > 1:
@@ -288,9 +293,10 @@ def put_betas(translation: Translation, first: str, second: str) -> None:
 
 
 def put_schedule(translation: Translation, *, schedule: str, rate: str, default_rate: float | None = None) -> None:
-    """What ``lr_scheduler_kwargs`` say of the schedule, by the names of transformers' functions.
+    """Set the options of the schedule in ``lr_scheduler_kwargs``, by the names of transformers' functions.
 
     Args:
+        translation: of the document.
         schedule, rate: their names of the schedule and of the peak learning rate.
         default_rate: theirs.
     """
@@ -313,7 +319,7 @@ def put_schedule(translation: Translation, *, schedule: str, rate: str, default_
 
 
 def put_steps(translation: Translation, *, max_steps: str, epochs: str, default_epochs: float) -> None:
-    """The steps, or where their file counts in epochs only, the epochs."""
+    """Set the steps, or the epochs if their file counts only epochs."""
     steps = translation.value(max_steps)
     if steps is not None and steps != -1:
         translation.put("run.steps", steps, max_steps)
@@ -376,7 +382,7 @@ def _say_processes(translation: Translation, name: str, processes: int, completi
 
 
 def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, generations: str) -> str:
-    """The nearest numbers of accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
+    """Return the nearest accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
     # A group is whole after so many accumulation steps, and after every multiple of them.
     valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
     below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
@@ -387,15 +393,16 @@ def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, ge
 
 
 def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:
-    """Several optimizer steps of one generation, where a file asks for them.
+    """Set several optimizer steps of one generation, if a file asks for them.
 
-    What is generated at once may also be less than a step: then a step there is made of several generations by the
+    Their generation may also be smaller than a step: then a step there is made of several generations by the
     same weights, which here are one.
 
     Args:
+        translation: of the document.
         name: their key, which is set.
-        prompts: its value in prompts; None where it is invalid.
-        meaning: what their key counts.
+        prompts: its value in prompts; None if it is invalid.
+        meaning: unit of their key.
     """
     step = translation.document.data.get("batch", {}).get("prompts_per_step")
     if prompts is None or step is None:
@@ -429,7 +436,7 @@ def put_serving(
     """Set ``engine`` and ``bridge``.
 
     Without vLLM: the embedded engine. ``server``: the server at that address, to which the adapter is swapped or
-    all weights are sent. ``colocate``: a vLLM server of the run's own on the trainer's GPU, with the same bridges.
+    all weights are sent. ``colocate``: a vLLM server that the run starts on the trainer's GPU, with the same bridges.
 
     Args:
         use_vllm, mode: their names of the switches.
@@ -468,7 +475,7 @@ def put_serving(
 
 
 def _make_room(translation: Translation, names: Sequence[str]) -> None:
-    """As much as the longest prompt and completion take: a full engine cuts the completion there, or refuses it."""
+    """Raise the context to the longest prompt plus completion: a full engine cuts the completion or refuses it."""
     data, engine = translation.document.data, translation.document.data.get("engine", {})
     prompt, room = data.get("data", {}).get("max_prompt_length"), engine.get("max_model_len")
     completion = data.get("sampling", {}).get("max_completion_length", SamplingConfig().max_completion_length)

@@ -15,14 +15,14 @@ _STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
 def hub_names() -> Iterator[Entry]:
-    """Those that Axolotl's files have as well."""
+    """Yield the names that Axolotl's files have as well."""
     yield together("hub_model_id", "checkpoint.hub.repo")
     yield together("hub_revision", "checkpoint.hub.revision")
     yield together("hub_strategy", "checkpoint.hub.repo", _ONCE)
 
 
 def transformers_hub_names() -> Iterator[Entry]:
-    """Those of TRL's files alone, of today and of earlier versions."""
+    """Yield the names of TRL's files alone, of its current and earlier versions."""
     yield together("push_to_hub", "checkpoint.hub.repo", "to hub_model_id, or a repository of output_dir's name")
     yield together("hub_private_repo", "checkpoint.hub.private")
     yield together("push_to_hub_model_id", "checkpoint.hub.repo", "as hub_model_id")
@@ -43,7 +43,7 @@ def put_axolotl_hub(translation: Translation) -> None:
 
 
 def put_hub(translation: Translation) -> None:
-    """transformers uploads where ``push_to_hub`` says so."""
+    """Set the upload, which transformers makes if ``push_to_hub`` is set."""
     if not translation.switch("push_to_hub"):
         return
     name = next((one for one in ("hub_model_id", "push_to_hub_model_id") if translation.has(one)), "push_to_hub")
@@ -58,7 +58,7 @@ def put_hub(translation: Translation) -> None:
 
 
 def _put_repository(translation: Translation, repo: object, name: str) -> bool:
-    """Whether it has a name: a ``${VERSION}`` in it is for a script to fill in, which has not run."""
+    """Set the repository; return False if its name has a ``${VERSION}`` that a script has yet to fill in."""
     if isinstance(repo, str) and "${" in repo:
         text = f"{describe(repo)} is no name of a repository yet, so nothing is uploaded; `lachesis push` does it later"
         translation.warning(name, text)

@@ -28,7 +28,7 @@ def _put(translation: Translation, name: str, datasets: list[dict[str, Any]]) ->
 
 
 def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row of ``datasets:`` as one of ours. ``data_files`` with one file is that file."""
+    """Return a row of ``datasets:`` as one of ours. ``data_files`` with one file is that file."""
     dataset = {key: row[key] for key in _KEYS if row.get(key) is not None}
     files = row.get("data_files")
     if is_list(files) and len(files) == 1:
@@ -64,7 +64,7 @@ def _put_mixture(translation: Translation) -> None:
 
 
 def _put_prompts(translation: Translation) -> None:
-    """open-r1 makes the user's message of a column; older versions of TRL cut what is longer than a limit."""
+    """Set the prompt column, which open-r1 makes the user's message, and the length limit of older versions of TRL."""
     column, limit = "dataset_prompt_column", "max_prompt_length"
     if translation.has(column):
         translation.put("data.prompt_column", translation.value(column), column)

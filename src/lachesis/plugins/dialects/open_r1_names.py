@@ -18,7 +18,7 @@ SCRIPT_NAMES = (
 
 
 def open_r1_names() -> Iterator[Entry]:
-    """Where they set something it is translated in :mod:`lachesis.plugins.dialects.trl`."""
+    """Yield open-r1's names; :mod:`lachesis.plugins.dialects.trl` translates their values."""
     yield Entry("system_prompt", "data.system_prompt")
     yield together("dataset_prompt_column", "data.prompt_column", "a text there becomes the user's message")
     yield Entry("chat_template", "model.chat_template")

@@ -42,10 +42,11 @@ _JUDGED_ELSEWHERE = ("ioi_code", "cf_code")
 
 
 def put_open_r1_rewards(translation: Translation, recipe: str) -> None:
-    """Set ``rewards.functions`` to what the names of a file stand for, or where it names none to its script's default.
+    """Set ``rewards.functions`` from the names in a file, or from its script's default if it has none.
 
     Args:
-        recipe: the path of the file, by which the script of a fork is found.
+        translation: of the document.
+        recipe: the path of the file, which leads to the script of a fork.
     """
     rewards = translation.document.data["rewards"]
     named = rewards.get("functions")
@@ -66,7 +67,7 @@ def _is_bare(name: Any) -> bool:
 
 
 def _defaults(translation: Translation, script: Script) -> list[Any] | None:
-    """A fork's own, or open-r1's where the file has keys of its script; None where nobody says any."""
+    """Return a fork's default, or open-r1's if the file has keys of its script; None if nobody has one."""
     # Recipes are for grpo.py, which has its arguments in configs.py; what stands beside it are other experiments.
     own = {file: names for file, names in script.defaults.items() if Path(file).name in ("grpo.py", "configs.py")}
     found = set((own or script.defaults).values())
@@ -102,7 +103,7 @@ def _of_registry(translation: Translation, named: Sequence[Any], script: Script)
 
 
 def _with_arguments(translation: Translation, name: Any) -> Any:
-    """A reward of open-r1's registry with the arguments that its recipes give it at the top, and its defaults."""
+    """Return a reward of open-r1's registry with the arguments at the top of its recipe, and its defaults."""
     if name in _JUDGED_ELSEWHERE:
         translation.problem(_NAME, f"{name} asks Piston servers, which Lachesis does not; name a function that does")
     if not isinstance(name, str) or name not in _ARGUMENTS:

@@ -1,6 +1,6 @@
-"""What a fork of open-r1 keeps in its own code and not in its recipes: the rewards of its registry, and its defaults.
+"""Reader of a fork's scripts of open-r1, which hold what its recipes do not: its registry of rewards, and its defaults.
 
-Its files are read and not run. They are those of the checkout that the recipe lies in.
+The files are read and not run. They are those of the checkout that contains the recipe.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LARGEST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a checkout's code says of rewards.
+    """Rewards in a checkout's code.
 
     Attributes:
-        rewards: the names of its registry, and as ``FILE.py:FUNCTION`` what they are; None where that has no name.
+        rewards: names in its registry, with their ``FILE.py:FUNCTION``; None for one without a name.
         defaults: the rewards of a recipe that names none, by the file that says so.
     """
 
@@ -32,7 +32,7 @@ class Script:
 
 
 def read_script(recipe: str) -> Script:
-    """That of the checkout that ``recipe``, a file's path, belongs to; empty where there is none."""
+    """Read the scripts of the checkout that contains ``recipe``, a file's path; empty if there are none."""
     rewards: dict[str, str | None] = {}
     defaults: dict[str, tuple[str, ...]] = {}
     for file in _files(Path(recipe)):
@@ -75,7 +75,7 @@ def _registered(registry: ast.expr, file: Path) -> Iterator[tuple[str, str | Non
 
 
 def _default(arguments: ast.ClassDef) -> tuple[str, ...]:
-    """The texts in the list that stands as the default of ``reward_funcs``."""
+    """Return the texts in the list that is the default of ``reward_funcs``."""
     for field_ in arguments.body:
         if isinstance(field_, ast.AnnAssign) and _is_named(field_.target, "reward_funcs") and field_.value is not None:
             lists = [node for node in ast.walk(field_.value) if isinstance(node, ast.List)]

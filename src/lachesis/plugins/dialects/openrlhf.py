@@ -143,13 +143,13 @@ OPENRLHF = Dialect("OpenRLHF", list(_entries()), open_sections=_OPEN, prefix="--
 
 
 class _Reader:
-    """What a file says under either name of an option."""
+    """Values of a file under either name of an option."""
 
     def __init__(self, translation: Translation) -> None:
         self.translation = translation
 
     def name(self, new: str) -> str:
-        """The name that the file has, the new one where it has neither."""
+        """Return the name that the file has, the new one if it has neither."""
         names = next((names for names, _ in _TOGETHER if names[0] == new), (new,))
         return next((name for name in names if self.translation.has(name)), new)
 
@@ -157,7 +157,7 @@ class _Reader:
         return self.translation.value(self.name(new), default)
 
     def put(self, path: str, new: str, default: Any = None) -> None:
-        """Set a key of ours to what the file says, or to ``default`` if that is not None."""
+        """Set a key of ours to the file's value, or to ``default`` if that is not None."""
         value = self.value(new, default)
         if value is not None:
             self.translation.put(path, value, self.name(new))

@@ -56,7 +56,7 @@ def _written(translation: Translation, names: tuple[str, ...]) -> str:
 
 
 def _put_batch(translation: Translation, prompts: int | None, step: int | None, *, written: str, part: str) -> None:
-    """Set what is generated at once as whole optimizer steps, both in prompts."""
+    """Set the prompts of one generation as whole optimizer steps, both in prompts."""
     if prompts is None or step is None:
         return
     if prompts % step:

@@ -1,7 +1,7 @@
 """Tables of another trainer's names, and the translation of its configuration by them.
 
-An entry says which canonical key a name sets, how its value is converted, and what is different. Values that
-need several of their keys together are translated by code of the dialect, which finds them by name.
+An entry gives the canonical key that a name sets, the conversion of its value, and any difference in meaning. Values
+that need several of their keys together are translated by code of the dialect, which finds them by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNSET: Any = object()
 
 
 def same(value: Any) -> Any:
-    """Their value is ours."""
+    """Return their value unchanged."""
     return value
 
 
@@ -33,14 +33,14 @@ class Entry:
 
     Attributes:
         name: dotted, as in their file; a flag without its dashes.
-        path: the canonical key that it sets; empty where it sets none.
+        path: the canonical key that it sets; empty if it sets none.
         treatment: ``sets`` that key; is translated ``together`` with others; means ``nothing`` here (one note lists
             all such names); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three apply to
-            values that ask for something: not to null, false and what is empty, the last two not to 0.
+            values that ask for something: not to null, false and empty values, the last two not to 0.
         convert: their value to ours; raises ConfigError for a value that has no counterpart.
-        default: our value where their file does not say, if that differs from our own default.
-        note: what it means here, if that is something else.
-        fine: values, beside those, with which a name that is refused changes nothing.
+        default: our value if their file does not set it, where that differs from our own default.
+        note: its meaning here, if that differs.
+        fine: further values with which a refused name changes nothing.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Entry:
     fine: tuple[Any, ...] = ()
 
     def asks(self, value: Any) -> bool:
-        """Whether a value of it wants something done."""
+        """Return True if a value of it asks for something."""
         told = self.treatment == "nothing" and type(value) in (int, float)
         return (bool(value) or told) and value not in self.fine
 
@@ -109,11 +109,11 @@ class Dialect:
         } | self.open_sections
 
     def is_section(self, name: str) -> bool:
-        """Whether the name has further names below it."""
+        """Return True if the name has further names below it."""
         return name in self._parents
 
     def nearest(self, name: str) -> str | None:
-        """The name most like ``name``: among all, or by its last part."""
+        """Return the name most like ``name``: among all, or by its last part."""
         by_last = {known.rpartition(".")[2]: known for known in reversed(list(self.entries))}
         last = name.rpartition(".")[2]
         if last in by_last:
@@ -125,9 +125,9 @@ class Dialect:
 
 
 class Translation:
-    """Their document on its way to a canonical one, with everything that there is to say about it.
+    """Foreign document on its way to a canonical one, with all remarks about it.
 
-    ``document`` is canonical; where each of its values was written is told in their file's lines and names.
+    ``document`` is canonical, but the places of its values are in the foreign file's lines and names.
     """
 
     def __init__(self, theirs: Document, dialect: Dialect) -> None:
@@ -167,7 +167,7 @@ class Translation:
                 self.note(name, "does nothing with the rest of this file")
 
     def value(self, name: str, default: Any = None) -> Any:
-        """What their file says, which counts as used then; null is as good as not written."""
+        """Return the value in their file, which counts as used then; null counts as unset."""
         self._used.add(name)
         found = self._values.get(name)
         return default if found is None else found
@@ -176,7 +176,7 @@ class Translation:
         return self._values.get(name) is not None
 
     def whole(self, name: str, default: int) -> int | None:
-        """A whole number from 1 on; None, and a problem, where it is something else."""
+        """Return a whole number from 1 on; None, and a problem, for any other value."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problem(name, f"expected a whole number >= 1, got {describe(value)}")
@@ -184,7 +184,7 @@ class Translation:
         return value
 
     def switch(self, name: str, *others: str) -> bool | str | None:
-        """True, false or one of ``others``; None where it is not written, and where it is something else, a problem."""
+        """Return True, False or one of ``others``; None if it is unset, and with a problem for any other value."""
         value = self.value(name)
         if value is None or isinstance(value, bool) or value in others:
             return value
@@ -192,7 +192,7 @@ class Translation:
         return None
 
     def text(self, name: str, default: str) -> str:
-        """A text; the default where it is not written, and where it is something else, a problem."""
+        """Return a text; the default if it is unset, and with a problem for any other value."""
         value = self.value(name, default)
         if isinstance(value, str):
             return value
@@ -209,7 +209,7 @@ class Translation:
         self.document.origins[place] = self.origin(name)
 
     def put_converted(self, path: str, value: Any, name: str, convert: Convert) -> None:
-        """Set a canonical key to what a value of theirs, unless it is null, is here; or say that it is nothing here."""
+        """Set a canonical key to their converted value unless it is null; report a value without counterpart."""
         try:
             converted = UNSET if value is None else convert(value)
         except ConfigError as error:
@@ -315,7 +315,7 @@ class Translation:
                 self.unknown(name)
 
     def _rows(self, name: str, rows: Any) -> None:
-        """A list of mappings, whose keys are entries ``name.key``."""
+        """Read a list of mappings, whose keys are entries ``name.key``."""
         if not is_list(rows):
             if rows is not None:
                 self.problem(name, f"expected a list, got {describe(rows)}; write each item after a dash")
@@ -329,7 +329,7 @@ class Translation:
                 self._cell(f"{name}.{key}", f"{name}[{index}].{key}", value)
 
     def _cell(self, known: str, name: str, value: Any) -> None:
-        """A key of one of a list of mappings."""
+        """Read one key of a mapping in a list."""
         entry = self.dialect.entries.get(known)
         if entry is None and value is not None:
             self.unknown(name)

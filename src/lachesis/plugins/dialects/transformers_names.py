@@ -15,7 +15,7 @@ _MEMORY = "Lachesis bounds a pass by its tokens (batch.max_tokens_per_microbatch
 
 
 def shared_names() -> Iterator[Entry]:
-    """Those that Axolotl's files have as well."""
+    """Yield the names that Axolotl's files have as well."""
     yield from nothing(_MEMORY, "auto_find_batch_size", "torch_empty_cache_steps")
     yield from nothing(
         "inductor, as it is by default, compiles the decoder layers", "torch_compile_backend", "torch_compile_mode"
@@ -41,7 +41,7 @@ def shared_names() -> Iterator[Entry]:
 
 
 def transformers_names() -> Iterator[Entry]:
-    """Those of TRL's files alone."""
+    """Yield the names of TRL's files alone."""
     yield from nothing(
         _ONE_PROCESS,
         *("dataloader_persistent_workers", "dataloader_multiprocessing_context", "dataloader_in_order"),

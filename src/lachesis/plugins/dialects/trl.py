@@ -103,7 +103,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
 
 
 def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
-    """Those of ``fsdp_config``; what is not among them is done anyway, or FSDP2's to decide."""
+    """Return the options of ``fsdp_config`` that matter; the others are always done, or FSDP2's to decide."""
     found = translation.value("fsdp_config", {})
     if isinstance(found, str):
         try:
@@ -243,7 +243,7 @@ def _put_engine(translation: Translation) -> None:
 
 
 def _put_copies(translation: Translation, *, processes: int) -> None:
-    """Of processes that train, each so many as hold a vLLM together have one on their GPUs."""
+    """Set the number of engines: each ``vllm_tensor_parallel_size`` processes share a vLLM on their GPUs."""
     name, engine = "vllm_tensor_parallel_size", translation.document.data.get("engine", {})
     ways = translation.value(name)
     if engine.get("kind") != "vllm" or "devices" in engine or not isinstance(ways, int) or ways < 2:
@@ -254,7 +254,7 @@ def _put_copies(translation: Translation, *, processes: int) -> None:
 
 
 def _put_new_tokens(translation: Translation) -> None:
-    """transformers' name of the same number, which stands in recipes beside TRL's or for it."""
+    """Set the completion length from transformers' name, which stands in recipes beside TRL's or instead of it."""
     name, other = "max_new_tokens", "max_completion_length"
     value = translation.value(name)
     if translation.has(other) and value not in (None, translation.value(other)):

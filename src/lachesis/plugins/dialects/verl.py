@@ -317,7 +317,7 @@ def _clip(translation: Translation, side: str) -> Any:
 
 
 def _put_cispo(translation: Translation, *, low: Any, high: Any, aggregation: str) -> None:
-    """verl bounds the ratio to 1 - low and 1 + high; ours has the upper bound alone, as it is."""
+    """Set CISPO's bound: verl clips the ratio to 1 - low and 1 + high; ours has only the upper bound, as is."""
     if aggregation != "token-mean":
         translation.problem(f"{_ACTOR}loss_agg_mode", "with cispo Lachesis has token-mean alone")
     if not all(isinstance(value, int | float) for value in (low, high)):

@@ -1,4 +1,4 @@
-"""Many LoRA adapters on one base model, of which one computes at a time."""
+"""Many LoRA adapters on one base model, one of which computes at a time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Tensors = Mapping[str, Tensor]
 
 
 class AdapterBank:
-    """The adapters of one model, whose own weights stay as they are.
+    """The adapters of one model, whose own weights never change.
 
-    Adapters are in float32 where the model is in 16 bits: what an optimizer adds to them is small.
+    Adapters are in float32 if the model is in 16 bits, as an optimizer's updates are small.
 
     Args:
         model: a causal language model without adapters.
-        name: what clients call it; stands in the configuration of saved adapters.
+        name: clients' name of it; stands in the configuration of saved adapters.
     """
 
     def __init__(self, model: PreTrainedModel, *, name: str) -> None:
@@ -42,10 +42,10 @@ class AdapterBank:
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}
 
     def add(self, shape: LoraShape, tensors: Tensors | None = None) -> str:
-        """A new adapter's name: with these tensors, or one that changes nothing yet.
+        """Add an adapter, with these tensors or as one that changes nothing yet, and return its name.
 
         Raises:
-            DataError: it has no place in this model, or the tensors are those of another shape.
+            DataError: it does not fit this model, or the tensors have another shape.
         """
         config, name = self._config(shape), uuid.uuid4().hex
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -75,15 +75,15 @@ class AdapterBank:
         del self._configs[name], self._parameters[name]
 
     def parameters(self, name: str) -> Mapping[str, nn.Parameter]:
-        """Those of an adapter, by the names that peft gives them in files."""
+        """Return an adapter's parameters, by the names that peft gives them in files."""
         return self._parameters[name]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Copies of an adapter's parameters, on the CPU."""
+        """Return copies of an adapter's parameters, on the CPU."""
         return {key: parameter.detach().cpu().clone() for key, parameter in self._parameters[name].items()}
 
     def config(self, name: str) -> LoraConfig:
-        """As peft saves it beside the tensors."""
+        """Return an adapter's configuration, as peft saves it beside the tensors."""
         return self._configs[name]
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class AdapterBank:
 
     @contextmanager
     def active(self, name: str | None) -> Iterator[PreTrainedModel]:
-        """Within it the model computes with this adapter, or with none."""
+        """Make the model compute with this adapter, or with none, inside the context."""
         for layer in self._layers():
             layer.enable_adapters(name is not None)
             if name is not None:
@@ -155,14 +155,14 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _shortened(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The last parts of the names, as engines expect them, where these mean the same layers."""
+    """Return the last parts of the names, as engines expect them, if these mean the same layers."""
     ends = {name.rpartition(".")[2] for name in names}
     same = [name for name in others if name.rpartition(".")[2] in ends]
     return sorted(ends) if len(same) == len(names) else sorted(names)
 
 
 def _parameters(model: PreTrainedModel, adapter: str) -> dict[str, nn.Parameter]:
-    """An adapter's, in float32, by their names in files."""
+    """Return an adapter's parameters, converted to float32, by their names in files."""
     marks = tuple(f".{matrix}.{adapter}." for matrix in ("lora_A", "lora_B"))
     found = {
         f"base_model.model.{name.replace(f'.{adapter}.', '.')}": parameter

@@ -1,4 +1,4 @@
-"""What runs save: directories that peft loads adapters from, named by ``tinker://RUN/KIND/NAME``."""
+"""Checkpoints of runs: directories that peft loads adapters from, named by ``tinker://RUN/KIND/NAME``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([^/]+)", flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What is known of a checkpoint; ``time`` and ``expires_at`` are seconds since the epoch, ``owner`` a client."""
+    """Description of a checkpoint. ``time`` and ``expires_at`` are seconds since the epoch."""
 
     path: str
     base_model: str
@@ -111,30 +111,30 @@ class CheckpointStore:
         return saved
 
     def find(self, path: str) -> Saved:
-        """Raises DataError where there is no such checkpoint."""
+        """Find a checkpoint. Raises DataError if it does not exist."""
         saved = self._about(self._directory(path))
         if saved is None:
             raise DataError(f"there is no checkpoint {path}", remedy="look for its name in the run's list")
         return saved
 
     def weights(self, path: str) -> dict[str, Tensor]:
-        """The adapter's tensors. Raises as :meth:`find`."""
+        """Load the adapter's tensors. Raises as :meth:`find`."""
         self.find(path)
         return load_file(self._directory(path) / _ADAPTER)
 
     def optimizer(self, path: str) -> dict[str, Tensor]:
-        """The optimizer's state. Raises DataError where the checkpoint has none."""
+        """Load the optimizer's state. Raises DataError if the checkpoint has none."""
         if not self.find(path).has_optimizer:
             raise DataError(f"{path} has no optimizer state", remedy="load it without, or load one of save_state")
         return load_file(self._directory(path) / _OPTIMIZER)
 
     def delete(self, path: str) -> None:
-        """Raises as :meth:`find`."""
+        """Delete a checkpoint. Raises as :meth:`find`."""
         self.find(path)
         shutil.rmtree(self._directory(path))
 
     def of_run(self, run_id: str) -> list[Saved]:
-        """A run's checkpoints, oldest first."""
+        """Return a run's checkpoints, oldest first."""
         return sorted((saved for saved in self.all() if saved.run_id == run_id), key=lambda saved: saved.time)
 
     def all(self) -> Iterator[Saved]:

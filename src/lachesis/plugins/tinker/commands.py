@@ -12,9 +12,9 @@ from lachesis.plugins.tinker.options import TinkerOptions
 @app.command("tinker-server")
 @with_options(TinkerOptions)
 def tinker_server(**values: Any) -> None:
-    """Serve a model to the client `tinker`: LoRA runs of several programs at once, and sampling with what they learn.
+    """Serve a model to the client `tinker`: LoRA runs of several programs at once, and sampling from what they learn.
 
-    Clients find it by TINKER_BASE_URL. Where TINKER_API_KEY is set it takes requests with that key only.
+    Clients find it by TINKER_BASE_URL. If TINKER_API_KEY is set, it accepts only requests with that key.
     """
     from lachesis.plugins.tinker import server as serving
 

@@ -1,4 +1,4 @@
-"""From the data of a request to micro-batches: each datum a sequence of its own, with a target at every token."""
+"""Conversion of a request's data to micro-batches: each datum a separate sequence, with a target at every token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_pass(asked: Pass, *, vocab_size: int, max_context: int) -> None:
 
 
 def micro_batches(data: Sequence[Datum], *, max_tokens: int) -> Iterator[tuple[Sequence[Datum], MicroBatch]]:
-    """Data in their order, as many together as have at most ``max_tokens``; a longer datum goes alone."""
+    """Yield the data in order, packed up to ``max_tokens``; a longer datum goes alone."""
     part: list[Datum] = []
     room = max_tokens
     for datum in data:
@@ -43,7 +43,7 @@ def loss_inputs(data: Sequence[Datum], *, names: Sequence[str], device: torch.de
 
 
 def _wrong(datum: Datum, *, names: Sequence[str], vocab_size: int, max_context: int) -> str:
-    """What is wrong with a datum, or nothing."""
+    """Describe the error of a datum; empty if it has none."""
     length = datum.tokens.size
     if not 0 < length <= max_context:
         return f"has {length} tokens, and the context holds from 1 to {max_context}"

@@ -46,7 +46,7 @@ _SHOWN = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Text by which servers are proved.
+    """Text that proves servers.
 
     Args:
         token_ids: [T], which the base model finds likely.
@@ -61,7 +61,7 @@ class Canary:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A vLLM server: which adapters it has, what it is doing, and how it stands."""
+    """State of a vLLM server: its adapters, its work in progress, and its health."""
 
     url: str
     base: str = ""
@@ -90,7 +90,7 @@ class Engines:
 
     Args:
         urls: addresses of the servers.
-        canary: what they are proved by.
+        canary: text that proves them.
         directory: for the adapters' files; the servers see it under the same path.
         look_s: seconds between two looks at servers with requests, and ``answer_s`` those that each has to answer.
 
@@ -127,7 +127,7 @@ class Engines:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence that every server takes."""
+        """Longest sequence that every server takes."""
         return min(server.max_context for server in self.servers)
 
     def submit(
@@ -163,7 +163,7 @@ class Engines:
         self._watch = asyncio.create_task(self._look())
 
     async def _meet(self, server: Server) -> None:
-        """Learn what a server serves, and prove its base weights."""
+        """Learn which model a server serves, and prove its base weights."""
         models = (await self._call(server, "GET", "/v1/models")).get("data")
         rows = [row for row in models if is_object(row) and not row.get("parent")] if is_list(models) else []
         if not rows:

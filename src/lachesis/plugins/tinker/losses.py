@@ -1,7 +1,7 @@
-"""The protocol's loss functions: a formula for the tokens of a datum each, summed over all tokens of a request.
+"""The protocol's loss functions: a formula for each token of a datum, summed over all tokens of a request.
 
-Nothing is divided by a count: whoever wants a mean scales weights or advantages. π is the adapter's policy, q what the
-client says that the sampler's was, r = π/q, A the advantage; no gradient goes through sg. The formulas are those of the
+Nothing is divided by a count: for a mean, scale weights or advantages. π is the adapter's policy, q the sampler's
+as the client reports it, r = π/q, A the advantage; no gradient goes through sg. The formulas are those of the
 service's documentation (tinker-docs.thinkingmachines.ai/tinker/losses).
 """
 
@@ -21,34 +21,34 @@ Options = Mapping[str, float]
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-w·log π. [T]"""
+    """Return -w·log π [T]."""
     return -inputs["weights"] * logprobs
 
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-r·A. [T]"""
+    """Return -r·A [T]."""
     return -_ratio(logprobs, inputs) * inputs["advantages"]
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-min(r·A, clip(r, low, high)·A) (PPO, arXiv 1707.06347). [T]"""
+    """Return -min(r·A, clip(r, low, high)·A) [T] (PPO, arXiv 1707.06347)."""
     ratio = _ratio(logprobs, inputs)
     return -torch.minimum(ratio * inputs["advantages"], _clip(ratio, options) * inputs["advantages"])
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-sg(clip(r, low, high))·A·log π (MiniMax-M1, arXiv 2506.13585). [T]"""
+    """Return -sg(clip(r, low, high))·A·log π [T] (MiniMax-M1, arXiv 2506.13585)."""
     return -_clip(_ratio(logprobs, inputs), options).detach() * inputs["advantages"] * logprobs
 
 
 def dro(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-(A·log π - β/2·(log π - log q)²) (DRO, arXiv 2405.19107). [T]"""
+    """Return -(A·log π - β/2·(log π - log q)²) [T] (DRO, arXiv 2405.19107)."""
     drift = logprobs - inputs["logprobs"]
     return -(inputs["advantages"] * logprobs - 0.5 * options["beta"] * drift**2)
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """-min(s·A, clip(s, low, high)·A), s = sg(exp(mean log r))·π/sg(π) (GSPO-token, arXiv 2507.18071). [T]
+    """Return -min(s·A, clip(s, low, high)·A) [T], s = sg(exp(mean log r))·π/sg(π) (GSPO-token, arXiv 2507.18071).
 
     The mean is over the tokens of the datum whose ``sequence_ratio_mask`` is not 0.
     """
@@ -69,7 +69,7 @@ class Loss(NamedTuple):
     options: Mapping[str, float | None]
 
     def summed(self, logprobs: Tensor, inputs: Inputs, options: Options, *, lengths: Sequence[int]) -> Tensor:
-        """Over all tokens of the data that follow one another, each of ``lengths`` tokens. [T] -> []"""
+        """Sum over all tokens of consecutive data, each of ``lengths`` tokens: [T] -> []."""
         own = {name: values.split([*lengths]) for name, values in inputs.items()}
         return torch.stack(
             [
@@ -91,7 +91,7 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def loss_named(name: str) -> Loss:
-    """Raises DataError for one that is not served."""
+    """Return the loss function of this name. Raises DataError if it is not served."""
     if name not in LOSSES:
         raise DataError(
             f"the loss function {name!r} is not served here",
@@ -101,10 +101,10 @@ def loss_named(name: str) -> Loss:
 
 
 def options_of(name: str, given: Options) -> Options:
-    """The loss function's options with those given.
+    """Return the loss function's options, with the given ones.
 
     Raises:
-        DataError: one is not finite, it does not have one of them, or one without a default is missing.
+        DataError: one is not finite or unknown, or one without a default is missing.
     """
     known = loss_named(name).options
     for option in given:

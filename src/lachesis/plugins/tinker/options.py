@@ -1,4 +1,4 @@
-"""What the server is started with: each field is a flag of ``lachesis tinker-server``."""
+"""Options of the server: each field is a flag of ``lachesis tinker-server``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TinkerOptions(BaseModel):
-    """Which model to train adapters on, how, and where."""
+    """Options that say which model to train adapters on, how, and where."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

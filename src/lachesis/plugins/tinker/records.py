@@ -1,4 +1,4 @@
-"""What the room's parts hand each other: numbers and token ids, nothing of the wire."""
+"""Records between the modules of this package: numbers and token ids, nothing of the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lachesis.common.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraShape:
-    """What an adapter is: its rank, where it hangs, and the seed of its first values."""
+    """Shape of an adapter: its rank, its layers, and the seed of its initial values."""
 
     rank: int
     seed: int
@@ -25,8 +25,8 @@ class LoraShape:
 class Datum:
     """A sequence to learn from.
 
-    ``tokens`` int64 [T]; ``targets`` int64 [T], whose logprob after ``tokens[: t + 1]`` is what the loss is of at t;
-    ``inputs`` float32 [T] each, by the names of the loss function.
+    ``tokens`` int64 [T]; ``targets`` int64 [T]: the loss at t is of the logprob of ``targets[t]`` after
+    ``tokens[: t + 1]``; ``inputs`` float32 [T] each, by the names of the loss function.
     """
 
     tokens: np.ndarray
@@ -66,7 +66,7 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Completions of a prompt, and what the model thinks of the prompt itself.
+    """Request for completions of a prompt, and for logprobs of the prompt itself.
 
     ``prompt_logprobs``: how many of its last tokens are scored; ``top_prompt_logprobs``: K likeliest tokens of each.
     """

@@ -43,14 +43,19 @@ _NAMES = ("session_id", "model_id", "sampling_session_id", "model_path")
 
 
 class Routes:
-    """What each path does with the service, for clients with a key."""
+    """Endpoints of the service.
+
+    Args:
+        service: the state behind them.
+        api_key: that clients have to send; ``None`` accepts any.
+    """
 
     def __init__(self, service: Service, *, clients: Clients) -> None:
         self._service = service
         self._clients = clients
 
     def table(self) -> list[Route]:
-        """All paths; what is not among them is refused by name."""
+        """Return all routes; other paths are refused by name."""
         service = self._service
         futures: dict[str, Callable[[Any], str]] = {
             "create_model": service.create_run,
@@ -103,7 +108,7 @@ class Routes:
         ]
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        """With the key, and what the endpoint raises as an answer that says what to do."""
+        """Wrap an endpoint: check the key, and answer errors with what to do."""
 
         async def guarded(request: Request) -> Response:
             client = self._clients.of(request.headers.get("x-api-key", ""))
@@ -159,7 +164,7 @@ class Routes:
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": names})
 
     def _started(self, start: Callable[[Any], str], body: object) -> str:
-        """The id of a request: a wrong one fails as the others do that are found to be wrong later."""
+        """Start a request and return its id; an invalid one gets an id that fails, as later errors do."""
         try:
             return start(body)
         except Unknown:
@@ -312,7 +317,7 @@ class Routes:
 
 
 def _count(request: Request, name: str, default: int) -> int:
-    """Raises DataError where the query has no number there."""
+    """Return a number of the query. Raises DataError if it is not one."""
     given = request.query_params.get(name, str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 10):
         raise DataError(f"{name}={given!r} is no number from 0 on", remedy="give one")
@@ -320,7 +325,7 @@ def _count(request: Request, name: str, default: int) -> int:
 
 
 async def _result(future: Future[Answer | Failure]) -> Answer | Failure | None:
-    """What came of it, or None where that is still open after a while."""
+    """Wait for the result of a request; None if it is still open after a while."""
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), _POLL_S)
     except TimeoutError:
@@ -328,7 +333,7 @@ async def _result(future: Future[Answer | Failure]) -> Answer | Failure | None:
 
 
 async def _body(request: Request, *, limit: int = _MAX_JSON) -> bytes:
-    """Raises DataError for one that is too long, packed or not, or not what its header says."""
+    """Return the body of a request. Raises DataError if it is too long, packed or not, or not as its header says."""
     body = await read_body(request, limit=limit)
     if request.headers.get("content-encoding") == "zstd":
         return await asyncio.to_thread(_unpacked, body, limit=limit)
@@ -336,9 +341,9 @@ async def _body(request: Request, *, limit: int = _MAX_JSON) -> bytes:
 
 
 def _unpacked(body: bytes, *, limit: int) -> bytes:
-    """What a frame of zstd holds, of which no more than the limit is made.
+    """Unpack a frame of zstd, and stop at the limit.
 
-    A frame says itself how long it is, and ``decompress`` takes memory for that, whatever it is told.
+    A frame states its own length, and ``decompress`` allocates that much, whatever the limit.
     """
     content = bytearray()
     try:
@@ -356,7 +361,7 @@ def _unpacked(body: bytes, *, limit: int) -> bytes:
 
 
 async def _read(request: Request, body: type[B]) -> B:
-    """Raises DataError where it is no such body."""
+    """Parse the body of a request. Raises DataError if it is invalid."""
     found = _object(await _body(request))
     try:
         return body.model_validate(found)
@@ -392,6 +397,6 @@ def _checkpoint(saved: Saved) -> types.Checkpoint:
 
 
 def _refusal(status: int, message: str, remedy: str) -> JSONResponse:
-    """In the shape of the other servers' refusals."""
+    """Return a refusal in the form of the other servers."""
     detail = f"{message} -> {remedy}" if remedy else message
     return JSONResponse({"detail": detail, "error": {"message": message, "remedy": remedy}}, status_code=status)

@@ -59,7 +59,7 @@ class Sampler:
         self._engine.check(request.generation)
 
     def sample(self, weights: Weights | None, requests: Sequence[SampleRequest]) -> list[Sampled | LachesisError]:
-        """What each request asks for, with an adapter or without; its own error in place of one that fails."""
+        """Sample for each request, with an adapter or without; return the error of a failed one in its place."""
         with self._bank.active(None if weights is None else self._adapter(weights)):
             try:
                 return self._together(requests)

@@ -59,7 +59,12 @@ def _clients(options: TinkerOptions) -> Clients:
 
 
 def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
-    """Return the application, with its model loaded. Raises as :func:`serve`."""
+    """Build the application and load its model. Raises as :func:`serve`.
+
+    Args:
+        options: of the server.
+        api_key: that clients have to send; ``None`` accepts any.
+    """
     try:
         from lachesis.plugins.tinker.routes import Routes
     except ModuleNotFoundError as error:

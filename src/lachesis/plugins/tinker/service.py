@@ -1,4 +1,4 @@
-"""What the server knows: sessions, runs and samplers; each request becomes a job of the worker."""
+"""State of the server: sessions, runs and samplers; each request becomes a job of the worker."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Unknown(LachesisError):
 
 @dataclass(slots=True)
 class Run:
-    """A training run: what it computes with, once the worker has made it, and the order of its requests.
+    """A training run: its model, once the worker has made it, and the order of its requests.
 
-    ``failed`` says why it could not be made; ``trained_tokens`` counts those of all backward passes.
+    ``failed`` says why it could not be made.
     """
 
     session_id: str
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(slots=True)
 class SamplingSession:
-    """What a sampling client samples with; no weights mean the base model."""
+    """Session of a sampling client; without weights it samples from the base model."""
 
     session_id: str
     weights: Weights | None = None
@@ -74,17 +74,15 @@ class SamplingSession:
 
 
 class Service:
-    """All of it; its methods are called by the routes, in the thread of the event loop.
+    """The whole service; routes call its methods in the thread of the event loop.
 
     Args:
         base: the model.
-        name: what clients call it.
+        name: clients' name of it.
         tokenizer: where they load the tokenizer from.
-        session_s: seconds of silence after which a session's runs are forgotten; what they saved stays.
-        seed: of what clients give no seed for; ``None`` draws one.
+        session_s: seconds of silence after which a session's runs are forgotten; their checkpoints stay.
+        seed: for requests without one; ``None`` draws it.
         max_rank: the largest rank of an adapter.
-        unembed: whether adapters of the output layer are made where clients ask for them.
-        engines: servers that sample; without, and with adapters of the output layer, ``sampler`` does.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Service:
     # --- sessions ---------------------------------------------------------------------------------------------
 
     def create_session(self, client: Client) -> str:
-        """Return a new session's id, and forget those that have been silent for too long."""
+        """Return a new session's id; forget sessions that have been silent for too long."""
         now = time.monotonic()
         for silent in [one for one, heard in self._heard.items() if heard < now - self._session_s]:
             self.finish_session(silent)
@@ -133,13 +131,13 @@ class Service:
         return session_id
 
     def hear(self, session_id: str) -> None:
-        """Note that a session is alive. Raises Unknown for one that is not, or no more."""
+        """Note that a session is alive. Raises Unknown if it does not exist or has ended."""
         if session_id not in self._heard:
             raise Unknown(f"there is no session {session_id}, or it has ended", remedy="make a new ServiceClient")
         self._heard[session_id] = time.monotonic()
 
     def finish_session(self, session_id: str) -> None:
-        """Forget a session with its runs and samplers; what they saved stays."""
+        """Forget a session with its runs and samplers; their checkpoints stay."""
         self._heard.pop(session_id, None)
         lane = self._lane(session_id)
         for run_id in [run_id for run_id, run in self.runs.items() if run.session_id == session_id]:
@@ -181,7 +179,7 @@ class Service:
         return self.client_of(session_id).name or session_id
 
     def close(self) -> None:
-        """End after what is being computed."""
+        """Stop after the current computation."""
         self._worker.close()
         if self.engines is not None:
             self.engines.close()
@@ -189,7 +187,7 @@ class Service:
     # --- runs -------------------------------------------------------------------------------------------------
 
     def create_run(self, body: types.CreateModelRequest) -> str:
-        """The id of the request; the run's own follows from the session and its number there."""
+        """Return the id of the request; the run's own id follows from the session and its number there."""
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
         seed = self._drawn("adapter", len(self._heard), body.model_seq_id)
@@ -203,7 +201,7 @@ class Service:
         )
 
     def load_run(self, body: types.LoadWeightsRequest) -> str:
-        """The id of a request that loads a checkpoint, into a run or as a new one."""
+        """Return the id of a request that loads a checkpoint, into a run or as a new one."""
         wire.check_optimizer(body.optimizer_config)
         if body.model_id is not None:
             run = self._run(body.model_id)
@@ -214,7 +212,7 @@ class Service:
         return self._make_run(body, partial(self._restored, body), lambda run_id: _loaded(body.path, run_id, None))
 
     def pass_through(self, message: wire.PassMessage) -> str:
-        """The id of a forward or forward_backward."""
+        """Return the id of a forward or forward_backward."""
         run = self._run(message.model_id)
 
         def work() -> PassResult:
@@ -232,7 +230,7 @@ class Service:
         return self._in_order(run, message.seq_id, work, wire.pass_answer)
 
     def step(self, body: types.OptimStepRequest) -> str:
-        """The id of an optimizer step."""
+        """Return the id of an optimizer step."""
         run = self._run(body.model_id)
 
         def work() -> dict[str, float]:
@@ -248,7 +246,7 @@ class Service:
         )
 
     def save(self, body: types.SaveWeightsRequest) -> str:
-        """The id of a request that saves weights and optimizer."""
+        """Return the id of a request that saves weights and optimizer."""
         run = self._run(body.model_id)
         work = partial(self._save, run, body, optimizer=True)
         return self._in_order(
@@ -256,7 +254,7 @@ class Service:
         )
 
     def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> str:
-        """The id of a request that saves weights to sample with: as files, or for one sampling client."""
+        """Return the id of a request that saves weights to sample with: as files, or for one sampling client."""
         run = self._run(body.model_id)
         if body.path is None:
             key = uuid.uuid4().hex
@@ -269,14 +267,14 @@ class Service:
         return self._in_order(run, body.seq_id, work, _sampler_saved)
 
     def unload(self, body: types.UnloadModelRequest) -> str:
-        """The id of a request that forgets a run."""
+        """Return the id of a request that forgets a run."""
         run = self._run(body.model_id)
         del self.runs[body.model_id]
         answer = wire.json_answer(types.UnloadModelResponse(model_id=body.model_id))
         return self._submit(partial(_close, run), lambda _: answer, session_id=run.session_id)
 
     def info(self, run_id: str) -> types.GetInfoResponse:
-        """What a run is. Raises Unknown, or DataError where it could not be made."""
+        """Describe a run. Raises Unknown, or DataError if it could not be made."""
         shape = self._run(run_id).made.shape
         data = types.ModelData(
             arch=type(self._base.bank.model).__name__, model_name=self.name, tokenizer_id=self._tokenizer
@@ -288,7 +286,7 @@ class Service:
     # --- samplers ---------------------------------------------------------------------------------------------
 
     def create_sampler(self, body: types.CreateSamplingSessionRequest) -> str:
-        """A sampling session's id, of the base model or of saved weights."""
+        """Return the id of a new sampling session, of the base model or of saved weights."""
         self.hear(body.session_id)
         if body.base_model is not None:
             self._check_base(body.base_model)
@@ -296,13 +294,13 @@ class Service:
         return self._add_sampler(SamplingSession(body.session_id, weights, body.model_path))
 
     def sampler(self, sampler_id: str) -> SamplingSession:
-        """Raises Unknown where there is none."""
+        """Return a sampling session. Raises Unknown if it does not exist."""
         if (found := self.samplers.get(sampler_id)) is None:
             raise Unknown(f"there is no sampling session {sampler_id}", remedy="create a sampling client anew")
         return found
 
     def sample(self, body: types.SampleRequest, *, client: Client) -> str:
-        """Return the id of a request for completions. Raises LachesisError for one that cannot be sampled."""
+        """Return the id of a request for completions. Raises LachesisError if it cannot be sampled."""
         number, lane = 0, client.name
         if body.sampling_session_id is not None:
             sampler = self.sampler(body.sampling_session_id)
@@ -328,7 +326,7 @@ class Service:
         return self._worker.call(work, lane=lane)
 
     def failed(self, error: LachesisError) -> str:
-        """The id of a request that has failed before there was anything to compute."""
+        """Return the id of a request that failed before any computation."""
         future: Future[Answer | Failure] = Future()
         future.set_result(Failure(str(error), "user"))
         return self.futures.add(future)
@@ -377,7 +375,7 @@ class Service:
         make: Callable[[], TrainingRun],
         answer: Callable[[str], Answer],
     ) -> str:
-        """The id of the request that makes a run; asked for twice, as by a client that lost the answer, it is one."""
+        """Return the id of the request that makes a run; a repeated one, as after a lost answer, makes the same run."""
         if body.session_id is None or body.model_seq_id is None:
             raise DataError("the request names no run", remedy="send model_id, or session_id and model_seq_id")
         self.hear(body.session_id)
@@ -445,7 +443,7 @@ class Service:
         return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)), lambda: head)
 
     def _drawn(self, *place: object) -> int:
-        """A seed for what a client gave none, which the server's own seed and the place of the request decide."""
+        """Derive a seed for a request without one from the server's seed and the request's place."""
         return random.Random(f"{self._seed} {place}").getrandbits(62)
 
     def _check_base(self, name: str) -> None:

@@ -36,9 +36,9 @@ class Base:
 
 
 class TrainingRun:
-    """What one client trains. All methods run in the thread of the worker.
+    """Training of one client's adapter. All methods run in the thread of the worker.
 
-    A request that fails changes no weight. Where it is a forward_backward, the gradient added up so far is dropped and
+    A request that fails changes no weight. If it is a forward_backward, the gradient added up so far is dropped and
     the next step refused: clients ask for the step before they know how the pass went.
     """
 
@@ -56,7 +56,7 @@ class TrainingRun:
         return self._base.bank.parameters(self.adapter)
 
     def forward_backward(self, asked: Pass) -> PassResult:
-        """Logprobs and loss of the data; unless ``forward_only``, the gradient is added to what is there.
+        """Compute logprobs and loss of the data; unless ``forward_only``, add up the gradient.
 
         Raises:
             DataError: the request is wrong.
@@ -72,7 +72,7 @@ class TrainingRun:
             raise
 
     def drop_gradient(self, error: BaseException) -> None:
-        """A forward_backward failed: what was added up so far is no gradient of what the client asked for."""
+        """Drop the gradient after a failed forward_backward, as the sum would lack a part that the client asked for."""
         self._optimizer.zero_grad()
         self._failed = self._failed or (error.message if isinstance(error, LachesisError) else first_line(error))
 
@@ -138,7 +138,7 @@ class TrainingRun:
         return {"grad_norm": norm, "learning_rate": adam.learning_rate}
 
     def weights(self) -> dict[str, Tensor]:
-        """The adapter's tensors as they are now, copied."""
+        """Return copies of the adapter's current tensors."""
         return self._base.bank.tensors(self.adapter)
 
     def optimizer_state(self) -> dict[str, Tensor]:

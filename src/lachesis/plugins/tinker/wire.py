@@ -24,7 +24,7 @@ _NUMPY: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.in
 
 
 class PassMessage(NamedTuple):
-    """A forward or forward_backward: whose it is, its place among the requests of that run, and what it asks for."""
+    """A forward or forward_backward: its run, its place among the requests of that run, and its content."""
 
     model_id: str
     seq_id: int
@@ -32,7 +32,7 @@ class PassMessage(NamedTuple):
 
 
 def pass_message(body: bytes) -> PassMessage:
-    """Raises DataError where the body is no message of this kind."""
+    """Parse a message. Raises DataError if the body is not one of this kind."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -42,7 +42,7 @@ def pass_message(body: bytes) -> PassMessage:
 
 
 def read_pass(message: pb.ForwardBackwardRequest) -> Pass:
-    """Raises DataError for what is not served: images, sounds, sparse tensors, text among the loss's options."""
+    """Read a pass. Raises DataError for images, sounds, sparse tensors, and text among the loss's options."""
     options: dict[str, float] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if not value.HasField("number"):
@@ -112,10 +112,11 @@ def pass_answer(result: PassResult) -> Answer:
 
 
 def lora_shape(config: types.LoraConfig | None, *, seed: int, max_rank: int) -> LoraShape:
-    """Raises DataError where there is none, as all weights cannot be trained, or where its rank is too large.
+    """Read the shape of an adapter. Raises DataError without one, as for full training, or if its rank is too large.
 
     Args:
-        seed: where the request has none.
+        config: of the request.
+        seed: for a request without one.
         max_rank: the largest rank; adapters and their optimizer's state grow with it.
     """
     if config is None:
@@ -142,7 +143,7 @@ def check_optimizer(config: object) -> None:
 
 
 def adam_step(params: object) -> AdamStep:
-    """Raises DataError for the parameters of another optimizer."""
+    """Read the parameters of a step. Raises DataError for another optimizer."""
     if not isinstance(params, types.AdamParams):
         raise DataError(
             f"the optimizer {getattr(params, 'type', params)!r} is not served here", remedy="step with AdamParams"
@@ -151,11 +152,12 @@ def adam_step(params: object) -> AdamStep:
 
 
 def sample_request(body: types.SampleRequest, *, seed: int, max_context: int) -> SampleRequest:
-    """Raises DataError for what is not served.
+    """Read a request for completions. Raises DataError for options that are not served.
 
     Args:
-        seed: where the request has none.
-        max_context: ends completions for which no length is given.
+        body: of the request.
+        seed: for a request without one.
+        max_context: limit of completions for which no length is given.
     """
     _refuse_sampling(body)
     for name, count, most in (
@@ -215,7 +217,7 @@ def _stop(stop: str | Sequence[str] | Sequence[int] | None) -> dict[str, Any]:
 
 
 def sample_answer(sampled: Sampled) -> Answer:
-    """Completions with their logprobs, and what was asked for of the prompt."""
+    """Return completions with their logprobs, and the requested logprobs of the prompt."""
     message = pb.SampleResponse(
         sequences=[
             pb.SampledSequence(

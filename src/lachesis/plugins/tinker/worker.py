@@ -1,4 +1,4 @@
-"""Thread that computes, the fair queue in front of it, and the futures of what it is asked for."""
+"""One thread that computes, and the futures of its requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FETCHED_S, _UNFETCHED_S = 600.0, 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed; ``category`` says whose fault it was, in the protocol's words."""
+    """Reason why a request failed; ``category`` says whose fault it was, in the protocol's words."""
 
     message: str
     category: Literal["user", "server"]
@@ -99,7 +99,7 @@ class FairQueue:
             self._used_s[lane] = self._used_s.get(lane, 0.0) + seconds / len(lanes)
 
     def used_s(self, lane: str) -> float:
-        """Return the seconds that a lane has used, with what it was given when it was last idle."""
+        """Return the seconds that a lane has used, including the credit it got when it was last idle."""
         return self._used_s.get(lane, 0.0)
 
     def waiting(self, lane: str) -> int:
@@ -142,7 +142,7 @@ class Worker:
             self._changed.notify()
 
     def call(self, work: Callable[[], T], *, lane: str) -> Future[T]:
-        """Have ``work`` done once it is its lane's turn, and return its result as it is."""
+        """Have ``work`` done once it is its lane's turn, and return its result unchanged."""
         found: Future[T] = Future()
 
         def job() -> None:
@@ -209,7 +209,7 @@ def _sample(jobs: Sequence[SampleJob], sampler: Sampler) -> None:
 
 
 def failure(error: Exception) -> Failure:
-    """Return what a client is told of an error, with whose fault it was."""
+    """Return the client's view of an error: its message, and whose fault it was."""
     if isinstance(error, LachesisError):
         return Failure(str(error), "user")
     if type(error).__name__ == "OutOfMemoryError":
@@ -223,7 +223,7 @@ def failure(error: Exception) -> Failure:
 def answered(found: Future[T], encode: Callable[[T], Answer]) -> Future[Answer | Failure]:
     """Return a future of the answer to a request that an engine computes.
 
-    What the engine or its adapter does wrong is the server's fault, everything else the client's.
+    Errors of the engine or its adapter are the server's fault, all others the client's.
     """
     answer: Future[Answer | Failure] = Future()
 
@@ -261,7 +261,7 @@ class Futures:
         return request_id
 
     def find(self, request_id: str) -> Future[Answer | Failure] | None:
-        """None where there is no such request, or its answer was fetched long ago."""
+        """Return the future of a request; None if it does not exist, or its answer was fetched long ago."""
         return self._futures.get(request_id)
 
     def fetched(self, request_id: str) -> None:

@@ -24,13 +24,14 @@ _LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grp
 
 
 def command_for(program: str, words: Words) -> list[str]:
-    """The words of our command that does what ``program words`` does there.
+    """Return our command that does the same as ``program words``.
 
     Args:
         program: a key of :data:`PROGRAMS`.
+        words: its arguments.
 
     Raises:
-        ConfigError: nothing here does that.
+        ConfigError: we have no such command.
     """
     return PROGRAMS[program](list(words))
 
@@ -48,7 +49,7 @@ def _axolotl(words: Words) -> list[str]:
 
 
 def _axolotl_train(words: Words) -> list[str]:
-    """How many processes start is said by flags of Axolotl's own, and after ``--`` by those of its launcher."""
+    """Return our train command; Axolotl's own flags, and its launcher's after ``--``, give the number of processes."""
     end = words.index("--") if "--" in words else len(words)
     config, flags, own = _read(words[:end])
     launcher = _flags(words[end + 1 :])
@@ -68,7 +69,7 @@ def _trl(words: Words) -> list[str]:
 
 
 def _served(words: Words) -> list[str]:
-    """Flags of a server: dashes for underscores, switches without their true, and the port that TRL's trainers ask."""
+    """Return flags of a server: dashes for underscores, switches without their true, and TRL's default port."""
     flags = {"port": "8000", **_flags(words)}
     given = {name.replace("_", "-"): value for name, value in flags.items() if value.lower() not in ("false", "none")}
     pairs = [[f"--{name}"] if value.lower() == "true" else [f"--{name}", value] for name, value in given.items()]
@@ -94,7 +95,7 @@ def _positive(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _accelerate(words: Words) -> list[str]:
-    """Of ``launch``, whose own flags come before the program; the number of processes is all that matters here."""
+    """Return our command for ``launch``, of whose flags before the program only the number of processes matters."""
     verb, *rest = words or ["--help"]
     place = next((i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
     if verb != "launch" or place is None:
@@ -109,7 +110,7 @@ def _accelerate(words: Words) -> list[str]:
 
 
 def _processes(flags: Mapping[str, str]) -> int:
-    """Of ``accelerate launch``: by its flags, by its file, or one on each GPU that the environment names."""
+    """Return the processes of ``accelerate launch``: by its flags, its file, or one for each GPU of the environment."""
     if "num_processes" in flags or "config_file" not in flags:
         return _number_of_processes(flags, otherwise=_visible_gpus())
     return _number_of_processes({**read_document(Path(flags["config_file"])).data, **flags}, otherwise=1)
@@ -129,7 +130,7 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
 
 
 def _visible_gpus() -> int:
-    """As many processes as GPUs that are named start there, where nobody says how many."""
+    """Return the number of visible GPUs, which is the default number of processes there."""
     return max(1, len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
 
 
@@ -175,7 +176,7 @@ def _flags(words: Words) -> dict[str, str]:
 
 
 def _written(flags: Mapping[str, str]) -> str:
-    """A file with the flags as keys: our train command reads files only."""
+    """Write the flags as keys to a file, since our train command reads only files, and return its path."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="trl-", delete=False) as file:
         file.write(to_yaml({key: _value(value) for key, value in flags.items()}))
     return str(Path(file.name))
@@ -214,7 +215,7 @@ PROGRAMS: Mapping[str, Callable[[Words], list[str]]] = {
 
 
 def main() -> None:
-    """Become the command that does what the words do there."""
+    """Replace this process by the command that does the same as the words."""
     program, *words = sys.argv[1:]
     try:
         command = command_for(program, words)

@@ -19,7 +19,7 @@ def explain_command(
         str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'; an exit code; a health rule.")
     ],
 ) -> None:
-    """Say what a configuration key means, its type, its default, and its names in other trainers."""
+    """Explain a configuration key: meaning, type, default, and names in other trainers."""
     if lines := list(meaning(key)):
         for line in lines:
             console.print(line)

@@ -69,7 +69,7 @@ def scripts_command(
 
 
 def documented_files(directory: Path) -> dict[Path, str]:
-    """What is written, by path."""
+    """Return the files to write, by path."""
     shipped = sorted(files("lachesis.plugins.dialects").joinpath("documented").iterdir(), key=lambda file: file.name)
     found = {directory / file.name: file.read_text(encoding="utf-8") for file in shipped}
     found[directory / "simple_test_transforms.py"] = _TRANSFORMS
