@@ -21,6 +21,7 @@ def run_paths(run_dir: Path) -> dict[str, Path]:
         "fleet": run_dir / "fleet.json",
         "checkpoints": run_dir / "checkpoints",
         "final": run_dir / "final",
+        "best": run_dir / "best",
         "logs": run_dir / "logs",
         "tensorboard": run_dir / "tensorboard",
     }

@@ -112,7 +112,12 @@ class Plan:
 
 
 def plan(
-    config: LachesisConfig, *, device: str | None = None, devices: int = 1, found: FoundShape | None = None
+    config: LachesisConfig,
+    *,
+    device: str | None = None,
+    devices: int = 1,
+    found: FoundShape | None = None,
+    prompt_tokens: int | None = None,
 ) -> Plan:
     """Compute the plan of a configuration.
 
@@ -121,6 +126,7 @@ def plan(
         device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
         devices: that train together.
         found: the model's shape; looked for on this machine, and in the table of known models, if unset.
+        prompt_tokens: longest prompt of the data, if that is known.
 
     Raises:
         ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
@@ -133,7 +139,7 @@ def plan(
     if shape is not None:
         require_heads(mesh, heads=shape.heads, kv_heads=shape.kv_heads)
         require_experts(mesh, experts=shape.experts)
-    lengths = _lengths(config, shape)
+    lengths = _lengths(config, shape, prompt_tokens)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher
     held = None if taught is None or taught.kind != "model" else taught.model
@@ -160,7 +166,7 @@ def plan(
         checkpoints_kept=config.checkpoint.keep_last if config.saves_on_the_way else 1,
         notes=(
             *_card_notes(config, device=chosen, devices=devices),
-            *_notes(config, batches, lengths=lengths, found=found),
+            *_notes(config, batches, lengths=lengths, found=found, prompt_tokens=prompt_tokens),
             *_host_notes(config, shape, lengths=lengths, device=chosen, mesh=mesh),
             *_teacher_notes(config, teacher),
             *_guesser_notes(speculative, guesser),
@@ -175,11 +181,12 @@ def _device(config: LachesisConfig) -> str:
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
-def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
+def _lengths(config: LachesisConfig, shape: ModelShape | None, prompt_tokens: int | None) -> Lengths:
     completion = config.sampling.max_completion_length
     context = shape.context if shape is not None else None
     room = max(1, context - completion) if context is not None else _ASSUMED_PROMPT
-    prompt = min(room, config.data.max_prompt_length or _ASSUMED_PROMPT)
+    limit = config.data.max_prompt_length
+    prompt = min(room, limit or room, prompt_tokens or limit or _ASSUMED_PROMPT)
     longest = prompt + completion
     if config.source.kind == "atropos":
         longest = config.source.max_sequence_length
@@ -254,7 +261,9 @@ def _count_problems(config: LachesisConfig) -> int | None:
     return max(0, lines - int(held_out))
 
 
-def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None) -> Iterator[str]:
+def _notes(
+    config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None, prompt_tokens: int | None
+) -> Iterator[str]:
     """Yield notes on sizes that do not divide, with the nearest that do, and on unknown sizes."""
     shape = None if found is None else found.shape
     uses = steps_per_batch(config)
@@ -283,7 +292,7 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
             f"{fitting} do"
         )
     if config.source.kind in ("local", "agent"):
-        yield from _prompt_notes(config, lengths=lengths, shape=shape)
+        yield from _prompt_notes(config, lengths=lengths, shape=shape, prompt_tokens=prompt_tokens)
     if config.optimizer.function is not None and shape is not None:
         yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
     if batches.steps is None:
@@ -353,7 +362,9 @@ def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | 
         yield f"{speculative.model}, which guesses tokens, has no config.json here: its weights are not counted"
 
 
-def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
+def _prompt_notes(
+    config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None, prompt_tokens: int | None
+) -> Iterator[str]:
     """Yield notes on the possible lengths of prompts."""
     completion = config.sampling.max_completion_length
     if shape is not None and shape.context is not None and completion >= shape.context:
@@ -361,7 +372,7 @@ def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape
             f"sampling.max_completion_length {completion} leaves no room for a prompt in the model's context of "
             f"{shape.context} tokens, so the run would be refused; lower it"
         )
-    elif config.data.max_prompt_length is None:
+    elif config.data.max_prompt_length is None and prompt_tokens is None:
         prompt = lengths.longest - completion
         yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
 

@@ -244,7 +244,9 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
     )
 
 
-def rewarder_of(config: LachesisConfig, *, held_out: Sequence[Prompt], closing: ExitStack) -> Rewarder | None:
+def rewarder_of(
+    config: LachesisConfig, *, problems: Sequence[Prompt], held_out: Sequence[Prompt], closing: ExitStack
+) -> Rewarder | None:
     """What scores samples; None where environments score their own, and there is nothing else to score."""
     environments = config.source.kind not in ("local", "agent")
     judges = config.source.kind == "steps" and config.rewards.functions
@@ -252,7 +254,9 @@ def rewarder_of(config: LachesisConfig, *, held_out: Sequence[Prompt], closing: 
         return None
     rewarder = build_rewarder(config)
     closing.callback(rewarder.close)
-    rewarder.raise_if_not_importable(within_s=_EARLY_S)
+    plain = config.source.kind == "local" and not config.source.tools and config.source.rollout_func is None
+    columns = {name for problem in problems for name in problem.columns}
+    rewarder.check_early(columns if plain else None, within_s=_EARLY_S)
     return rewarder
 
 

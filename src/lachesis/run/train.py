@@ -64,6 +64,7 @@ from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import load_data, rewarder_of, template_findings
 from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
+from lachesis.train.best import BestModel
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
@@ -298,8 +299,24 @@ def build_trainer(
         telemetry=telemetry,
         stop_requested=stop_requested,
         pause=pause,
+        best=_best_model(config, run=run, policy=policy, start=start),
     )
     return trainer, start
+
+
+def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, start: int) -> BestModel | None:
+    """Keeps the best model, and ends a run that does not improve, where the configuration wants either."""
+    if not config.checkpoint.keep_best and config.evaluation.patience is None:
+        return None
+
+    def save(step: int) -> None:
+        policy.save(run.files["best"])
+        note_step(run.files["best"], step)
+
+    best = BestModel(save if config.checkpoint.keep_best else None, config.evaluation.patience)
+    if start:
+        best.recall(one for one in read_metrics(run.files["metrics"]).evaluations if one.step <= start)
+    return best
 
 
 def build_parts(
@@ -320,7 +337,7 @@ def build_parts(
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
     config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
-    rewarder = rewarder_of(config, held_out=held_out, closing=closing)
+    rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
     place = run_place(run)
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
@@ -382,7 +399,7 @@ def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, s
     with trainer.checkpoints.completed():
         step = trainer.train(start=start, steps=total_steps(config))
     seconds = time.perf_counter() - started
-    finished = step >= total_steps(config)
+    finished = step >= total_steps(config) or (trainer.best is not None and trainer.best.ended)
     if finished and config.checkpoint.save_final:
         trainer.policy.save(run.files["final"])
         note_step(run.files["final"], step)

@@ -21,6 +21,7 @@ from lachesis.metrics.names import RECEIVING_OF, SENDING_OF, SENT_BY
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
+from lachesis.train.best import BestModel
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 
@@ -51,12 +52,15 @@ class Trainer:
     telemetry: HubTelemetry
     stop_requested: Callable[[], bool]
     pause: PausePoint
+    best: BestModel | None = None
 
     def train(self, *, start: int, steps: int) -> int:
         """Train from step ``start`` (the number already done) to ``steps``; return the last step done."""
         self.bridge.sync(start)
         if start == 0:
-            self.telemetry.evaluation(self._evaluate(start))
+            before = self._evaluate(start)
+            self.telemetry.evaluation(before)
+            self._ends_after(before)
         clock = Clock()
         recorded = self.telemetry.flush  # first, so that a run resumed from a checkpoint has a line for every step
         for step in range(start + 1, steps + 1):
@@ -89,7 +93,7 @@ class Trainer:
                 groups=batch.groups,
                 evaluation=evaluation,
             )
-            stopping = self.stop_requested() and step < steps
+            stopping = (self._ends_after(evaluation) or self.stop_requested()) and step < steps
             # Its seconds count with the next step.
             with clock.measure("checkpoint_time"):
                 self.checkpoints.maybe_save(step, stopping=stopping, recorded=recorded)
@@ -99,6 +103,10 @@ class Trainer:
 
     def _evaluate(self, step: int) -> EvalResult | None:
         return self.bridge.retry(lambda: self.evaluation.maybe_run(step))
+
+    def _ends_after(self, evaluation: EvalResult | None) -> bool:
+        """Return True if the run is to end, as its evaluations do not get better."""
+        return self.best is not None and evaluation is not None and self.best.take(evaluation)
 
     def _sync_metrics(self) -> dict[str, MetricValue]:
         report = self.bridge.last_report

@@ -189,6 +189,12 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         unused = changed(config, "evaluation", "max_problems", "samples_per_problem", "temperature", "success_reward")
         if unused:
             yield note(f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
+    by_evaluations = [*changed(config, "evaluation", "patience"), *changed(config, "checkpoint", "keep_best")]
+    if by_evaluations and not (held_out and every):
+        yield problem(
+            f"{' and '.join(by_evaluations)} go by evaluations on the way, and there are none; set "
+            "evaluation.every_steps, and data.eval_size or data.eval_path"
+        )
     if config.run.steps is not None and evaluation.every_steps > config.run.steps:
         yield note(
             f"evaluation.every_steps {evaluation.every_steps} is more than run.steps {config.run.steps}: "

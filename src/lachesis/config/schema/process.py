@@ -53,6 +53,11 @@ class EvaluationConfig(Section):
     )
     temperature: NonNegativeFloat = Field(default=0.0, description="0 is greedy.")
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
+    patience: PositiveInt | None = Field(
+        default=None,
+        description="End the run, as if it had done its last step, once so many evaluations in a row have no higher "
+        "mean reward than the best one before.",
+    )
 
 
 # Of the hub: what it takes as the name of a repository.
@@ -97,6 +102,11 @@ class CheckpointConfig(Section):
         "nodes share, or rank 0 gathers and writes it (`whole`). Of any other the two are the same.",
     )
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
+    keep_best: bool = Field(
+        default=False,
+        description="Save the model (or adapter) under best/ whenever an evaluation has a higher mean reward than all "
+        "before.",
+    )
     hub: HubConfig | None = Field(
         default=None,
         description="Upload the final model to the Hugging Face hub once the run has done its last step. Who uploads "

@@ -18,6 +18,7 @@ from lachesis.plan.cards import card_lines
 from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
 from lachesis.plugins.planning.cost import scale_lines
+from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from lachesis.plugins.planning.fit import fit, fit_lines
 from lachesis.plugins.planning.node import Node, node_lines
 
@@ -56,10 +57,15 @@ def plan_command(
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
-    for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found)):
+    sample = sample_data(loaded.config)
+    longest = None if sample is None else sample.longest
+    if sample is not None:
+        check_reward_columns(loaded.config, sample)
+        console.print(f"the longest prompt of the first {sample.rows:,} rows has about {longest:,} tokens", style="dim")
+    for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found, prompt_tokens=longest)):
         console.print(line)
     if found is not None and device != "cpu":
-        on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found)
+        on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found, prompt_tokens=longest)
         for line in card_lines(loaded.config, on_gpu):
             console.print(line)
     if gpus is not None:

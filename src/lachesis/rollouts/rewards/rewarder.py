@@ -212,15 +212,19 @@ class Rewarder:
         self._on_error: OnError = on_error
         self._state = TrainerState(max_steps=max_steps)
 
-    def raise_if_not_importable(self, *, within_s: float) -> None:
-        """Wait for the processes for some time, in which most that is wrong with a function's module shows.
+    def check_early(self, columns: Iterable[str] | None, *, within_s: float) -> None:
+        """Wait at most ``within_s`` seconds for the functions' imports, and check what is known by then.
+
+        Args:
+            columns: names of all columns that there will be; ``None`` if more come with the rollouts.
 
         Raises:
             ConfigError: a function cannot be imported.
-            RewardError: a process ended meanwhile.
+            RewardError: a process ended meanwhile, or a function needs a column that is not there.
         """
-        if self._workers is not None:
-            self._workers.wait(within_s)
+        ready = self._workers is None or self._workers.wait(within_s)
+        if ready and columns is not None:
+            self.check_columns(columns)
 
     @property
     def named_columns(self) -> frozenset[str]:

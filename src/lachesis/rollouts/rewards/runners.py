@@ -109,10 +109,12 @@ class RewardWorkers:
         with Deadline("the imports of reward functions", self._start_s).waiting():
             return self._starting.result()
 
-    def wait(self, within_s: float) -> None:
-        """Wait until they are ready, or for that long. Raises as :attr:`pool` where they cannot be."""
-        if futures.wait([self._starting], timeout=within_s).done:
+    def wait(self, within_s: float) -> bool:
+        """Wait at most ``within_s`` seconds; return True if they are ready. Raises as :attr:`pool`."""
+        ready = bool(futures.wait([self._starting], timeout=within_s).done)
+        if ready:
             self._starting.result()
+        return ready
 
     @property
     def signatures(self) -> tuple[Signature, ...]:

@@ -1,0 +1,103 @@
+"""Look at the first rows of a local file: the length of its prompts, and the columns that rewards need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from lachesis.config.schema import LachesisConfig
+from lachesis.rollouts.datasets.formats import Problem, detect_format, to_problems
+from lachesis.rollouts.datasets.rows import Row, column_names, parse_line, read_file
+from lachesis.rollouts.rewards.rewarder import Rewarder, load_rewards
+
+_ROWS = 1_000
+# Tokens of a chat template for each message, and letters of a token where the tokenizer is not here.
+_TEMPLATE_TOKENS, _LETTERS = 12, 3
+
+
+@dataclass(frozen=True, slots=True)
+class DataSample:
+    """First rows of a file.
+
+    Attributes:
+        rows: number of rows that were read.
+        columns: names of the columns that reward functions get.
+        longest: tokens of the longest prompt, those of the chat template estimated.
+    """
+
+    rows: int
+    columns: frozenset[str]
+    longest: int
+
+
+def sample_data(config: LachesisConfig) -> DataSample | None:
+    """Read the first rows of ``data.path``; return None unless it is a local file whose rows are used as they are.
+
+    Raises:
+        DataError: the file is malformed.
+    """
+    data = config.data
+    path = Path(data.path or "")
+    if config.source.kind not in ("local", "agent") or data.more or data.transform or not path.is_file():
+        return None
+    rows = _first_rows(path)
+    data_format = detect_format(
+        column_names(rows), prompt_column=data.prompt_column, wanted=data.format, dataset=str(path)
+    )
+    problems = [
+        problem
+        for row in rows
+        for problem in to_problems(
+            row,
+            data_format=data_format,
+            prompt_column=data.prompt_column,
+            conversation=True,
+            system_prompt=data.system_prompt,
+        )
+    ]
+    columns = frozenset(name for problem in problems for name in problem.columns)
+    return DataSample(len(rows), columns, max(_tokens(problems, config), default=0))
+
+
+def check_reward_columns(config: LachesisConfig, sample: DataSample) -> None:
+    """Import the reward functions, and check that the file has the columns that they need.
+
+    Raises:
+        RewardError: a function needs a column that the file does not have.
+        ConfigError: a function cannot be imported.
+    """
+    if config.source.kind != "local" or config.source.tools or config.source.rollout_func:
+        return  # rollouts bring columns of their own
+    named = [spec if isinstance(spec, str) else str(spec.get("function")) for spec in config.rewards.functions]
+    if any(Path(name).is_dir() for name in named):
+        return  # to look at a reward model is to load it
+    rewarder = Rewarder(load_rewards(config.rewards.functions))
+    try:
+        rewarder.check_columns(sample.columns)
+    finally:
+        rewarder.close()
+
+
+def _first_rows(path: Path) -> Sequence[Row]:
+    if path.suffix != ".jsonl":
+        return read_file(path)[:_ROWS]
+    with path.open("rb") as file:
+        lines = [(number, line) for number, line in enumerate(islice(file, _ROWS), start=1) if line.strip()]
+    return [parse_line(f"{path}, line {number}", line.removeprefix(b"\xef\xbb\xbf").strip()) for number, line in lines]
+
+
+def _tokens(problems: Sequence[Problem], config: LachesisConfig) -> Iterator[int]:
+    """Yield the tokens of each prompt."""
+    file = Path(config.model.tokenizer or config.model.path) / "tokenizer.json"
+    tokenizer = None
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+    for problem in problems:
+        messages = problem.prompt if isinstance(problem.prompt, list) else [{"content": problem.prompt}]
+        texts = [str(message.get("content") or "") for message in messages if isinstance(message, dict)]
+        counts = [len(text) // _LETTERS if tokenizer is None else len(tokenizer.encode(text).ids) for text in texts]
+        yield sum(counts) + _TEMPLATE_TOKENS * len(texts)

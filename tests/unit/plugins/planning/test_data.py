@@ -1,0 +1,65 @@
+"""What a plan finds out about a local file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import RewardError
+from lachesis.config.schema import LachesisConfig
+from lachesis.plan.plan import plan
+from lachesis.plugins.planning.data import check_reward_columns, sample_data
+from tests.tiny import tiny_tokenizer
+
+
+def configured(directory: Path, rows: list[dict[str, Any]], **sections: Any) -> LachesisConfig:
+    file = directory / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base: dict[str, Any] = {
+        "run": {"steps": 1},
+        "model": {"path": str(directory)},
+        "data": {"path": str(file)},
+        "rewards": {"functions": [f"{directory / 'rewards.py'}:score"]},
+    }
+    return LachesisConfig.model_validate(base | sections)
+
+
+def test_the_longest_of_the_first_thousand_prompts_counts(tmp_path: Path):
+    rows = [{"prompt": "a" * length, "answer": "1"} for length in (30, 300, 90)]
+    config = configured(tmp_path, [*rows, *rows[:1] * 997, {"prompt": "a" * 9000}])
+    sample = sample_data(config)
+    assert sample is not None and (sample.rows, sample.columns) == (1000, {"prompt", "answer"})
+    assert 100 <= sample.longest <= 120, "three letters a token, where the tokenizer is not known"
+    shorter = plan(config, device="cpu", prompt_tokens=sample.longest)
+    assert shorter.lengths.longest == sample.longest + config.sampling.max_completion_length
+    assert plan(config, device="cpu").lengths.longest > shorter.lengths.longest
+    assert not [note for note in shorter.notes if "max_prompt_length" in note]
+
+
+def test_the_models_own_tokenizer_counts_and_so_do_messages(tmp_path: Path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defg"}]
+    sample = sample_data(configured(tmp_path, [{"prompt": messages}]))
+    assert sample is not None and sample.longest == 7 + 2 * 12
+
+
+def test_what_is_no_local_file_of_prompts_is_not_read(tmp_path: Path):
+    assert sample_data(configured(tmp_path, [], data={"path": "openai/gsm8k"})) is None
+    transformed = {"path": str(tmp_path / "rows.jsonl"), "transform": "a.b"}
+    assert sample_data(configured(tmp_path, [{"prompt": "a"}], data=transformed)) is None
+
+
+@pytest.mark.parametrize(("needs", "missing"), [("answer", False), ("solution", True), ("completion_ids", False)])
+def test_a_column_that_a_reward_needs_and_the_file_lacks_is_found(tmp_path: Path, needs: str, missing: bool):
+    (tmp_path / "rewards.py").write_text(f"def score(completions, {needs}, other=None, **columns): return []\n")
+    config = configured(tmp_path, [{"prompt": "1+1", "answer": "2"}])
+    sample = sample_data(config)
+    assert sample is not None
+    if missing:
+        with pytest.raises(RewardError, match="'score' needs 'solution', which is none of .* no column of the dataset"):
+            check_reward_columns(config, sample)
+    else:
+        check_reward_columns(config, sample)
