@@ -20,6 +20,8 @@ import pytest
 
 import lachesis
 from lachesis.common.types import Prompt, SamplingParams
+from lachesis.config.schema import AgentSourceConfig
+from lachesis.plugins.environments.agents.build import cell_of
 from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.rewards import file_tests
@@ -28,7 +30,7 @@ from lachesis.plugins.environments.agents.state import read_state
 from lachesis.plugins.sandbox import cell as walls
 from lachesis.plugins.sandbox.cell import Cell, CellRunner
 from lachesis.plugins.sandbox.escapes import try_escapes
-from lachesis.plugins.sandbox.records import SandboxError
+from lachesis.plugins.sandbox.records import Limits, Program, SandboxError
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.agent_attacks import ATTACKS, BEYOND, LEFTOVERS, PRELUDE
@@ -204,6 +206,18 @@ def test_an_agent_beyond_a_limit_is_ended(world: World, name: str):
 
 def test_its_wall_holds_the_escapes_that_doctor_tries():
     assert [attempt for attempt in try_escapes(CellRunner()) if not attempt.held] == []
+
+
+def test_the_programs_and_files_of_its_command_are_seen_wherever_they_are(world: World, tmp_path: Path):
+    """In a directory that is seen already, in /tmp, behind a link of the system's, and by a link to elsewhere."""
+    (tmp_path / "real").write_text("#!/bin/sh\necho ran\n")
+    (tmp_path / "real").chmod(0o755)
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    for command in ([sys.executable, "-c", "print('ran')"], ["/bin/sh", "-c", "echo ran"], [str(tmp_path / "linked")],
+                    ["sh", str(tmp_path / "real")]):  # fmt: skip
+        cell = cell_of(AgentSourceConfig(command=command))
+        outcome = CellRunner(readable=cell.readable).run(Program(argv=tuple(command), limits=Limits(wall_s=20)))
+        assert outcome.stdout == b"ran\n", outcome
 
 
 def test_without_a_wall_it_says_so_and_stops(world: World, monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,7 @@ from lachesis.plugins.sandbox.filters import deny_system_calls
 from lachesis.plugins.sandbox.job import NOBODY, end_with, limit, memory_of
 from lachesis.plugins.sandbox.link import LinkClosed, receive, send
 from lachesis.plugins.sandbox.records import Limits, Outcome, Program, SandboxError
-from lachesis.plugins.sandbox.view import View, enter_view, python_view, size_of
+from lachesis.plugins.sandbox.view import View, enter_view, in_any, outermost, python_view, size_of
 from lachesis.plugins.sandbox.warden import leave_user_namespace
 
 # Path of the program's directory. It starts in the ``work`` there, and sees the ``tmp`` there as ``/tmp``.
@@ -49,6 +49,7 @@ _REMEDY = (
     "set source.container, or set source.wall to none, which runs agents without any wall"
 )
 _BEGUN, _FAILED = b"b", b"f"
+_NO_WALL = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,8 @@ def _view(cell: Cell) -> View:
     view = python_view()
     etc = (*_ETC, *(_ETC_OF_NETWORK if cell.port is None else ()))
     given = (*view.readable, *etc, str(_ROOT / "lachesis"), *cell.readable)
-    readable = tuple(dict.fromkeys(path for path in given if os.path.exists(path)))
+    linked = [place for place, _ in view.links]
+    readable = outermost([path for path in given if os.path.exists(path) and not in_any(path, linked)])
     writable = ((f"{cell.box}/tmp", view.scratch), (cell.box, HOME))
     return replace(view, readable=readable, writable=writable, terminals=True)
 
@@ -224,7 +226,11 @@ def _be_first(
         group.restrict(Limits(memory_bytes=cell.memory_bytes, processes=cell.processes, scratch_bytes=0))
         group.enter()
     view = _view(cell)
-    enter_view(view)
+    try:
+        enter_view(view)
+    except OSError as error:
+        os.write(2, f"no wall can be put up: {error}\n".encode())
+        kernel.end_process(_NO_WALL)
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +55,19 @@ def python_view() -> View:
         paths.add(real)
         if real != prefix:
             links[prefix] = real
-    outermost = sorted(path for path in paths if not any(_below(path, other) for other in paths))
-    scratch = "/scratch" if any(_below(path, "/tmp") for path in outermost) else "/tmp"
+    readable = outermost(paths)
+    scratch = "/scratch" if any(_below(path, "/tmp") for path in readable) else "/tmp"
     shown = [
         (place, target)
         for place, target in sorted(links.items())
-        if not any(_below(place, path) for path in (*outermost, scratch))
+        if not any(_below(place, path) for path in (*readable, scratch))
     ]
-    return View(tuple(outermost), tuple(shown), scratch)
+    return View(readable, tuple(shown), scratch)
+
+
+def outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """Return the paths that are in no other one, sorted."""
+    return tuple(sorted({path for path in paths if not any(_below(path, other) for other in paths)}))
 
 
 def enter_view(view: View) -> None:
@@ -134,6 +140,11 @@ def _bind(path: str, root: Path, seen_at: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
     kernel.mount(path, str(target), None, kernel.MS_BIND | kernel.MS_REC)
+
+
+def in_any(path: str, directories: Collection[str]) -> bool:
+    """Return True if a path is one of the directories, or in one."""
+    return path in directories or any(_below(path, directory) for directory in directories)
 
 
 def _below(path: str, directory: str) -> bool:

@@ -78,7 +78,7 @@ def agent_of(source: schema.AgentSourceConfig, *, judged_by: frozenset[str]) -> 
         source.env,
         source.timeout_s,
         container=None if source.container is None else container_of(source.container),
-        cell=_cell(source) if walled else None,
+        cell=cell_of(source) if walled else None,
         inherited=source.inherit_env,
         told=frozenset(source.columns) | (in_command - judged_by - ANSWERS),
         keep_files=tuple(source.keep_files),
@@ -95,7 +95,8 @@ def check_wall(cell: Cell) -> None:
         raise SandboxError(f"a program does not run behind the wall of agents ({said})")
 
 
-def _cell(source: schema.AgentSourceConfig) -> Cell:
+def cell_of(source: schema.AgentSourceConfig) -> Cell:
+    """The wall that a configuration puts around its agents."""
     return Cell(
         box="",
         port=_PORT if source.network == "proxy" else None,
