@@ -77,6 +77,7 @@ TITLES = {
     "benchmarks/RESULTS.md": "Results",
     "benchmarks/README.md": "Benchmarks",
     "examples/smollm2/README.md": "Example: SmolLM2",
+    "recipes/README.md": "Recipes",
     "start/eight-gpus": "Eight GPUs",
     "tutorials/cluster": "Cluster",
     "tutorials/agent": "Agents",
@@ -108,6 +109,7 @@ SEARCH_BOOST = {
     "tutorials/": 1.5,
 }
 PROJECT = [
+    "recipes/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/RESULTS.md",

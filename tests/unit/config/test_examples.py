@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -11,12 +12,18 @@ from lachesis.common.imports import load_function
 from lachesis.config.keys import find_section
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
-from tests.paths import EXAMPLES
+from tests.paths import EXAMPLES, ROOT
 
-FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if ".cache" not in path.parts and "runs" not in path.parts)
+RECIPES = ROOT / "recipes"
+FILES = sorted(
+    path
+    for folder in (EXAMPLES, RECIPES)
+    for path in folder.rglob("*.yaml")
+    if ".cache" not in path.parts and "runs" not in path.parts
+)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_example(path: Path, monkeypatch):
     monkeypatch.chdir(path.parent)
     loaded = load_config(path)
@@ -58,3 +65,16 @@ def test_smollm2_is_tested_on_problems_that_it_does_not_train_on():
     train, held_out = load_function("setup.py:problems", EXAMPLES / "smollm2")(seed=0)
     questions = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
     assert [len(part) for part in questions] == [300, 100] and not questions[0] & questions[1]
+
+
+def test_each_recipe_is_in_the_catalogue():
+    listed = re.findall(r"\]\((gsm8k/[^)]+)\)", (RECIPES / "README.md").read_text())
+    assert sorted(listed) == sorted(str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml"))
+
+
+def test_gsm8k_is_asked_as_a_conversation_and_scored_by_its_last_number():
+    problem, right = (load_function(f"gsm8k.{name}", RECIPES / "gsm8k") for name in ("problem", "right"))
+    row = problem({"question": "How many?", "answer": "6 * 205 = 1,230\n#### 1,230"})
+    assert row["answer"] == "1230" and row["prompt"][0]["content"].startswith("How many?")
+    texts = ["It is 1,230.", "1230.00", "First 1230, then 7.", "none"]
+    assert right([[{"role": "assistant", "content": text}] for text in texts], answer=["1230"] * 4) == [1, 1, 0, 0]
