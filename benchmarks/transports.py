@@ -44,7 +44,7 @@ FULL_RATE, LORA_RATE = 1e-5, 3e-4
 WARM_UP, ENDS = 5, 5
 # Graphs of decode steps alone, and a cache of a given size: engines start in seconds, and several beside each other.
 ENGINE_FLAGS = [
-    "--max-num-seqs", "128", "--kv-cache-memory-bytes", "2000000000", "--compilation-config",
+    "--max-num-seqs", "128", "--kv-cache-memory-bytes", "600000000", "--compilation-config",
     json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 64, 128]}),
 ]  # fmt: skip
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
