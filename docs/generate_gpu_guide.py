@@ -76,7 +76,7 @@ those of one.
 """
 
 NOT_MEASURED_TEXT = """
-These have no row, so the tables below only plan them:
+These have no row, so the [GPU guide](../../docs/gpu-guide.md) only plans them:
 """
 CARDS_TEXT = """
 ## Which card
@@ -281,9 +281,6 @@ def render() -> str:
         [
             f"{len(rows)} steps of 1.5B to 24B on one to four H100s and H200s were measured; `plan` was off by at most "
             f"{largest_error(rows):.1%} ([all rows](../benchmarks/raw/README.md)).",
-            NOT_MEASURED_TEXT,
-            *not_measured(measurements),
-            *too_large(),
             CARDS_TEXT,
             *card_rows(),
             PROPOSALS_TEXT,
@@ -298,7 +295,8 @@ def render() -> str:
 def render_measured() -> str:
     """Return the page with all measured rows, beside the files that they come from."""
     measurements = kept()
-    return "\n".join([MEASURED, *sources(measurements, directory=""), "", *measured_rows(measurements), ""])
+    rows = [*measured_rows(measurements), NOT_MEASURED_TEXT, *not_measured(measurements), *too_large()]
+    return "\n".join([MEASURED, *sources(measurements, directory=""), "", *rows, ""])
 
 
 if __name__ == "__main__":
