@@ -11,11 +11,6 @@ import lachesis
 ROOT = Path(lachesis.__file__).parent
 # Rooms whose docstrings are still to be rewritten; pyproject.toml leaves ruff's D rules off for the same.
 TO_DO = (
-    "plugins/atropos",
-    "plugins/checks",
-    "plugins/environments",
-    "plugins/export",
-    "plugins/report",
     "rollouts",
     "run",
 )

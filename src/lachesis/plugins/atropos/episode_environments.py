@@ -58,24 +58,24 @@ class ClientCalls:
         return (await asked)[0]
 
     async def ended(self) -> None:
-        """Those who wait for an answer have it, or were cancelled."""
+        """Do nothing: callers have their answers, or were cancelled."""
 
     def close(self) -> None:
-        """The client is closed by who made it."""
+        """Do nothing: the maker of the client closes it."""
 
 
 class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
-    """A group is ``group_size`` episodes of one task. Those that fail are counted and played anew, not scored.
+    """Environment whose groups are ``group_size`` episodes of one task; failed ones are counted and replayed.
 
-    A group that is still not whole is given up, and so is one of an episode that is several sequences, which the
-    protocol has no place for.
+    A group that is still incomplete is given up, and so is one with an episode of several sequences, for which the
+    protocol has no place.
     """
 
     config_class = EpisodesConfig
 
     @abstractmethod
     def build(self, policy: PolicyAccess) -> TaskPlayers:
-        """The players of the environment that ``config.environment`` names."""
+        """Build the players of the environment that ``config.environment`` names."""
 
     async def setup(self) -> None:
         config = self.config
@@ -111,11 +111,11 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         return self._held_out[: self.config.eval_num]
 
     def problems(self) -> Sequence[Prompt]:
-        """Those that are held out, or else the first ones."""
+        """Return the held-out problems, or else the first ones."""
         return (self._held_out or self._training)[: self.config.eval_num]
 
     async def collect_trajectories(self, item: Prompt) -> UsableGroup | None:
-        """A whole group. Raises DataError where too many of its episodes failed."""
+        """Collect a whole group. Raises DataError if too many of its episodes failed."""
         played: list[Played] = []
         for _ in range(self.config.refill_rounds + 1):
             played += (await self._play(item, count=self.config.group_size - len(played)))[0]
@@ -133,7 +133,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         return self.group_of([trajectory_of(one) for one in played], [reward_of(one) for one in played])
 
     async def attempts(self, item: Prompt, *, params: SamplingParams, count: int) -> Attempts:
-        """As of any environment, with the causes that the players give."""
+        """Attempt a problem as any environment does, with the causes that the players give."""
         done, failures = await self._play(item, count=count, greedy=params.greedy)
         if not params.greedy:
             done, unscored = await self._finished(done)
@@ -172,7 +172,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         raise DataError("an episode brings its reward with it", remedy="ask for collect_trajectories")
 
     def metrics(self) -> Mapping[str, float]:
-        """Failed rollouts, also by cause, and means of what the environment measures."""
+        """Return the numbers of failed rollouts, also by cause, and means of the environment's metrics."""
         failures, self._failures = self._failures, Counter()
         logged, self._logged = self._logged, {}
         counted = {f"rollout_failures/{cause}": float(count) for cause, count in failures.items()}
@@ -236,7 +236,7 @@ class StepsConfig(EpisodesConfig):
 
 
 class StepsEnvironment(EpisodeEnvironment):
-    """Environments that are stepped turn by turn, which say themselves what an episode is worth."""
+    """Environments that are stepped turn by turn, and give an episode's reward themselves."""
 
     name = "steps"
     config_class = StepsConfig
@@ -262,14 +262,14 @@ EPISODES: Mapping[str, type[EpisodeEnvironment]] = {"verifiers": VerifiersEnviro
 
 
 def reward_of(played: Played) -> float:
-    """The reward of an episode: that of its last sample."""
+    """Return the reward of an episode: that of its last sample."""
     reward = played.samples[-1].reward
     assert reward is not None, "players give every episode its reward, or raise"
     return reward
 
 
 def trajectory_of(played: Played) -> Trajectory:
-    """The one sequence of an episode, as the protocol has it. Raises DataError where it is several."""
+    """Return the one sequence of an episode in the protocol's form. Raises DataError if it is several."""
     if len(played.samples) != 1:
         raise DataError(
             f"an episode is {len(played.samples)} sequences, for its turns do not continue each other",

@@ -53,7 +53,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the words of the command line ask for; ``rest`` are flags of the environment."""
+    """Options of the command line; ``rest`` are flags of the environment."""
 
     samples: int = _SAMPLES
     greedy: bool = False
@@ -63,7 +63,7 @@ class Trial:
 
 
 def parse_trial(words: Sequence[str]) -> Trial:
-    """Raises ConfigError where a flag has no value, or not one of its kind; unknown ones are left in ``rest``."""
+    """Parse the options; leave unknown ones in ``rest``. Raises ConfigError if a flag lacks a value, or it is wrong."""
     own: dict[str, Any] = {}
     rest: list[str] = []
     left = list(words)
@@ -91,10 +91,10 @@ def parse_trial(words: Sequence[str]) -> Trial:
 
 
 def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
-    """The class of an environment by whatever names one, and the flags that say which it is.
+    """Return the class of an environment by any kind of name, and the flags that identify it.
 
-    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of what is stepped, the address of a server of
-    OpenEnv, ``reasoning_gym:TASKS``, and else the id of one of verifiers or a file that is one.
+    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of a stepped one, the address of an OpenEnv
+    server, ``reasoning_gym:TASKS``, and else the id or file of an environment of verifiers.
     """
     if name in (*SHIPPED, *EPISODES):
         return environments.find(name), []
@@ -116,10 +116,10 @@ def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
 
 
 def try_environment(name: str, trial: Trial) -> tuple[EnvironmentEvaluation | None, int]:
-    """The evaluation, ``None`` where a signal came first, and the exit code.
+    """Return the evaluation, ``None`` if a signal came first, and the exit code.
 
     Raises:
-        LachesisError: the environment, the model or the server cannot be had, or every rollout failed.
+        LachesisError: the environment, the model or the server is not available, or every rollout failed.
     """
     kind, flags = resolve(name)
     with ExitStack() as stack:
@@ -144,7 +144,7 @@ async def _try(
 
 
 def _serve(model: str, stack: ExitStack) -> str:
-    """The address of a server of the model, which ends with ``stack``."""
+    """Start a server of the model, which ends with ``stack``, and return its address."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lachesis-eval-")))
     options = ServeOptions(model=model, engine="embedded", port=free_port())
     command = [sys.executable, "-m", "lachesis", "serve", *options.command_line()]

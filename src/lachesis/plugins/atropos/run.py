@@ -1,4 +1,4 @@
-"""One environment, put together and run: its inference client, its tokenizer, what it writes, and the signals."""
+"""Assembly and run of one environment: its inference client, its tokenizer, its outputs, and the signals."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def run(kind: type[Environment[Any, Any]], options: EnvironmentOptions, command:
 
 
 def find(name: str) -> type[Environment[Any, Any]]:
-    """The class of an environment.
+    """Find the class of an environment.
 
     Raises:
-        ConfigError: there is none of that name, or what is named is no environment.
+        ConfigError: the name is unknown, or its object is not an environment.
     """
     if (known := {**SHIPPED, **EPISODES}.get(name)) is not None:
         return known
@@ -70,7 +70,7 @@ def find(name: str) -> type[Environment[Any, Any]]:
 
 
 async def serve(environment: Environment[Any, Any], stop: asyncio.Event) -> Summary:
-    """Push groups to the rollout API until the trainer has all its batches; what is finished is still sent."""
+    """Push groups to the rollout API until the trainer has all its batches; finished groups are still sent."""
     config = environment.config
     if config.max_num is not None:
         logger.info("using the first %d problems only (--env.max_num)", config.max_num)
@@ -138,7 +138,7 @@ async def _build(
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, which is cancelled when ``stop`` is set: then ``None``."""
+    """Return the result of ``work``, or ``None`` once ``stop`` is set, which cancels it."""
     working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""``lachesis run``: rollout API, engine, environment and trainer in one command, each with a log of its own.
+"""``lachesis run``: rollout API, engine, environment and trainer in one command, each with its own log.
 
 The trainer is this process. It starts its engine, then the API, then the environment; however it ends, kill -9
-included, they end with it. Each that dies on the way is started again a few times: with its state directory the
-API loses nothing by it, and the engine gets the weights of now.
+included, they end with it. Each one that dies on the way is restarted a few times: with its state directory the
+API loses nothing by it, and the engine gets the current weights.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Services:
 
     @property
     def starts_api(self) -> bool:
-        """Whether the API is one of them; otherwise it runs already."""
+        """True if the API is one of the services; otherwise it runs already."""
         return self._config.services.api is not None
 
     def pulses(self) -> list[Pulse]:
-        """What tells that one of them is stopped or silent."""
+        """Return the checks that notice a stopped or silent service."""
         return [
             Pulse(one.name, None if one.url is None else f"{one.url}/healthz", lambda one=one: one.pid)
             for one in tuple(self._services)
@@ -139,7 +139,7 @@ class Services:
         self._bring_up(service)
 
     def _bring_up(self, service: ManagedProcess) -> None:
-        """Raises as :meth:`start`. Only the death of what is up is the supervisor's business."""
+        """Start a service. Raises as :meth:`start`. The supervisor handles only the death of services that are up."""
         name, limit_s = f"the start of {service.name}", self._config.services.start_s
         self._up.discard(service)
         service.start(deadline=Deadline(name, limit_s, "services.start_s", watch=self._check_needed))
@@ -161,7 +161,7 @@ class Services:
                 self._failure = error
 
     def _revive(self, service: ManagedProcess) -> None:
-        """Start a service again, also where it dies while it starts. Raises EngineError where that is of no use."""
+        """Restart a service, also if it dies while it starts. Raises EngineError if that is useless."""
         code, error = service.exit_code, service.death()
         if code == 0:
             logger.info("%s has ended by itself", service.name)
@@ -201,19 +201,19 @@ def load_words(
     api_port: int | None = None,
     processes: int | None = None,
 ) -> LoadedConfig:
-    """The configuration of ``lachesis run``: of a file, or of flags, with an engine that the run starts.
+    """Load the configuration of ``lachesis run``: from a file, or from flags, with an engine that the run starts.
 
     Args:
         words: the name of the file, or flags of the Atropos trainer.
         overrides: as ``key=value``.
-        engine: vllm or embedded; with a file, and so for the other two, the file says.
+        engine: vllm or embedded; the file decides if there is one, as also for the other two.
         environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
         environment_args: its flags.
-        api_port: of the rollout API that is started, in place of what the file or the default says.
+        api_port: of the rollout API that is started, in place of the file's or the default.
         processes: of the trainer, as :func:`~lachesis.config.load.load_config`.
 
     Raises:
-        ConfigError: something in it is wrong.
+        ConfigError: the configuration is wrong.
     """
     flags = list(words)
     overrides = [*overrides, *([] if api_port is None else [f"source.url=http://127.0.0.1:{api_port}"])]
@@ -254,7 +254,7 @@ def require_server(config: LachesisConfig) -> None:
 
 
 def _serve_command(config: LachesisConfig, *, port: int) -> str:
-    """What starts a server that this trainer can use."""
+    """Return the command that starts a server for this trainer."""
     words = ["lachesis", "serve", "--model", config.model.path, "--port", str(port)]
     if config.model.dtype != "auto":
         words += ["--dtype", config.model.dtype]
@@ -280,7 +280,7 @@ def check_services(config: LachesisConfig) -> None:
 
 
 def check_service_keys(config: LachesisConfig) -> None:
-    """Raise ConfigError for what is wrong whatever runs on this machine."""
+    """Raise ConfigError for keys that are wrong on any machine."""
     if not isinstance(config.source, AtroposSourceConfig):
         raise ConfigError(
             f"`lachesis run` is for environments, and source.kind is {config.source.kind}",

@@ -1,4 +1,4 @@
-"""What a run needs of its machine and its network, tried before there is a run.
+"""Checks of a run's needs on its machine and its network, before there is a run.
 
-In: a configuration. Out: a :class:`~lachesis.plugins.checks.findings.Check` a line, with what to do where it failed.
+In: a configuration. Out: a :class:`~lachesis.plugins.checks.findings.Check` a line, with a remedy if it failed.
 """

@@ -1,4 +1,4 @@
-"""How long ranks take to add up a tensor."""
+"""Duration of an all-reduce over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a dataset, in sentences, before a run finds out."""
+"""Problems of a dataset, in sentences, before a run finds them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ def check_data(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     base_dir: Path | None = None,
 ) -> list[Finding]:
-    """Read a dataset as training would, and go on where that would stop.
+    """Read a dataset as training would, and continue where that would stop.
 
-    Looks for lines that are no JSON, transforms that fail, questions and answers that are missing or empty,
-    code that does not parse, tests that are none, questions that come twice, and prompts that are too long; and
-    says how many problems there are and what that is good for.
+    Looks for lines that are not JSON, transforms that fail, questions and answers that are missing or empty,
+    code that does not parse, invalid tests, repeated questions, and prompts that are too long; also says
+    whether there are enough problems.
 
     Args:
-        tokenizer: measures lengths in tokens, where given.
+        dataset: path, format and columns.
+        tokenizer: measures lengths in tokens, if given.
         max_prompt_length: longest prompt, in tokens.
 
     Raises:
-        ConfigError: the transform cannot be loaded, or the format is none.
+        ConfigError: the transform cannot be loaded, or the format is unknown.
     """
     found = _Findings()
     rows = _rows(dataset, found)
@@ -81,7 +82,7 @@ class _Findings:
             self._findings.append(Finding(level, rule, message))
 
     def all(self) -> list[Finding]:
-        """Problems first, then warnings, then notes."""
+        """Return problems first, then warnings, then notes."""
         levels: dict[str, Level] = {finding.rule: finding.level for finding in self._findings}
         more = [
             Finding(levels[rule], rule, f"{count - _MOST_OF_A_RULE} more of this kind ({rule})")
@@ -126,7 +127,7 @@ def _transformed(
 
 
 def _problems(rows: Sequence[Row], dataset: Dataset, conversation: bool, found: _Findings) -> list[Problem]:
-    """The problems that can be made of the rows; what is wrong with the others, and with the answers, is noted."""
+    """Return the problems that can be made of the rows; faults of other rows, and of answers, are noted."""
     if not rows:
         return []
     try:

@@ -1,4 +1,4 @@
-"""How fast the disk of the run directory is, and how long a checkpoint takes on it."""
+"""Speed of the run directory's disk, and the duration of a checkpoint on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MB, _GB = 1e6, 1e9
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """Bytes a second, written through to the disk and read from it, of so many bytes."""
+    """Bytes a second of writes through to the disk and of reads from it, and the size of the test file."""
 
     bytes: int
     write: float
@@ -59,7 +59,7 @@ def try_disk(config: LachesisConfig) -> Check:
 
 
 def measure(directory: Path, *, size: int = BYTES, limit_s: float = LIMIT_S) -> DiskSpeed:
-    """Of a file without a name. Raises OSError where it cannot be written, or is not what was written."""
+    """Measure the disk with a file without a name. Raises OSError if it cannot be written or reads back differently."""
     block = os.urandom(_BLOCK)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         started, written = time.perf_counter(), 0
@@ -79,5 +79,5 @@ def measure(directory: Path, *, size: int = BYTES, limit_s: float = LIMIT_S) -> 
 
 
 def _nearest(path: Path) -> Path:
-    """The directory itself, or the one in which it would be made."""
+    """Return the directory itself, or the nearest existing one above it."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

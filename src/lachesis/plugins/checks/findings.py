@@ -14,9 +14,9 @@ CLOCKS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at and how it was.
+    """Result of one check.
 
-    ``applies`` is False where there was nothing to try: the message says why.
+    ``applies`` is False if there was nothing to try: the message says why.
     """
 
     subject: str
@@ -26,7 +26,7 @@ class Check:
 
 
 def attempted(subject: str, trial: Callable[[], Check]) -> Check:
-    """The check that a trial makes, or why it could not: no error of one keeps the others from being tried."""
+    """Return the result of a trial, or its error as a failed check: no error keeps other checks from being tried."""
     try:
         return trial()
     except LachesisError as error:
@@ -34,7 +34,7 @@ def attempted(subject: str, trial: Callable[[], Check]) -> Check:
 
 
 def failure(subject: str, error: LachesisError) -> Check:
-    """In one line: of a message with the end of a log in it, what it is, the first error in it and the last words."""
+    """Return an error as a failed check in one line: its message, the first error of a log in it, and the last line."""
     first, *rest = str(error).splitlines()
     cause = next(filter(names_an_error, rest[:-1]), None)
     words = [first, *([] if cause is None else [cause]), *rest[-1:]]

@@ -32,12 +32,12 @@ _KEY_WANTED = (401, 403)
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """One that is to run already.
+    """A server that the run expects to be running.
 
     Args:
-        what: it is, as the line says.
-        route: that is asked for the time; it needs no key, or ``keyed`` says that a refusal without one is an answer.
-        ask: what more is asked of it, in words; raises where it is another kind of server.
+        what: its kind, for the line.
+        route: is asked for the time; it needs no key, or ``keyed``: a refusal without one counts as an answer.
+        ask: asks it more, and returns words; raises if it is another kind of server.
         awaited_s: how long a run waits for it.
         startable: ``lachesis run`` starts one here, if there is none.
     """
@@ -57,7 +57,7 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What became of asking a server: words, or an error; and how many seconds its clock is ahead, if it said so."""
+    """Outcome of asking a server: words, or an error; and how many seconds its clock is ahead, if it told the time."""
 
     server: RunningServer
     words: str = ""
@@ -113,7 +113,7 @@ def _engines(config: LachesisConfig) -> Iterator[RunningServer]:
 
 
 def _engine_says(url: str) -> str:
-    """Raises EngineError where it is no server of ours."""
+    """Describe an engine. Raises EngineError if it is not a server of ours."""
     with closing(ServerControl(url)) as control:
         info = control.info(deadline=Deadline(f"the doctor: what {url} says of itself", LIMIT_S))
     return f"{info.engine} engine at weight version {info.weight_version}"
@@ -131,7 +131,7 @@ def _others(config: LachesisConfig) -> Iterator[RunningServer]:
 
 
 def _api_says(url: str) -> str:
-    """Raises EngineError where it is no rollout API."""
+    """Describe a rollout API. Raises EngineError if it is not one."""
     from lachesis.plugins.atropos.source.client import RolloutApiClient
 
     with closing(RolloutApiClient(url)) as client:
@@ -154,7 +154,7 @@ def _reached(answer: ServerAnswer) -> Check:
 
 
 def _is_free(url: str) -> bool:
-    """Whether a server can be started at this address of this machine."""
+    """Return True if a server can be started at this address of this machine."""
     try:
         check_port_free(url)
     except LachesisError:
@@ -163,7 +163,7 @@ def _is_free(url: str) -> bool:
 
 
 def _ahead(headers: Mapping[str, str], *, before: float, after: float) -> float | None:
-    """Seconds by which the sender's clock is ahead of ours; it says whole ones, so half of one is added."""
+    """Return how many seconds the sender's clock is ahead; it tells whole seconds, so half a second is added."""
     try:
         return parsedate_to_datetime(headers["date"]).timestamp() + 0.5 - (before + after) / 2
     except (KeyError, ValueError):

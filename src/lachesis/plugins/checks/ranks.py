@@ -37,7 +37,7 @@ def try_ranks(config: LachesisConfig) -> Check:
 
 
 def _run(*, device: str) -> tuple[dict[str, float], float]:
-    """What the first rank said, and how long both took."""
+    """Run two ranks; return the first one's result, and the duration in seconds."""
     started = time.monotonic()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "doctor"}
     # The ranks are these two alone, also where torchrun has started this process.
@@ -68,7 +68,7 @@ def _run(*, device: str) -> tuple[dict[str, float], float]:
 
 
 def _place(rank: int) -> dict[str, str]:
-    """What torchrun would tell this rank."""
+    """Return the variables that torchrun would set for this rank."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
 
 

@@ -45,20 +45,23 @@ def check_rewards(
     num_workers: int | None = 0,
     text_completions: TextCompletions = "messages",
 ) -> RewardCheck:
-    """Score the right answer of some problems, and wrong ones made of it, with each function.
+    """Score the right answer of some problems, and wrong ones derived from it, with each function.
 
     The wrong ones: nothing, the first half, another problem's answer, the answer eight times over.
 
     Args:
-        rows: problems to look at.
+        rewards: the functions.
+        problems: to take answers from.
+        weights: of the functions.
+        rows: number of problems.
         gold_column: column with the right answer; one of :data:`GOLD_COLUMNS` if unset.
-        gold_format: what an answer looks like, as in ``<answer>{gold}</answer>``.
-        tokenizer: for functions that look at ``completion_ids``.
+        gold_format: form of an answer, as in ``<answer>{gold}</answer>``.
+        tokenizer: for functions that need ``completion_ids``.
         text_completions: as :class:`Rewarder`.
 
     Raises:
         DataError: no column has right answers.
-        RewardError: a function needs a column that there is not.
+        RewardError: a function needs a missing column.
         ConfigError: as :class:`Rewarder`.
     """
     column = _gold_column(problems, gold_column)
@@ -87,7 +90,7 @@ def check_rewards(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """How one function did: mean rewards, first error of each variant, seconds a completion, equal when repeated."""
+    """Results of one function: mean rewards, first error of each variant, seconds a completion, equal when repeated."""
 
     means: dict[str, float | None]
     values: dict[str, list[float | None]]
@@ -118,7 +121,7 @@ def _variants(gold: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _another(gold: Sequence[str], index: int) -> str:
-    """The next answer that is not the same; nothing where all are."""
+    """Return the next different answer; empty if all are the same."""
     following = [*gold[index + 1 :], *gold[:index]]
     return next((text for text in following if text != gold[index]), "")
 
@@ -212,7 +215,7 @@ def _judge_scores(who: str, trial: _Trial) -> list[Finding]:
 
 
 def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: Mapping[str, float]) -> list[Finding]:
-    """Functions that judge the form only are fine, as long as another one looks at the content."""
+    """Return findings over all functions: those that judge only the form need another one that judges the content."""
 
     def total(variant: str) -> float | None:
         """None where no function has judged: they abstained or failed, which is said of each."""

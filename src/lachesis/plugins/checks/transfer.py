@@ -38,12 +38,12 @@ _VLLM_SHARE = 0.1
 
 
 def try_transfer(config: LachesisConfig) -> Check:
-    """Start an engine of the configured kind on a tiny model, change the weights by one step, bring them over, prove.
+    """Start an engine of the configured kind on a tiny model, change the weights by one step, transfer them, prove.
 
-    Servers that run already are left alone: one on this machine stands in for them.
+    Running servers are left alone: one on this machine stands in for them.
 
     Raises:
-        LachesisError: what a run would raise, too.
+        LachesisError: as a run would.
     """
     engine, words = engine_for_trial(config)
     start_s = VLLM_START_S if engine["kind"] == "vllm" else START_S
@@ -76,7 +76,7 @@ def trial_directory() -> Iterator[Path]:
 
 
 def engine_for_trial(config: LachesisConfig) -> tuple[dict[str, Any], str]:
-    """The section of an engine of the configured kind, on a free port of this machine, and its name in words.
+    """Return the section of an engine of the configured kind, on a free port of this machine, and its name in words.
 
     Raises:
         DependencyError: it is vLLM, which is not installed.
@@ -124,7 +124,7 @@ def _vllm(*, devices: str | None, enforce_eager: bool = False) -> dict[str, Any]
 
 
 def sections(config: LachesisConfig, engine: dict[str, Any], *, directory: Path, start_s: float) -> dict[str, Any]:
-    """Of the trial: the run's bridge, kind of adapter and device, and a tiny model."""
+    """Return the sections of the trial: the run's bridge, kind of adapter and device, and a tiny model."""
     bridge = config.bridge.model_dump(exclude_defaults=True) | {"kind": config.bridge.kind, "proof": True}
     for one_of_the_run in ("init_method", "config_path", "keep_last"):
         bridge.pop(one_of_the_run, None)

@@ -15,7 +15,7 @@ from lachesis.plugins.checks.transfer import try_transfer
 
 
 def trials(config: LachesisConfig) -> Iterator[Check]:
-    """One check after the other; what one of them meets keeps no other from being tried."""
+    """Yield one check after the other; a failure of one keeps no other from being tried."""
     for subject, several in (("servers", try_servers), ("ports", try_ports)):
         try:
             yield from several(config)

@@ -36,10 +36,10 @@ class Described:
 
 
 class McpServer:
-    """Asks one server, many calls at the same time, on an event loop in a thread of its own.
+    """Client of one server, with many calls at the same time, on an event loop in its own thread.
 
-    Whatever breaks the connection (a process that ends, an address that no longer answers) fails the calls that are
-    under way with :class:`ToolServerLost`; the next call begins with a new one.
+    Anything that breaks the connection (a process that ends, an address that no longer answers) fails the calls in
+    flight with :class:`ToolServerLost`; the next call opens a new connection.
 
     Args:
         address: a command that speaks over its standard streams, or a URL of streamable HTTP.
@@ -54,11 +54,11 @@ class McpServer:
 
     @property
     def name(self) -> str:
-        """Which one it is, in messages."""
+        """Name of the server in messages."""
         return self._address.url or " ".join(self._address.command)
 
     def tools(self) -> list[Described]:
-        """What the server offers. Raises ConfigError where it does not begin or describes nothing."""
+        """Return the server's tools. Raises ConfigError if it does not start or has none."""
         try:
             found = self._loop.run(self._list())
         except ToolServerLost as error:
@@ -68,11 +68,11 @@ class McpServer:
         return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """The text of an answer. Cancelled where the one who waits is.
+        """Return the text of an answer. Cancelled with its caller.
 
         Raises:
-            ToolError: the server says that it could not; the text is for the model.
-            ToolServerLost: there is no server any more.
+            ToolError: the server reports a failure; the text is for the model.
+            ToolServerLost: the server is gone.
         """
         return await asyncio.wrap_future(self._loop.submit(self._call(tool, arguments)))
 
@@ -141,7 +141,7 @@ class _Connection:
 
     @classmethod
     async def open(cls, address: McpServerConfig, *, name: str) -> _Connection:
-        """A connection that answers. Raises ToolServerLost, with why."""
+        """Open a connection that answers. Raises ToolServerLost with the reason."""
         _require_mcp()
         log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 -- is there as long as the connection
         made = cls(address, log)
@@ -163,7 +163,7 @@ class _Connection:
 
     @property
     def over(self) -> bool:
-        """Whether it broke or was closed."""
+        """True if the connection broke or was closed."""
         return self._task.done()
 
     async def close(self) -> None:
@@ -175,7 +175,7 @@ class _Connection:
             await self._task
 
     def last_words(self) -> str:
-        """The end of what a process wrote to its standard error, as part of a message."""
+        """Return the end of a process's standard error, as part of a message."""
         file = self._log.fileno()
         text = (
             os.pread(file, _SHOWN_LOG, max(0, os.fstat(file).st_size - _SHOWN_LOG)).decode("utf-8", "replace").strip()
@@ -192,7 +192,7 @@ class _Connection:
 
 
 async def _transport(address: McpServerConfig, log: TextIO, stack: AsyncExitStack) -> Any:
-    """How the client reaches the server. A process gets the variables of ``env`` and a few harmless ones of ours."""
+    """Return the client's transport. A process gets the variables of ``env`` and a few harmless ones of ours."""
     if address.command:
         from mcp import StdioServerParameters, stdio_client
 
@@ -221,7 +221,7 @@ def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -
 
 
 def _text(block: Any) -> str:
-    """A part of an answer as the model reads it: what is no text is named."""
+    """Return a part of an answer as text for the model; other kinds of parts are named."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and hasattr(block.resource, "text"):
@@ -230,7 +230,7 @@ def _text(block: Any) -> str:
 
 
 def _cause(error: BaseException | None) -> str:
-    """The first error in the groups that the library's tasks end with."""
+    """Return the first error in the exception groups that the library's tasks end with."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return f"{type(error).__name__}: {error}" if error is not None else "it ended"

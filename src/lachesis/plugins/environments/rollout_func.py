@@ -38,7 +38,7 @@ _MOST_LOGPROB = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class RolloutArgs:
-    """What a rollout function may ask ``trainer.args`` for, under TRL's names."""
+    """Options that a rollout function finds in ``trainer.args``, under TRL's names."""
 
     num_generations: int
     max_completion_length: int
@@ -50,14 +50,14 @@ class RolloutArgs:
 
 
 class RolloutTrainer:
-    """What a rollout function gets as ``trainer``: the tokenizer, the settings, the step, and a way to sample.
+    """Argument ``trainer`` of a rollout function: the tokenizer, the settings, the step, and a way to sample.
 
     ``processing_class``, ``num_generations``, ``args`` and ``state`` have TRL's names. A new one is made for each
-    call, so that a call which was given up on cannot disturb the next.
+    call, so that an abandoned call cannot disturb the next.
 
     Args:
-        seeds: one for each prompt that the function is given.
-        deadline: of all that the call generates.
+        seeds: one for each prompt that the function gets.
+        deadline: of all generation in the call.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CustomSource(LocalSource):
     them) with one entry per prompt that it got; ``env_mask`` is 0 for tokens that the model did not sample.
     All other fields are columns for the reward functions.
 
-    Whether a resumed run goes on exactly is up to the function: ``trainer.generate`` does.
+    A resumed run continues exactly if the function does, as ``trainer.generate`` does.
 
     Args:
         rollout_func: the function, and ``name`` what messages call it.
@@ -176,7 +176,7 @@ class CustomSource(LocalSource):
         """Columns that reward functions need may come from the rollout function: its first result tells."""
 
     def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
-        """Raises EngineError where the function failed or returned something else."""
+        """Sample by calling the function. Raises EngineError if it failed or returned invalid fields."""
         prompts, seeds = [draw.prompt for draw in draws], self._seeds(draws)
         repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
         first = self.engine.health().version
@@ -261,13 +261,13 @@ class Fields:
 
 
 def read_fields(output: object, *, name: str, prompts: int, num_generations: int, vocab_size: int) -> Fields:
-    """Check what the rollout function ``name`` returned for ``prompts`` prompts, each given ``num_generations`` times.
+    """Check the return value of rollout function ``name`` for ``prompts`` prompts, each ``num_generations`` times.
 
-    Lists may be tensors or arrays. A logprob may stand in a list of its own. ``vocab_size`` is the model's; larger ids
-    are those of another tokenizer.
+    Lists may be tensors or arrays. Each logprob may be a list of one. ``vocab_size`` is the model's; larger ids
+    belong to another tokenizer.
 
     Raises:
-        EngineError: something is missing, of the wrong type, length or range; the message names field and entry.
+        EngineError: a field is missing, of the wrong type, length or range; the message names field and entry.
     """
     if not isinstance(output, Mapping):
         raise _fault(name, f"returned a {type(output).__name__}, no dictionary")
@@ -346,7 +346,7 @@ def _masks(value: object, completion_ids: Sequence[Sequence[int]], name: str) ->
 
 
 def _extra(field: object, values: object, count: int, name: str) -> list[Any]:
-    """A value per completion; what is no list is the same for all."""
+    """Return a value per completion; anything but a list is the same for all."""
     values = _plain(values)
     if not isinstance(values, list | tuple):
         return [values] * count

@@ -48,13 +48,13 @@ class Turn:
 
 
 class TurnServer:
-    """``/inference/v1/generate`` on a port of its own, over any engine. Its coroutines run on one event loop.
+    """Server of ``/inference/v1/generate`` on its own port, over any engine. Its coroutines run on one event loop.
 
     Args:
-        calls: who completes the prompts.
-        params: what is sampled with where a request does not say; ``max_tokens`` is the most of one turn.
-        max_context: most tokens of prompt and completion together; the last turn gets what is left.
-        vocab_size: no token id of a prompt may reach it.
+        calls: completes the prompts.
+        params: defaults of requests; ``max_tokens`` is the most of one turn.
+        max_context: most tokens of prompt and completion together; the last turn gets the rest.
+        vocab_size: limit of the token ids of prompts.
     """
 
     def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
@@ -68,7 +68,7 @@ class TurnServer:
 
     @property
     def url(self) -> str:
-        """The address; empty before :meth:`start`."""
+        """Address of the server; empty before :meth:`start`."""
         return self._server.url
 
     async def start(self) -> None:
@@ -76,7 +76,7 @@ class TurnServer:
         await self._server.start()
 
     def app(self) -> Starlette:
-        """What it serves, to names of this machine only."""
+        """Application of the server, for this machine's names only."""
         routes = [
             Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
             Route("/v1/models", guarded(self._models), methods=["GET"]),
@@ -90,17 +90,17 @@ class TurnServer:
         self.calls.close()
 
     def begin(self, deadline: Deadline) -> None:
-        """More rollouts begin: the engine's calls have a new limit, and what it failed with before is past."""
+        """Begin more rollouts: set a new deadline for the engine's calls, and forget its earlier error."""
         self.calls.deadline = deadline
         self.failure = None
 
     def check(self) -> None:
-        """Raise what the engine failed with: then it is no fault of the rollout that it failed."""
+        """Raise the engine's error, if there was one: then the failed rollout is not to blame."""
         if self.failure is not None:
             raise self.failure
 
     def take(self, session: str) -> tuple[Turn, ...]:
-        """The turns of a conversation, which is forgotten."""
+        """Return the turns of a conversation, and forget it."""
         return tuple(self._turns.pop(session, ()))
 
     async def _models(self, request: Request) -> Response:
@@ -129,7 +129,7 @@ class TurnServer:
         return JSONResponse(answer.model_dump(mode="json"))
 
     def _request(self, wanted: GenerateBody, *, turn: int) -> GenerationRequest:
-        """The engine's request. Refused (400) where the prompt leaves no room for a token."""
+        """Return the engine's request. Raises Refused (400) if the prompt leaves no room for a token."""
         prompt_ids = wanted.prompt_token_ids or ()
         room = self._max_context - len(prompt_ids)
         if room < 1:
@@ -151,10 +151,10 @@ class TurnServer:
 
 
 def joined(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) -> list[Sample]:
-    """The turns of a conversation as samples without rewards: one, or several where a prompt does not continue.
+    """Join the turns of a conversation to samples without rewards: several if a prompt does not continue the last.
 
-    A prompt continues if it begins with all tokens before it; what it adds is masked. A sample begins with the
-    prompt of its first turn.
+    A prompt continues if it begins with all tokens before it; the tokens that it adds are masked. A sample begins with
+    the prompt of its first turn.
     """
     samples: list[Sample] = []
     runs: list[list[Turn]] = []

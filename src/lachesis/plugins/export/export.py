@@ -31,14 +31,14 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Format = "safetensors") -> Path:
-    """Write the model or adapter of a run with tokenizer and model card, in a directory of its own.
+    """Write the model or adapter of a run with tokenizer and model card, in a separate directory.
 
     Args:
-        source: a run, of which the latest whole checkpoint is taken; one of its checkpoints,
+        source: a run, whose latest whole checkpoint is taken; one of its checkpoints,
             ``RUN/checkpoints/step_N``; or ``RUN/final``. With ``merge`` or GGUF, a run stands for its final model
             unless a checkpoint is newer.
-        out: where to; ``RUN/models/step_N`` if unset.
-        merge: adds an adapter to the weights of its base model, which makes an ordinary model of it.
+        out: target; ``RUN/models/step_N`` if unset.
+        merge: add an adapter to the weights of its base model, which makes an ordinary model of it.
         to: ``gguf`` has llama.cpp's converter write ``model.gguf`` beside the model, or into ``out``; an adapter is
             merged first.
 
@@ -46,7 +46,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
         The directory of the model, or the GGUF file.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged or of another model, or nothing can be written.
+        CheckpointError: the checkpoint is missing, damaged or of another model, or nothing can be written.
         DataError: the run's metrics are malformed.
         DependencyError: llama.cpp's converter is not installed, or fails.
         ConfigError: there is no adapter to merge, or the run's configuration cannot be read.
@@ -82,7 +82,7 @@ def _final_is_newest(run_dir: Path, manager: CheckpointManager) -> bool:
 
 
 def _export_final(run_dir: Path, out: Path | None, *, config: LachesisConfig, merge: bool, as_gguf: bool) -> Path:
-    """The model at the end of a run, with its adapter merged, or as it is for a GGUF file of it."""
+    """Export the model at the end of a run, with its adapter merged, or unchanged for a GGUF file of it."""
     final = run_paths(run_dir)["final"]
     is_adapter = (final / "adapter_config.json").is_file()
     if as_gguf and not is_adapter:
@@ -130,7 +130,7 @@ def _describe(directory: Path, run_dir: Path, *, step: int | None, merged: bool)
 
 
 def _place(source: Path) -> tuple[Path, str | None]:
-    """The run, and the name of the checkpoint in it or ``final``; ``None`` is the latest checkpoint."""
+    """Return the run, and the name of the checkpoint in it or ``final``; ``None`` is the latest checkpoint."""
     source = source.absolute()
     if run_paths(source)["config"].is_file():
         return source, None
@@ -162,7 +162,7 @@ def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Chec
 
 
 def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel:
-    """The model that the run started from, on the CPU, with what the checkpoint has learned."""
+    """Load the model that the run started from, on the CPU, with the checkpoint's trained tensors."""
     loaded = load_model(_plain(config.model, dtype=_dtype_of(checkpoint.tensors.values())), config.adapter)
     own = dict(loaded.model.named_parameters())
     wrong = [n for n, t in checkpoint.tensors.items() if n not in own or own[n].shape != t.shape]
@@ -179,7 +179,7 @@ def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel
 
 
 def _plain(model: ModelConfig, *, dtype: str) -> ModelConfig:
-    """The same model without anything that serves its training only."""
+    """Return the configuration of the model without options for training."""
     return model.model_copy(
         update={
             "device": "cpu",
@@ -194,7 +194,7 @@ def _plain(model: ModelConfig, *, dtype: str) -> ModelConfig:
 
 
 def _dtype_of(tensors: Iterable[Tensor]) -> str:
-    """The dtype that most of the trained numbers have."""
+    """Return the dtype that most of the trained numbers have."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.numel()

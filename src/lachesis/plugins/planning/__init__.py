@@ -1,1 +1,1 @@
-"""The command ``plan``: what a run takes, what fits on a card, what it costs on many."""
+"""Command ``plan``: memory and disk of a run, fit to a card, and cost on many."""

@@ -1,8 +1,8 @@
 """Cost of a run over several GPUs and nodes: memory of a rank, and seconds to load, to transfer and to save.
 
-Arithmetic over the constants below, each with where it is from; nothing here has been run at these sizes. It is that of
-the product as it is: ranks gather weights for those of them that send to the engines, each a share at the same time;
-of a checkpoint each rank writes its part.
+Arithmetic over the constants below, each with its source; no run of these sizes was measured. It follows the
+implementation: ranks gather weights for those that send to the engines, each a share at the same time, and each rank
+writes its part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class GpuSplit:
 class Scale:
     """Bytes and seconds of a layout.
 
-    ``host`` is what all ranks of a node have in its memory while they load, ``copy`` what a rank has there of an
-    asynchronous checkpoint, and ``copy_s`` for how long training is held up by that. ``beside`` is the use of a card
-    that trains and generates, where the layout has such.
+    ``host`` is the memory of a node that all its ranks take while they load, ``copy`` a rank's host copy of an
+    asynchronous checkpoint, and ``copy_s`` how long that holds up training. ``beside`` is the use of a card
+    that trains and generates, if the layout has one.
     """
 
     layout: GpuSplit

@@ -35,8 +35,7 @@ _SMALL_PASS, _IN_TURN = 2048, 16
 class Change:
     """Step that takes less memory.
 
-    ``sections`` are its changes; one with ``kind`` replaces the former section. ``sections`` say what; one with
-    ``kind`` takes the place of what was there.
+    ``sections`` are its changes; one with ``kind`` replaces the former section.
     """
 
     sections: Mapping[str, Mapping[str, Any]]

@@ -47,8 +47,8 @@ class Split:
 def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Split | None:
     """Return the first split that fits: half of the GPUs train, three quarters, or all beside an engine that sleeps.
 
-    GPUs of its own come first, because the engine then generates while the others train. What fits in none of these
-    ways is tried again with the optimizer's states in the host's memory.
+    Separate GPUs come first, because the engine then generates while the others train. If none fits,
+    all are tried again with the optimizer's states in host memory.
     """
     savings: list[Mapping[str, Mapping[str, Any]]] = [{}]
     if config.adapter.kind == "none" and config.optimizer.function is None:

@@ -202,7 +202,7 @@ def downsample(values: Sequence[float], *, limit: int) -> list[int]:
 def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
     """Return seconds per step by part, averaged over stretches of steps; None if steps were not timed.
 
-    The parts add up to the step: of sampling that goes on beside training, what the trainer waited for.
+    The parts add up to the step: sampling beside training counts as far as the trainer waited for it.
     """
     timed = [line for line in steps if "step_time" in line.values]
     named = (*(WAITING if _sampled_elsewhere(timed) else SAMPLING), *TRAINING)

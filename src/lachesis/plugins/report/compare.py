@@ -79,7 +79,7 @@ def seed_groups(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, li
 def charts(runs: Sequence[Run], groups: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
     """Return the report's charts with the first metric of every run; seeds become a mean with its deviation as a band.
 
-    What the runs' reward functions gave to log_metric is among them.
+    Metrics that the runs' reward functions logged are included.
     """
     found: list[dict[str, Any]] = []
     for plan in (*CHARTS, *logged_charts(*(run.log for run in runs))):

@@ -1,4 +1,4 @@
-"""The server of the live page: a command of its own, or a process beside a run."""
+"""Server of the live page: a separate command, or a process beside a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PageAddress:
 
     @property
     def words(self) -> str:
-        """The address for whoever may stop the runs, and the one for others."""
+        """Address for users who may stop the runs, and the one for others."""
         address = f"http://127.0.0.1:{self.listener.getsockname()[1]}/"
         return f"{address}#token={self.token} (who has the token may stop the runs; {address} only shows them)"
 
 
 def listen(port: int) -> PageAddress:
-    """Raises ConfigError: the port is taken."""
+    """Listen on the port. Raises ConfigError if it is taken."""
     try:
         return PageAddress(socket.create_server(("127.0.0.1", port)))
     except OSError as error:
@@ -49,9 +49,9 @@ def serve(run_dirs: Sequence[Path], listener: socket.socket, token: str) -> None
 
 @contextmanager
 def beside(run_dir: Path) -> Iterator[str]:
-    """Within it a process of its own, which slows no training, serves the page of a run that may not be there yet.
+    """Serve the page of a run, which may not exist yet, from a separate process that slows no training.
 
-    It is at the usual port, or at a free one where another page has that. Yields its address in words.
+    It is at the usual port, or at a free one if another page has that. Yields its address in words.
     """
     try:
         place = listen(DEFAULT_PORT)
@@ -64,7 +64,7 @@ def beside(run_dir: Path) -> Iterator[str]:
 
 
 def _serve_given(link: socket.socket, run_dir: Path, token: str) -> None:
-    """In the process beside the run, which listens where its parent does."""
+    """Serve in the process beside the run, on its parent's listening socket."""
     _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
     with socket.socket(fileno=descriptors[0]) as listener:
         serve([run_dir], listener, token)

@@ -1,4 +1,4 @@
-"""The live page: what the report shows, while a run goes on, and what it waits for; also of several runs."""
+"""Live page of one or several runs: the report while a run continues, and its state."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ _BUTTONS = (*_ASKED, "resume")
 
 
 class Watch:
-    """The routes over some run directories. Those that ask something of a run want the token; all others only read."""
+    """Routes over some run directories. Requests to a run need the token; all others only read."""
 
     def __init__(self, run_dirs: Sequence[Path], *, token: str) -> None:
         self._dirs = [Path(path) for path in run_dirs]
         self._token = token
 
     def app(self) -> Starlette:
-        """The application. It answers to names of this machine only, as through an SSH tunnel."""
+        """Return the application. It answers to names of this machine only, as through an SSH tunnel."""
         reading = {
             "/": self.page,
             "/data": self.data,
@@ -83,12 +83,12 @@ class Watch:
         )
 
     async def page(self, _: Request) -> Response:
-        """The page, which asks for all else."""
+        """Return the page, which requests all the rest."""
         html = render_page(TEMPLATE, names=compare.run_names(self._dirs))
         return HTMLResponse(html, headers={"Cache-Control": "no-store"})
 
     async def data(self, request: Request) -> Response:
-        """How a run stands, and its report where that has changed since the tag that the page knows."""
+        """Return the state of a run, and its report if that has changed since the tag that the page knows."""
         return JSONResponse(await anyio.to_thread.run_sync(self._data, self._dir(request), _known(request)))
 
     def _data(self, run_dir: Path, known: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Watch:
         return answer | {"html": html, "data": data}
 
     async def compare(self, request: Request) -> Response:
-        """All runs side by side."""
+        """Return all runs side by side."""
         return JSONResponse(await anyio.to_thread.run_sync(self._compare, _known(request)))
 
     def _compare(self, known: str) -> dict[str, Any]:
@@ -118,18 +118,18 @@ class Watch:
         return answer | {"html": html, "data": data}
 
     async def csv(self, request: Request) -> Response:
-        """All values, a row a step."""
+        """Return all values, a row a step."""
         run_dir = self._dir(request)
         text = await anyio.to_thread.run_sync(metrics_csv, run_dir)
         name = f'attachment; filename="{run_dir.resolve().name}.csv"'
         return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
 
     async def metrics(self, _: Request) -> Response:
-        """The last values of all runs, for Prometheus."""
+        """Return the last values of all runs, for Prometheus."""
         return PlainTextResponse(await anyio.to_thread.run_sync(prometheus, self._dirs))
 
     async def prompt(self, request: Request) -> Response:
-        """When a prompt was met, and how it was answered."""
+        """Return the steps that met a prompt, with its answers."""
         met = await anyio.to_thread.run_sync(prompt_history, self._dir(request), request.query_params.get("id", ""))
         return JSONResponse({"met": met})
 
@@ -144,14 +144,14 @@ class Watch:
         return JSONResponse({"hit": _row(hit), "turns": [asdict(turn) for turn in turns]})
 
     async def diff(self, request: Request) -> Response:
-        """A prompt at two steps."""
+        """Return a prompt at two steps."""
         asked = request.query_params
         steps = _whole(asked.get("first", "")), _whole(asked.get("second", ""))
         compared = partial(compare_steps, self._dir(request), steps, prompt_id=asked.get("prompt", ""))
         return JSONResponse(asdict(await anyio.to_thread.run_sync(compared)))
 
     async def ask(self, request: Request) -> Response:
-        """Ask the run to stop, to save a checkpoint, to pause or to go on, for who has the token."""
+        """Ask the run to stop, save a checkpoint, pause or resume, on behalf of a user with the token."""
         if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
             return PlainTextResponse("the token is not that of this page's address", status_code=403)
         run_dir, what = self._dir(request), request.url.path.strip("/")
@@ -221,7 +221,7 @@ def _tag(run_dirs: Sequence[Path]) -> str:
 
 
 def _now(run_dir: Path) -> dict[str, Any]:
-    """How a run stands: lines, what it waits for, its engines, and whether somebody wants it paused."""
+    """Return the state of a run: lines, its current wait, its engines, and whether a pause was requested."""
     if not run_dir.exists():
         return {**_NOTHING, "lead": [("state", "loading: the run has no directory yet")]}
     try:
@@ -276,7 +276,7 @@ def metrics_csv(run_dir: Path) -> str:
 
 
 def prometheus(run_dirs: Sequence[Path]) -> str:
-    """The values of the last step of each run as gauges, in Prometheus' text format."""
+    """Return the values of the last step of each run as gauges, in Prometheus' text format."""
     gauges: dict[str, list[str]] = {}
     for name, run_dir in zip(compare.run_names(run_dirs), run_dirs, strict=True):
         path = run_paths(run_dir)["metrics"]

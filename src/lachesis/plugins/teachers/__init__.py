@@ -1,1 +1,1 @@
-"""Teachers behind an address: what they say of a batch is written into its samples before they are packed."""
+"""Teachers behind an address: their logprobs of a batch are written into its samples before they are packed."""

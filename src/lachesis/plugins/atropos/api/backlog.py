@@ -89,7 +89,7 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Whether the queue takes no more: it is at its limit, or had no room for a post since groups last left it."""
+        """True if the queue takes no more: it is at its limit, or had no room for a post since groups last left it."""
         return self.limit is not None and (self._turned_away or self.weight >= self.limit)
 
     def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:
@@ -110,7 +110,7 @@ class Backlog:
         return replies, Change(added=tuple(added), placed=tuple(placed.items()))
 
     def leave(self, environment: RegisteredEnvironment) -> tuple[int, ...]:
-        """Set aside what is buffered for an environment that has left: nothing will complete it. Their numbers."""
+        """Set aside the incomplete buffered groups of an environment that has left, and return their numbers."""
         buffer = self.buffers.pop(environment.id, [])
         for held in buffer:
             reason = f"its environment left before groups of {environment.asked.group_size} were complete"
@@ -124,7 +124,7 @@ class Backlog:
         return tuple((held.number, held.position) for held in released)
 
     def restore(self, held: Iterable[HeldGroup], *, next_number: int) -> None:
-        """Take over what a store held, groups without a position into their buffers."""
+        """Take over the groups of a store; groups without a position go into their buffers."""
         self._next_number = next_number
         for entry in sorted(held, key=lambda entry: (entry.position, entry.number)):
             if entry.position == NOT_QUEUED and entry.group.env_id is not None:

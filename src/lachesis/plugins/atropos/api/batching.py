@@ -25,11 +25,11 @@ Lanes: TypeAlias = Mapping[Key, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a batch has to be.
+    """Requirements of a batch.
 
-    ``minimums`` are sequences owed by environment id, for those that are there and owe any. ``sizes`` are group
-    sizes that may still arrive, besides those in the queue. ``full`` is set where the queue takes no more groups, so
-    that waiting for others is pointless. ``long`` is set where :data:`PATIENCE_BATCHES` are queued.
+    ``minimums`` are sequences owed by environment id, for connected environments that owe any. ``sizes`` are group
+    sizes that may still arrive, besides those in the queue. ``full`` is set if the queue takes no more groups, so
+    that waiting for others is pointless. ``long`` is set if :data:`PATIENCE_BATCHES` are queued.
     """
 
     batch_size: int
@@ -44,7 +44,7 @@ class Demand:
 
 
 def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
-    """Return the lanes to take a group from, in order, for one batch; None where the queue has to grow first.
+    """Return the lanes to take a group from, in order, for one batch; None if the queue has to grow first.
 
     Groups stay whole and the batch has exactly ``batch_size`` sequences, oldest groups first. Each environment
     that owes a minimum has at least one group in it and as much of its share as it has queued. No size of a group
@@ -52,7 +52,7 @@ def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
 
     - Minimums that no number of groups can meet together are dropped.
     - Groups of a size that fits no batch (:func:`stranded`) go out by themselves, when they are the oldest or when
-      no exact batch can be made of what is queued.
+      the queue allows no exact batch.
     - Once :data:`PATIENCE_BATCHES` batches are queued, or the queue is full with at least one batch, the groups that
       come nearest to ``batch_size`` from below go out. A full queue does not wait for a minimum either.
     """
@@ -64,7 +64,7 @@ def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
 
 
 def _exact_batch(lanes: Lanes, counts: Mapping[Key, int], demand: Demand) -> tuple[Key, ...]:
-    """Return the lanes of a batch of exactly ``batch_size`` sequences; empty where there is none yet."""
+    """Return the lanes of a batch of exactly ``batch_size`` sequences; empty if none is possible yet."""
     minimums = _scaled(demand, lanes)
     if _fits(counts, demand.batch_size, minimums):
         return _oldest_first(lanes, counts, demand.batch_size, minimums)
@@ -98,7 +98,7 @@ def _queued(lanes: Lanes) -> int:
 
 
 def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
-    """Those of ``sizes`` that are part of no sum of ``batch_size``, however many groups of each size arrive."""
+    """Return the sizes that no sum equal to ``batch_size`` contains, however many groups of each size arrive."""
     known = frozenset(size for size in (*sizes, *demand.sizes) if size <= demand.batch_size)
     sums = _sums_of_plenty(known, demand.batch_size)
     return frozenset(s for s in sizes if s > demand.batch_size or not sums >> (demand.batch_size - s) & 1)
@@ -107,7 +107,7 @@ def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
 def needs_groups(lanes: Lanes, demand: Demand) -> bool:
     """Return True if no batch can be made before more groups arrive, of whatever size or environment.
 
-    Whoever throttles itself by the queue must not be stopped by what is queued then: it would wait for itself.
+    An environment that throttles itself by the queue must not be stopped by its length then: it would wait for itself.
     """
     if _queued(lanes) < demand.batch_size:
         return True
@@ -115,7 +115,7 @@ def needs_groups(lanes: Lanes, demand: Demand) -> bool:
 
 
 def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Which of an environment's buffered groups, by index, now leave for the queue; empty where none can.
+    """Return the buffered groups of an environment, by index, that now leave for the queue; empty if none can.
 
     The first that add up to ``group_size`` in order of arrival; else a subset that does, later groups preferred.
     Once ``group_size`` groups are buffered, a run of them that adds up to a multiple of it will do: there always
@@ -134,7 +134,7 @@ def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
 
 
 def waiting_for(lanes: Lanes, demand: Demand, names: Mapping[int, str]) -> str:
-    """Why :func:`plan_batch` gave None, as a sentence."""
+    """Say in a sentence why :func:`plan_batch` returned None."""
     present = {env for env, _ in lanes}
     for env in demand.minimums:
         if env not in present:
@@ -220,7 +220,7 @@ def _scaled(demand: Demand, lanes: Lanes) -> dict[int, int]:
 
 
 def _fits(counts: Mapping[Key, int], target: int, owing: Iterable[int | None]) -> bool:
-    """Can ``target`` sequences be made up exactly, with at least one group of every environment in ``owing``?"""
+    """Return True if ``target`` sequences can be made up exactly, with a group of every environment in ``owing``."""
     return bool(_sums(counts, target, owing) >> target & 1)
 
 
@@ -243,7 +243,7 @@ def _sums(counts: Mapping[Key, int], limit: int, owing: Iterable[int | None]) ->
 
 
 def _with_groups(sums: int, sizes: Mapping[int, int], limit: int) -> int:
-    """``sums`` and all that comes of adding up to ``count`` groups of each size: counts split into powers of 2."""
+    """Return ``sums`` plus all sums with up to ``count`` groups of each size; counts are split into powers of 2."""
     target = limit.bit_length() - 1
     for size, count in sizes.items():
         count, part = min(count, target // size), 1

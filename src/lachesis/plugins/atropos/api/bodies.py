@@ -25,17 +25,17 @@ _MEMBERS = 16
 
 
 class Body(NamedTuple):
-    """A body as it is meant, and as it came where that was gzipped."""
+    """Content of a body, and the body as received if it was gzipped."""
 
     content: bytes
     packed: bytes = b""
 
 
 async def read_body(request: Request, *, limit: int) -> Body:
-    """The body of a request, inflated where it is gzipped; neither form may be longer than ``limit`` bytes.
+    """Read the body of a request, inflated if it is gzipped; neither form may be longer than ``limit`` bytes.
 
     Raises:
-        Refusal: 413, it is; 400, it is no gzip or ends too early; 499, the client went away.
+        Refusal: 413, it is longer; 400, it is not gzip or ends too early; 499, the client went away.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -61,10 +61,10 @@ async def read_body(request: Request, *, limit: int) -> Body:
 
 
 def inflate(body: bytes, *, limit: int) -> bytes:
-    """The content of gzip data of one or more members, read no further than ``limit`` bytes.
+    """Inflate gzip data of one or more members, and read no further than ``limit`` bytes.
 
     Raises:
-        Refusal: 413, it is longer; 400, it is no gzip or ends too early.
+        Refusal: 413, it is longer; 400, it is not gzip or ends too early.
     """
     parts: list[bytes] = []
     length, rest = 0, body
@@ -99,7 +99,7 @@ async def reply(request: Request, body: bytes, *, headers: dict[str, str] | None
 
 
 def reply_with(value: Any, *, status: int = 200) -> Response:
-    """A small value as JSON."""
+    """Return a small value as a JSON response."""
     return Response(to_json(value), status_code=status, media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""The page at /dashboard: what is queued, by whom, how fast it moves, and the latest group a token at a time."""
+"""Page at /dashboard: the queue, its environments, its speed, and the latest group token by token."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MISFITS = 12
 
 
 def load_pieces(name: str) -> Pieces:
-    """From token ids to the text that each adds, by a tokenizer's directory, its tokenizer.json or its hub name.
+    """Return a function from token ids to the text that each adds, for a tokenizer.json, its directory or a hub name.
 
-    A character of several tokens is the last one's. Loads no torch.
+    The last token of a character of several tokens has its text. Loads no torch.
 
     Raises:
-        ConfigError: there is no such tokenizer, or it has no tokenizer.json.
+        ConfigError: the tokenizer does not exist, or has no tokenizer.json.
     """
     import tokenizers
     from tokenizers.decoders import DecodeStream
@@ -59,9 +59,9 @@ def load_pieces(name: str) -> Pieces:
 
 
 def view(held: HeldGroup, *, environment: str, pieces: Pieces | None) -> dict[str, Any]:
-    """The sequences of a group, best scores first, eight at most, cut to what can be read.
+    """Return the sequences of a group, best scores first, eight at most, cut to a readable length.
 
-    None of a group beyond 8 MiB: reading it would hold up those who post and pull.
+    Empty for a group beyond 8 MiB: reading it would hold up those who post and pull.
     """
     count = held.group.sequences
     shown: list[dict[str, Any]] = []
@@ -116,11 +116,11 @@ class Dashboard:
         self._shown: tuple[str, dict[str, Any]] = ("", {})
 
     def page(self) -> Response:
-        """The page: one file that asks for nothing but its figures."""
+        """Return the page: one file that requests nothing but its figures."""
         return HTMLResponse(self._page, headers={"Cache-Control": "no-cache"})
 
     def data(self, *, known: str, now: float) -> bytes:
-        """The figures as JSON. The latest rollout is left out where the page already shows it (``known``)."""
+        """Return the figures as JSON, without the latest rollout if the page already shows it (``known``)."""
         state = self._state
         latest = state.backlog.latest
         key = f"{state.epoch}-{latest.number}" if latest else ""
@@ -190,7 +190,7 @@ class Dashboard:
         return {"count": kept.count, "strict": self._state.limits.strict, "last": last[::-1]}
 
     def _view(self, latest: HeldGroup, key: str) -> dict[str, Any]:
-        """The latest group, made ready once for all who look."""
+        """Return the view of the latest group, prepared once for all viewers."""
         if self._shown[0] != key:
             environment = self._state.environments.get(latest.group.env_id)
             name = environment.name if environment else ""

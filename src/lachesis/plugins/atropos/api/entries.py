@@ -1,4 +1,4 @@
-"""What the API holds: scored groups, batches, and the changes that make them durable."""
+"""Content of the API: scored groups, batches, and the changes that make them durable."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RECEIPTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """One group as the server keeps it: its JSON, and what the queue has to know of it.
+    """One group as the server keeps it: its JSON, and its properties for the queue.
 
-    ``json`` has all keys of the protocol, nulls included, and goes into a batch as it is. ``problem`` says why
-    no trainer could use the group; empty where one could, or where nobody asked.
+    ``json`` has all keys of the protocol, nulls included, and goes into a batch unchanged. ``problem`` says why
+    no trainer could use the group; empty if one could, or if it was not checked.
     """
 
     json: bytes = field(repr=False)
@@ -65,12 +65,12 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one request changed, for the store: all of it becomes durable, or none.
+    """Changes of one request for the store: all of them become durable, or none.
 
-    ``placed`` gives buffered groups a position, ``batched`` says with which batch groups are out (None: with none
-    any more). ``packed`` is the one added group as it was received, gzipped; it is shorter than its JSON. ``summary``
+    ``placed`` gives buffered groups a position, ``batched`` says with which batch groups are out (None: no longer with
+    any). ``packed`` is the one added group as it was received, gzipped; it is shorter than its JSON. ``summary``
     is the small rest of the state, whole. ``receipts`` are idempotency keys of posts with their replies. ``wipe``
-    forgets all that was there before.
+    forgets everything stored before.
     """
 
     added: tuple[HeldGroup, ...] = ()
@@ -85,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that a store holds: what a restarted server begins with."""
+    """Whole content of a store, with which a restarted server begins."""
 
     held: tuple[HeldGroup, ...]
     batch_of: Mapping[int, int]

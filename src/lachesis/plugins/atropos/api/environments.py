@@ -1,4 +1,4 @@
-"""The environments that registered, and what they are told about the queue."""
+"""Registered environments, and their view of the queue."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Environments:
         return len(self._all)
 
     def get(self, env_id: int | None) -> RegisteredEnvironment | None:
-        """The environment, None where nothing registered under that id."""
+        """Return the environment, None if that id is not registered."""
         return self._all[env_id] if env_id is not None and 0 <= env_id < len(self._all) else None
 
     def add(self, asked: EnvRegistration, *, now: float) -> RegisteredEnvironment:
@@ -77,16 +77,16 @@ class Environments:
         return environment
 
     def present(self, now: float) -> list[RegisteredEnvironment]:
-        """Those that count."""
+        """Return the environments that are connected and were heard of recently."""
         return [env for env in self._all if env.connected and now - env.last_seen <= self._timeout_s]
 
     def ended(self) -> str:
-        """Why the one that came last has left; empty unless it said so."""
+        """Return why the latest environment has left; empty unless it said so."""
         last = self._all[-1] if self._all else None
         return "" if last is None or last.connected or not last.reason else f"{last.name} ended: {last.reason}"
 
     def demand(self, batch_size: int, now: float) -> Demand:
-        """What the next batch owes to whom, and which group sizes may still arrive."""
+        """Return what the next batch owes to each environment, and the group sizes that may still arrive."""
         present = self.present(now)
         minimums = {
             env.id: int(batch_size * min(1.0, env.asked.min_batch_allocation))
@@ -100,9 +100,9 @@ class Environments:
         )
 
     def status(self, env: RegisteredEnvironment, queue: GroupQueue, *, batch_size: int, now: float) -> dict[str, Any]:
-        """The figures of GET /status-env by which environments throttle themselves.
+        """Return the figures of GET /status-env by which environments throttle themselves.
 
-        ``queue_size`` is in groups of the caller: its own sequences, and of others those beyond their minimum.
+        ``queue_size`` is in groups of the caller: its own sequences, and others' beyond their minimum.
         """
         present = self.present(now)
         minimums = {
@@ -129,11 +129,11 @@ class Environments:
         }
 
     def dump(self) -> list[dict[str, Any]]:
-        """For the store: what a restart must not lose."""
+        """Return the state that a restart must not lose, for the store."""
         return [{"name": env.name, "connected": env.connected, "asked": env.asked.model_dump()} for env in self._all]
 
     def load(self, records: list[dict[str, Any]], *, now: float) -> None:
-        """The reverse of :meth:`dump`; everyone counts as just heard from."""
+        """Undo :meth:`dump`; every environment counts as just heard from."""
         self._all = []
         for index, record in enumerate(records):
             asked = EnvRegistration(**record["asked"])

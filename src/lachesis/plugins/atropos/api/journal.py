@@ -1,7 +1,7 @@
-"""The state directory: a SQLite database of what is held, which every change brings up to date.
+"""State directory: a SQLite database that every change brings up to date.
 
-A change is one transaction, committed before its reply goes out. What was committed survives the death of the process
-at any moment; the disk is told to keep it once a second, so that a power cut takes no more than that.
+A change is one transaction, committed before its reply goes out. Committed changes survive the death of the process
+at any moment; they are flushed to disk once a second, so that a power cut takes no more than that.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _NO_LIMIT = 1 << 40
 
 
 class StoreFailed(LachesisError):
-    """The state directory could not be written; nothing of the request was kept."""
+    """Error: the state directory could not be written; nothing of the request was kept."""
 
 
 class Journal:
-    """Changes in, a snapshot out. Groups stay in memory too, so a snapshot reads none of them again.
+    """Store of changes that returns a snapshot. Groups stay in memory too, so a snapshot need not read them again.
 
     Args:
-        directory: made where it is missing. One process may use it at a time.
+        directory: created if missing. One process may use it at a time.
 
     Raises:
         ConfigError: the directory cannot be written, or another server uses it.
@@ -69,7 +69,7 @@ class Journal:
             raise ConfigError(f"the state directory {directory} cannot be used: {error}", remedy=remedy) from error
 
     def snapshot(self) -> Snapshot:
-        """All that is committed. Raises StoreFailed where it cannot be read."""
+        """Return all committed state. Raises StoreFailed if it cannot be read."""
         with self._errors():
             rows = self._database.execute("SELECT number, position, batch FROM held ORDER BY number").fetchall()
             summary = self._database.execute("SELECT document FROM summary").fetchone()
@@ -84,7 +84,7 @@ class Journal:
         """Write ``change``: it survives the process from here on.
 
         Raises:
-            StoreFailed: it could not be written. What is committed is as it was before.
+            StoreFailed: it could not be written. The committed state is unchanged.
         """
         with self._errors(), self._database:
             self._write(change)
@@ -95,7 +95,7 @@ class Journal:
             self._groups.pop(number, None)
 
     def sync(self) -> None:
-        """Have the disk keep what was committed; in another thread, commits go on. Raises StoreFailed."""
+        """Flush commits to disk in another thread, while commits continue. Raises StoreFailed."""
         with self._errors(), self._under_sync:
             self._syncing.execute("PRAGMA wal_checkpoint(PASSIVE)")
 

@@ -1,4 +1,4 @@
-"""What is measured: ``GET /metrics`` in Prometheus' text format 0.0.4, and ten minutes of samples for the dashboard."""
+"""Metrics of the server: ``GET /metrics`` in Prometheus' text format 0.0.4, and ten minutes of samples for a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "lachesis_api_"
 
 
 def exposition(state: RolloutState, *, refused: int) -> str:
-    """All metrics. Totals count from the start of the server or its last reset."""
+    """Return all metrics as text. Totals count from the start of the server or its last reset."""
     backlog, deliveries = state.backlog, state.deliveries
     lines = [
         *_metric("step", "gauge", "Batches delivered, from the trainer's starting step on.", state.step),
@@ -101,7 +101,7 @@ class History:
         self._samples.append(_sample(state, now))
 
     def rates(self, state: RolloutState, now: float) -> dict[str, float]:
-        """Groups and tokens a second and batches a minute, over the last minute or what there is of it."""
+        """Return groups and tokens a second and batches a minute, over the last minute or the time since the start."""
         recent = list(self._samples)[-_RATE_SAMPLES:] if state.epoch == self._epoch else []
         last = _sample(state, now)
         seconds = last.at - recent[0].at if recent else 0.0

@@ -1,4 +1,4 @@
-"""Reading posts of groups: long ones in a process of its own, so that nobody else waits for them.
+"""Reader of posted groups, which parses long posts in a separate process, so that no other client waits for them.
 
 Parsing JSON holds the interpreter: a body of 60 MB would keep every other client waiting for ten seconds, in a thread
 as much as in the event loop.
@@ -28,10 +28,10 @@ class GroupReader:
         self._turn = asyncio.Lock()
 
     async def read(self, content: bytes, *, single: bool) -> Sequence[StoredGroup | WrongGroup]:
-        """The groups of a body, in order; of a list the wrong ones too, where others are right.
+        """Return the groups of a body, in order; for a list also the wrong ones, if others are right.
 
         Raises:
-            Refusal: 422, nothing in it can be used; 503, it could not be parsed now.
+            Refusal: 422, no group in it can be used; 503, it could not be parsed now.
         """
         if len(content) <= _SHORT:
             return read_groups(content, single, self._check)
@@ -39,7 +39,7 @@ class GroupReader:
             return await asyncio.to_thread(self._read_aside, content, single)
 
     def close(self) -> None:
-        """End the process, if there is one, and what it is at work on."""
+        """End the process, if there is one, and its current work."""
         if self._pool is not None:
             self._pool.close()
 
@@ -54,10 +54,10 @@ class GroupReader:
 
 
 def read_groups(content: bytes, single: bool, check: bool) -> Sequence[StoredGroup | WrongGroup]:
-    """The groups of a post of one group or of a list.
+    """Return the groups of a post of one group or of a list.
 
     Raises:
-        Refusal: 422, nothing in it can be used.
+        Refusal: 422, no group in it can be used.
     """
     if single:
         return [parse_group(content, check=check)]
@@ -71,4 +71,4 @@ def read_groups(content: bytes, single: bool, check: bool) -> Sequence[StoredGro
 
 
 def _nothing() -> None:
-    """The process needs no more than its imports."""
+    """Do nothing: the process needs no more than its imports."""

@@ -67,7 +67,7 @@ class Endpoints:
     failing_until: float = 0.0
 
     def routes(self) -> list[Route]:
-        """All endpoints. HEAD is none of them: GET /batch and GET /reset_data change the state."""
+        """Return all endpoints, without HEAD: GET /batch and GET /reset_data change the state."""
         handlers: list[tuple[str, str, Callable[[Request], Awaitable[Response | Handover]]]] = [
             ("GET", "/", self.root),
             ("POST", "/register", self.register),
@@ -240,7 +240,7 @@ class Endpoints:
     # -- helpers
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """The reply to a request that is not served."""
+        """Return the reply to a request that is not served."""
         if isinstance(error, HTTPException):
             return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
         if isinstance(error, StoreFailed):
@@ -252,7 +252,7 @@ class Endpoints:
         return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)
 
     async def _record(self, kind: type[Record], request: Request) -> Record:
-        """The record that a request carries, which is short."""
+        """Parse the short record that a request carries."""
         body = await read_body(request, limit=min(self.max_body, RECORD_BYTES))
         return parse_record(kind, body.content)
 
@@ -299,7 +299,7 @@ def _joined(batch: RolloutBatch) -> bytes:
 
 
 def _in_all(read: Sequence[StoredGroup | WrongGroup], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The reply to a list: how many groups were taken, the last buffer's size, and what became of the others."""
+    """Return the reply to a list: how many groups were taken, the last buffer's size, and the fate of the others."""
     summary: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
     buffered = [answer for answer in answers if answer["status"] == "buffered"]
     if buffered:

@@ -70,9 +70,9 @@ class ScoredGroup(WireRecord):
 
 
 def why_unusable(group: ScoredGroup) -> str:
-    """The first fault that makes a group useless, naming the field and index; empty where there is none.
+    """Return the first fault that makes a group useless, naming the field and index; empty if there is none.
 
-    Optional lists may be null or empty: the original's environments send ``[]`` for what they do not have.
+    Optional lists may be null or empty: the original's environments send ``[]`` for fields that they lack.
     """
     count = len(group.tokens)
     if not count:
@@ -95,12 +95,12 @@ def why_unusable(group: ScoredGroup) -> str:
 
 
 def why_not_finite(group: ScoredGroup) -> str:
-    """The first score that is no finite number; empty where all are."""
+    """Return the first score that is not finite, in words; empty if all are finite."""
     return next((f"scores[{index}] is {score}" for index, score in enumerate(group.scores) if not isfinite(score)), "")
 
 
 def _ragged(name: str, rows: Sequence[Sequence[Any]], tokens: Sequence[Sequence[int]]) -> str:
-    """The first row that is not as long as its tokens; no rows at all are fine."""
+    """Return the first row whose length differs from its tokens', in words; empty if there are no rows."""
     for index, (row, reference) in enumerate(zip(rows, tokens, strict=False)):
         if len(row) != len(reference):
             return f"{name}[{index}] has {_entries(row)}, tokens[{index}] has {len(reference)}"
@@ -116,7 +116,7 @@ def _placeholder_logprob(group: ScoredGroup) -> str:
 
 
 def _extreme_number(group: ScoredGroup) -> str:
-    """A number with which one group would make the gradient of a whole batch infinite."""
+    """Return a number, in words, with which one group would make the gradient of a whole batch infinite."""
     if (at := _first_beyond(group.scores)) is not None:
         return f"scores[{at}] is {group.scores[at]:g}, beyond {LARGEST_NUMBER:g}"
     for index, row in enumerate(group.advantages or ()):
@@ -136,7 +136,7 @@ def _extreme_number(group: ScoredGroup) -> str:
 
 
 def _first_beyond(values: Sequence[float]) -> int | None:
-    """Where the first number is that is larger than the largest, either way, though finite."""
+    """Return the place of the first finite number above the largest allowed magnitude."""
     if not values or max(map(abs, values)) <= LARGEST_NUMBER:
         return None
     return next((at for at, value in enumerate(values) if LARGEST_NUMBER < abs(value) < math.inf), None)

@@ -44,7 +44,7 @@ class ServerOptions(QueueLimits):
         state_dir: keep what is queued here, so that it survives the process.
         max_body_mb: refuse bodies of more MiB than this, before or after inflating.
         tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
-        allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
+        allowed_hosts: host names accepted in requests, besides addresses and this machine's own names.
     """
 
     host: str = "127.0.0.1"
@@ -75,7 +75,7 @@ def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = No
 
 
 def build_app(options: ServerOptions) -> Starlette:
-    """The application, with its state and, where asked for, what the state directory holds.
+    """Build the application with its state and, if configured, the content of the state directory.
 
     Raises:
         ConfigError: an option or the state directory cannot be used.

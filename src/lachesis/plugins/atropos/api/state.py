@@ -21,7 +21,7 @@ from lachesis.plugins.atropos.api.wire import EnvRegistration, Refusal, Registra
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What the server was started with, as far as it concerns the queue.
+    """Options of the server that concern the queue.
 
     Args:
         strict: set aside groups that no trainer could use.
@@ -72,17 +72,17 @@ class Deliveries:
         self.outstanding[batch.id] = batch
 
     def renew(self, ids: Iterable[int], *, trainer: int, now: float) -> None:
-        """The trainer says that it still holds these: their time starts anew."""
+        """Restart the timeouts of batches that the trainer says it still holds."""
         for batch_id in ids:
             batch = self.outstanding.get(batch_id)
             if batch is not None and batch.owner == trainer:
                 batch.deadline = now + self.timeout_s
 
     def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> RolloutBatch | None:
-        """The oldest outstanding batch that ``trainer`` should get again.
+        """Return the oldest outstanding batch that ``trainer`` should get again.
 
-        Due is what went to an earlier trainer, what was not acknowledged in time, and, where the trainer said
-        what it ``holds``, what went to it and never arrived.
+        Due are batches that went to an earlier trainer, that were not acknowledged in time, and, if the trainer said
+        which it ``holds``, those that went to it and never arrived.
         """
         for batch in self.outstanding.values():
             lost = holds is not None and batch.id not in holds
@@ -104,7 +104,7 @@ class RolloutState:
         self.reset()
 
     def reset(self) -> Change:
-        """As if the server had just started."""
+        """Reset to the state of a server that has just started."""
         limits = self.limits
         self.epoch += 1
         self.registration: Registration | None = None
@@ -122,7 +122,7 @@ class RolloutState:
     # -- trainers
 
     def register(self, asked: Registration) -> tuple[int, Change]:
-        """A trainer registers, perhaps again: what is queued stays, what it asks for counts from now on.
+        """Register a trainer, perhaps again: the queue stays, the trainer's options count from now on.
 
         The step never goes back. Batches that an earlier trainer did not acknowledge are due to one that does.
         """
@@ -135,7 +135,7 @@ class RolloutState:
         return trainer, self._and_summary(Change())
 
     def forget_trainer(self, trainer: int) -> Change:
-        """The trainer ends: what it asked for binds nobody any more. The queue and the step stay.
+        """Forget a trainer that ends, and its options. The queue and the step stay.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -146,7 +146,7 @@ class RolloutState:
         return self._and_summary(Change())
 
     def next_batch(self, now: float) -> tuple[RolloutBatch | None, Change | None]:
-        """The next batch for a trainer of the plain protocol; it leaves the state for good."""
+        """Return the next batch for a trainer of the plain protocol; it leaves the state for good."""
         (batch, change), started = self._take(now), self._start()
         if batch is None:
             return None, self._and_summary(change) if started or change.placed else None
@@ -155,11 +155,12 @@ class RolloutState:
     def next_batch_for(
         self, trainer: int, holds: Collection[int] | None, now: float
     ) -> tuple[RolloutBatch | None, Change | None]:
-        """The next batch for a trainer that acknowledges: one that is due again, else a new one.
+        """Return the next batch for a trainer that acknowledges: one that is due again, else a new one.
 
         Args:
             trainer: the uuid that it got when it registered.
-            holds: ids of the batches that it has and did not acknowledge yet; None where it did not say.
+            holds: ids of the batches that it has and did not acknowledge yet; None if it did not say.
+            now: seconds of the clock.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -178,7 +179,7 @@ class RolloutState:
         )
 
     def put_back(self, batch: RolloutBatch, *, epoch: int) -> Change | None:
-        """A plain trainer was gone before it could read ``batch``: the next one gets it."""
+        """Return ``batch`` to the front because a plain trainer was gone before reading it: the next one gets it."""
         if epoch != self.epoch:
             return None
         self.deliveries.returned.appendleft(batch)
@@ -187,7 +188,7 @@ class RolloutState:
         return self._and_summary(Change(added=batch.groups))
 
     def acknowledge(self, trainer: int, ids: Sequence[int]) -> tuple[dict[str, Any], Change]:
-        """The trainer has these batches for good. Unknown ids are named, not refused: an answer may be repeated.
+        """Record that the trainer has these batches for good. Unknown ids are named, not refused, as after a retry.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -204,7 +205,7 @@ class RolloutState:
         return reply, Change(removed=tuple(held.number for batch in done for held in batch.groups))
 
     def waiting(self, now: float) -> str:
-        """What the trainer is waiting for, as a sentence; empty where a batch is ready."""
+        """Say in a sentence what the trainer is waiting for; empty if a batch is ready."""
         if self.registration is None:
             return "no trainer has registered"
         lanes, demand = self.backlog.queue.lanes, self._demand(now)
@@ -227,9 +228,9 @@ class RolloutState:
         return first
 
     def _take(self, now: float) -> tuple[RolloutBatch | None, Change]:
-        """A batch that was put back, else a new one of the oldest groups; either counts as a step.
+        """Take a batch that was put back, else a new one of the oldest groups; either counts as a step.
 
-        Where the queue is full, groups that wait in buffers for others of theirs are queued as they are.
+        If the queue is full, groups that wait in buffers for others of theirs are queued without them.
         """
         change = Change()
         if self.deliveries.returned:
@@ -247,7 +248,7 @@ class RolloutState:
         return batch, change
 
     def _plan(self, now: float) -> tuple[Key, ...] | None:
-        """The lanes that the next new batch takes its groups from; None where there is none yet."""
+        """Return the lanes of the next new batch; None if there is none yet."""
         return plan_batch(self.backlog.queue.lanes, self._demand(now)) if self.registration else None
 
     def _demand(self, now: float) -> Demand:
@@ -263,7 +264,7 @@ class RolloutState:
     # -- environments
 
     def register_env(self, asked: EnvRegistration, now: float) -> tuple[dict[str, Any], Change | None]:
-        """An environment registers; it waits until a trainer has asked for its first batch."""
+        """Register an environment; it has to wait until a trainer has asked for its first batch."""
         if self.registration is None or not self.started:
             return {"status": "wait for trainer to start"}, None
         environment = self.environments.add(asked, now=now)
@@ -281,7 +282,7 @@ class RolloutState:
         return reply, self._and_summary(Change())
 
     def disconnect_env(self, env_id: int, *, reason: str = "") -> tuple[dict[str, Any], Change | None]:
-        """An environment leaves: its weight and minimum no longer count. What it queued stays, not what is buffered."""
+        """Disconnect an environment: its weight and minimum stop counting; its queued groups stay, buffered ones go."""
         environment = self.environments.get(env_id)
         if environment is None:
             return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
@@ -309,7 +310,7 @@ class RolloutState:
         return self.backlog.post(groups, now=now)
 
     def receipt(self, key: str) -> bytes | None:
-        """The reply to an earlier post with the same idempotency key."""
+        """Return the reply to an earlier post with the same idempotency key."""
         return self._receipts.get(key)
 
     def remember(self, key: str, reply: bytes) -> None:
@@ -334,7 +335,7 @@ class RolloutState:
     # -- durability
 
     def summary(self) -> dict[str, Any]:
-        """All but the groups: small, so that it is written whole."""
+        """Return the state without the groups: small, so that it is written whole."""
         return {
             "registration": self.registration.model_dump() if self.registration else None,
             "started": self.started,
@@ -345,7 +346,7 @@ class RolloutState:
         }
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
-        """Go on from what a store holds. Batches that were out count as handed out just now."""
+        """Continue from the content of a store. Batches that were out count as handed out just now."""
         self.reset()
         summary = snapshot.summary
         if summary:

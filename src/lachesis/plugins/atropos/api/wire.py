@@ -133,7 +133,7 @@ _FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides",
 
 
 def parse_group(body: bytes, *, check: bool) -> StoredGroup:
-    """The group of POST /scored_data; with ``check``, its ``problem`` says why no trainer could use it.
+    """Parse the group of POST /scored_data; with ``check``, its ``problem`` says why no trainer could use it.
 
     Raises:
         Refusal: 422, naming the field and index of the fault.
@@ -142,7 +142,7 @@ def parse_group(body: bytes, *, check: bool) -> StoredGroup:
 
 
 def parse_groups(body: bytes, *, check: bool) -> list[StoredGroup]:
-    """The groups of POST /scored_data_list: all of them, or none.
+    """Parse the groups of POST /scored_data_list: all of them, or none.
 
     Raises:
         Refusal: 422, naming the group, field and index of the fault.
@@ -153,10 +153,10 @@ def parse_groups(body: bytes, *, check: bool) -> list[StoredGroup]:
 
 
 def parse_each(body: bytes, *, check: bool) -> list[StoredGroup | WrongGroup]:
-    """The groups of POST /scored_data_list, each by itself. Slower than :func:`parse_groups`.
+    """Parse the groups of POST /scored_data_list, each by itself. Slower than :func:`parse_groups`.
 
     Raises:
-        Refusal: 422, the body is no list.
+        Refusal: 422, the body is not a list.
     """
     parsed: list[StoredGroup | WrongGroup] = []
     for index, data in enumerate(_validated(_EACH.validate_json, body)):
@@ -241,7 +241,7 @@ def _numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[st
 
 
 def _fault(fault: Any, body: bytes) -> dict[str, Any]:
-    """A fault in the shape of the original's replies."""
+    """Return a fault in the form of the original's replies."""
     if fault["type"] == "json_invalid":
         reason = fault["ctx"]["error"]
         path = path_at(body, reason)
@@ -278,9 +278,9 @@ def _echo(value: Any) -> Any:
 
 
 def path_at(body: bytes, reason: str) -> list[str | int]:
-    """The keys and indices, 16 at most, that lead to the place named in ``reason`` ("... at line 1 column 24").
+    """Return the keys and indices, 16 at most, that lead to the place in ``reason`` ("... at line 1 column 24").
 
-    Empty at the top level, where the reason names no place, and beyond the first 2 MiB.
+    Empty at the top level, if the reason names no place, and beyond the first 2 MiB.
     """
     place = _PLACE.search(reason)
     if place is None:

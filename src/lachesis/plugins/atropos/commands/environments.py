@@ -97,7 +97,7 @@ def try_environment(name: str, words: Sequence[str]) -> int:
 
 
 def _tried(result: EnvironmentEvaluation) -> list[tuple[str, str]]:
-    """The table's rows."""
+    """Return the rows of the table."""
     rows = [
         (result.environment, f"{result.problems} problems, {result.rollouts} rollouts, {result.seconds:.1f} s"),
         ("mean reward", f"{result.mean_reward:.3f}"),
@@ -128,7 +128,7 @@ def _evaluated(result: EvalResult) -> str:
 
 
 def print_help(name: str) -> None:
-    """What the command does, and the flags of an environment, or those that all have."""
+    """Print the usage of the command, and the flags of an environment, or those that all have."""
     from lachesis.plugins.atropos.environments.base import Environment
     from lachesis.plugins.atropos.environments.settings import describe
     from lachesis.plugins.atropos.environments.shipped import SHIPPED

@@ -178,7 +178,7 @@ def _train(
 
 
 def command_of(context: typer.Context) -> list[str]:
-    """The command line, without the options that only its first start has."""
+    """Return the command line, without options of its first start only."""
     words = ["lachesis", str(context.info_name), *context.args]
     for option in context.command.params:
         value = context.params[str(option.name)]
@@ -192,7 +192,7 @@ def command_of(context: typer.Context) -> list[str]:
 
 
 def benchmark_lines(run_dir: Path, *, mode: str) -> str:
-    """The lists that ``--benchmark`` prints at the end: times of steps, transfers and waits, and memory."""
+    """Return the lists that ``--benchmark`` prints at the end: times of steps, transfers and waits, and memory."""
     steps = [line.values for line in read_metrics(run_paths(run_dir)["metrics"]).steps]
     lines = [f"benchmark: {mode}, {len(steps)} steps"]
     for title, name, unit in (

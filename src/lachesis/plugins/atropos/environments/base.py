@@ -1,4 +1,4 @@
-"""What an environment is: problems, rollouts on them, and scores."""
+"""Interface of an environment: problems, rollouts on them, and scores."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ConfigT = TypeVar("ConfigT", bound=EnvironmentConfig)
 
 
 class Environment(ABC, Generic[Item, ConfigT]):
-    """Makes scored groups. Runs on an event loop, which it must not block.
+    """Maker of scored groups. Runs on an event loop, which it must not block.
 
     A subclass gives problems (:meth:`get_next_item`), a rollout on one (:meth:`collect_trajectory`), and scores
-    (:meth:`score`); it may override more. ``name`` is what it is called, ``config_class`` its section ``env``.
+    (:meth:`score`); it may override more. ``name`` is its name, ``config_class`` its section ``env``.
 
     Args:
         config: the section ``env``.
@@ -53,7 +53,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         """The trainer's step, kept up to date while serving."""
 
     async def setup(self) -> None:
-        """Load what is needed, before the first item is asked for."""
+        """Load resources before the first item is requested."""
         return None
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
 
     @abstractmethod
     async def get_next_item(self) -> Item | None:
-        """The next problem; ``None`` where there are no more, which ends the environment."""
+        """Return the next problem; ``None`` if there are no more, which ends the environment."""
 
     @abstractmethod
     async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
@@ -70,10 +70,10 @@ class Environment(ABC, Generic[Item, ConfigT]):
 
     @abstractmethod
     async def score(self, item: Item, trajectories: Sequence[Trajectory]) -> Sequence[float]:
-        """The score of each rollout on a problem."""
+        """Return the score of each rollout on a problem."""
 
     async def collect_trajectories(self, item: Item) -> UsableGroup | None:
-        """A group of rollouts on a problem, scored; ``None`` where this problem gives none."""
+        """Collect and score a group of rollouts on a problem; ``None`` if this problem gives none."""
         trajectories = await self.sample_group(item)
         scores = await self.score(item, trajectories)
         return self.group_of(trajectories, scores)
@@ -85,11 +85,11 @@ class Environment(ABC, Generic[Item, ConfigT]):
         return await together(rollouts)
 
     def held_out(self) -> Sequence[Item]:
-        """Problems that are never trained on, at most ``eval_num``; none where there is no evaluation."""
+        """Return problems that are never trained on, at most ``eval_num``; none without evaluation."""
         return ()
 
     def problems(self) -> Sequence[Item]:
-        """What ``lachesis env eval`` tries: those that are held out."""
+        """Return the problems that ``lachesis env eval`` tries: those that are held out."""
         return self.held_out()
 
     async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
@@ -136,7 +136,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         return {}
 
     def sampling(self, *, greedy: bool = False) -> SamplingParams:
-        """How rollouts are sampled; nothing is cut, so that logprobs are those of the model."""
+        """Return the sampling parameters of rollouts, without truncation, so that logprobs are those of the model."""
         return SamplingParams(
             max_tokens=self.config.max_new_tokens or self.config.max_token_length,
             temperature=0.0 if greedy else self.config.temperature,
@@ -149,7 +149,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         *,
         group_overrides: Mapping[str, Any] | None = None,
     ) -> UsableGroup:
-        """A group for the trainer. Raises DataError where no trainer could use it."""
+        """Make a group for the trainer. Raises DataError if no trainer could use it."""
         return scored_group(
             trajectories,
             scores,
@@ -159,7 +159,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         )
 
     def room(self, length: int, params: SamplingParams) -> int:
-        """Tokens that may be sampled after ``length`` tokens.
+        """Return the number of tokens that may be sampled after ``length`` tokens.
 
         Raises:
             DataError: there are none: the prompt is as long as a rollout may be.
@@ -178,7 +178,7 @@ class SingleTurn(Environment[Item, ConfigT]):
 
     @abstractmethod
     def prompt(self, item: Item) -> tuple[Sequence[int], Sequence[Message]]:
-        """The token ids of a problem's prompt, and the same as a conversation."""
+        """Return the token ids of a problem's prompt, and the same as a conversation."""
 
     async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
         """One completion."""
@@ -203,19 +203,19 @@ class SingleTurn(Environment[Item, ConfigT]):
         return trajectories
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         return text_of(self.tokenizer, token_ids)
 
 
 def failure_cause(error: BaseException) -> str:
-    """Under which name a rollout's error is counted. Raises it where it is no rollout's fault."""
+    """Return the name under which a rollout's error is counted; raise the error if it is not the rollout's fault."""
     if not isinstance(error, Exception) or isinstance(error, FATAL):
         raise error
     return type(error).__name__.removesuffix("Error").lower() or "error"
 
 
 def endless(items: Sequence[Item], *, seed: int) -> Iterator[Item]:
-    """All items over and over, in another order each time; equal seeds give equal orders."""
+    """Yield all items over and over, in another order each time; equal seeds give equal orders."""
     order = random.Random(seed)
     while items:
         yield from order.sample(items, len(items))

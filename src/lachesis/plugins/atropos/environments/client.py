@@ -89,7 +89,7 @@ class InferenceClient:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers, without ``/v1``."""
+        """Addresses of the servers, without ``/v1``."""
         return tuple(server.url for server in self._servers)
 
     async def wait_until_ready(self) -> None:
@@ -102,7 +102,7 @@ class InferenceClient:
         await asyncio.gather(*(self._wait_for(server, deadline) for server in self._servers))
 
     async def model_name(self) -> str:
-        """What the model is called: the option, or the first model of the first server.
+        """Return the model's name: the option, or the first model of the first server.
 
         Raises:
             EngineError: the server does not say.
@@ -112,7 +112,7 @@ class InferenceClient:
         return self._model
 
     async def model_path(self) -> str:
-        """The directory or hub id of the served model, where its tokenizer is."""
+        """Return the directory or hub id of the served model, where its tokenizer is."""
         cards = await self._models()
         return str(cards[0].get("root") or cards[0]["id"])
 
@@ -155,7 +155,7 @@ class InferenceClient:
             await server.http.aclose()
 
     async def _ask(self, server: _Server, body: dict[str, Any], deadline: Deadline) -> list[Completion]:
-        """The completions that the body of our own ``/generate`` asks for, by the route that the server has."""
+        """Send the body of our own ``/generate`` to the route that the server has, and return the completions."""
         rest, prompt_ids = {**body}, body["prompt_token_ids"]
         del rest["prompt_token_ids"]
         if self._config.server_type == "openai":
@@ -185,7 +185,7 @@ class InferenceClient:
             raise
 
     async def _least_busy(self, deadline: Deadline) -> _Server:
-        """The server with the fewest sequences in flight, of those that are not known to be down."""
+        """Return the server with the fewest sequences in flight, among those that are not known to be down."""
         while True:
             now = time.monotonic()
             up = [server for server in self._servers if server.down_until <= now]
@@ -246,7 +246,7 @@ class _Pace:
 
 
 async def _why_not_ready(server: _Server) -> str:
-    """A server that knows no such route is taken to be ready."""
+    """Return why a server is not ready; empty if it is, or if it has no such route."""
     try:
         response = await server.http.get(f"{server.url}/health", timeout=_CONNECT_S)
     except httpx.TransportError as error:
@@ -262,12 +262,12 @@ def _http(url: str, api_key: str) -> httpx.AsyncClient:
 
 
 def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
-    """The completions in an answer of ``/generate``: ours with its compact lists, or the documented shape alone.
+    """Read the completions in an answer of ``/generate``: ours with its compact lists, or the documented form alone.
 
-    The documented shape has ``logprobs[completion][position] == [{token id: logprob}]``, the sampled token first.
+    The documented form has ``logprobs[completion][position] == [{token id: logprob}]``, the sampled token first.
 
     Raises:
-        EngineError: there are no logprobs, or the answer is not whole.
+        EngineError: there are no logprobs, or the answer is incomplete.
     """
     try:
         reasons = reply["finish_reasons"]
@@ -286,10 +286,10 @@ def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Complet
 
 
 def read_completions(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
-    """The completions in an answer of ``/v1/completions`` that was asked for token ids and logprobs.
+    """Read the completions in an answer of ``/v1/completions`` that was asked for token ids and logprobs.
 
     Raises:
-        EngineError: there are no logprobs or no token ids, or the answer is not whole.
+        EngineError: there are no logprobs or no token ids, or the answer is incomplete.
     """
     try:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])

@@ -1,4 +1,4 @@
-"""An environment tried on its problems: several rollouts of each, rewards, what it measures, and what failed why."""
+"""Evaluation of an environment on its problems: several rollouts of each, rewards, metrics, and causes of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUCCESS = 1.0
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order. The first error ends the others too, which would only keep the servers busy."""
+    """Return all results, in order. The first error cancels the others, which would only keep the servers busy."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -44,10 +44,10 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEvaluation:
-    """What came of all problems. Means are over rollouts that came to an end; a failed one is no reward of 0.
+    """Results over all problems. Means are over finished rollouts; a failed one does not count as a reward of 0.
 
     ``pass_at`` has for each k the share of problems of which one of k rollouts succeeds, by the unbiased estimate
-    over those that came to an end; problems with fewer than k are left out of it.
+    over finished rollouts; problems with fewer than k are left out of it.
     """
 
     environment: str
@@ -61,14 +61,14 @@ class EnvironmentEvaluation:
     seconds: float
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the results as a JSON object."""
         return asdict(self) | {"pass_at": {str(k): value for k, value in self.pass_at.items()}}
 
 
 async def evaluate_environment(
     environment: Environment[Any, Any], *, samples: int, greedy: bool = False
 ) -> EnvironmentEvaluation:
-    """``samples`` rollouts of each of its problems to evaluate on.
+    """Evaluate ``samples`` rollouts of each of the environment's evaluation problems.
 
     Raises:
         DataError: it has none, or every rollout failed.
@@ -82,7 +82,7 @@ async def evaluate_environment(
 
 
 def summary(name: str, found: Sequence[Attempts], *, samples: int, seconds: float) -> EnvironmentEvaluation:
-    """What the attempts at all problems come to. Raises DataError where none came to an end."""
+    """Summarize the attempts at all problems. Raises DataError if none was finished."""
     rewards = [reward for one in found for reward in one.rewards]
     failures: Counter[str] = Counter()
     metrics: dict[str, list[float]] = {}
@@ -113,7 +113,7 @@ def sizes(samples: int) -> list[int]:
 
 
 def pass_at(k: int, found: Sequence[Attempts]) -> float | None:
-    """The mean over problems of 1 - C(n - c, k) / C(n, k), with c successes among n; ``None`` where no n is k."""
+    """Return the mean over problems of 1 - C(n - c, k) / C(n, k), c successes among n; ``None`` if every n < k."""
     shares: list[float] = []
     for one in found:
         n, c = len(one.rewards), sum(reward >= SUCCESS for reward in one.rewards)

@@ -1,4 +1,4 @@
-"""Where an environment writes: counters and metrics as JSON lines and to Weights & Biases, groups, and evaluations."""
+"""Outputs of an environment: counters and metrics as JSON lines and to Weights & Biases, groups, and evaluations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class JsonLines:
 
 
 class Outputs:
-    """All that one environment writes, apart from what it posts. What is not asked for costs nothing.
+    """All outputs of one environment, apart from its posts. Outputs that are not requested cost nothing.
 
     Args:
         log_dir: metrics.jsonl goes here.
@@ -144,7 +144,7 @@ class Counters:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def values(self) -> dict[str, float]:
-        """As metrics; means only where there is something to take them of."""
+        """Return the counters as metrics, with means where there is something to average."""
         values: dict[str, float] = {
             "groups": self.groups,
             "sequences": self.sequences,

@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "rollouts.html.j2"
 
 
 class Processed(NamedTuple):
-    """The JSONL file with the groups, the page beside it, and what was counted."""
+    """The JSONL file with the groups, the page beside it, and the counters."""
 
     rollouts: Path
     page: Path
@@ -41,13 +41,13 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
     """Make ``groups`` groups, and write them and a page to read them.
 
     Args:
-        environment: what makes them; its messages should be included, for the page shows them.
-        groups: how many; fewer where problems run out.
-        path: the JSONL file; where it is there already, a free name like it is taken.
+        environment: maker of the groups; its messages should be included, for the page shows them.
+        groups: number of groups; fewer if problems run out.
+        path: the JSONL file; if it exists already, a similar free name is taken.
 
     Raises:
         DataError: no group could be made.
-        ConfigError, EngineError, DeadlineExceeded: it cannot go on.
+        ConfigError, EngineError, DeadlineExceeded: it cannot continue.
     """
     counters = Counters()
     file = JsonLines(free_name(path), option="--env.data_path_to_save_groups")
@@ -93,7 +93,7 @@ def free_name(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token as it is shown: ``kind`` is a CSS class, ``hint`` what the pointer shows."""
+    """A token for display: ``kind`` is a CSS class, ``hint`` its tooltip."""
 
     text: str
     kind: str
@@ -102,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence as it is shown."""
+    """A sequence for display."""
 
     score: float
     trained: int
@@ -113,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A group as it is shown: what all its sequences begin with, and each of them from there."""
+    """A group for display: the common beginning of all its sequences, and each of them from there."""
 
     number: int
     prompt: str
@@ -122,7 +122,7 @@ class Card:
 
 
 def render(groups: Sequence[UsableGroup], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
-    """The page of some groups. Texts of models are escaped, whatever they hold."""
+    """Render the page of some groups. All texts of models are escaped."""
     cards = [_card(number, group, pieces) for number, group in enumerate(groups, start=1)]
     scores = [score for group in groups for score in group.scores]
     return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=fmean(scores))

@@ -1,4 +1,4 @@
-"""What environments make: sampled tokens, trajectories, and scored groups that a trainer can use."""
+"""Products of environments: sampled tokens, trajectories, and scored groups that a trainer can use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED, Sco
 
 @dataclass(slots=True)
 class Trajectory:
-    """One sequence in the making: what was given, and what the model sampled, token by token as it came.
+    """One growing sequence: the given tokens, and the tokens that the model sampled, in order.
 
-    ``masks`` [T] has the token where it trains and -100 elsewhere; ``logprobs`` [T] has 1.0 elsewhere, which is no
-    logprob. Nothing is ever tokenized again.
+    ``masks`` [T] has the token where it trains and -100 elsewhere; ``logprobs`` [T] has 1.0 elsewhere, as a mark.
+    Nothing is ever tokenized again.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Trajectory:
         return sum(mask != UNTRAINED for mask in self.masks)
 
     def overrides(self) -> dict[str, Any]:
-        """What the protocol has no field for; trainers that do not know these keys ignore them."""
+        """Return values that the protocol has no field for; trainers that do not know these keys ignore them."""
         known: dict[str, Any] = {"finish_reason": self.finish_reason}
         return known if self.versions is None else known | {"weight_version": self.versions._asdict()}
 
@@ -74,12 +74,12 @@ class UsableGroup(ScoredGroup):
         return self
 
     def document(self, *, env_id: int | None = None) -> dict[str, Any]:
-        """The group as it goes over the wire."""
+        """Return the group as it goes over the wire."""
         return self.model_dump() | {"env_id": env_id}
 
     @property
     def size(self) -> int:
-        """How many sequences it has."""
+        """Number of its sequences."""
         return len(self.tokens)
 
     @property
@@ -101,10 +101,10 @@ def scored_group(
     include_messages: bool = False,
     group_overrides: Mapping[str, Any] | None = None,
 ) -> UsableGroup:
-    """A group out of trajectories and a score for each.
+    """Make a group of trajectories and a score for each.
 
     Raises:
-        DataError: it is one that no trainer could use.
+        DataError: no trainer could use it.
     """
     return UsableGroup(
         tokens=[trajectory.tokens for trajectory in trajectories],

@@ -52,7 +52,7 @@ class QueueFull(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRegistration:
-    """What the API tells an environment that it took up. ``batch_size`` and ``max_token_len`` are the trainer's.
+    """Reply of the API to an environment that registers. ``batch_size`` and ``max_token_len`` are the trainer's.
 
     ``takes_larger``: groups that are larger than a batch go out alone; the original keeps them for ever.
     """
@@ -68,7 +68,7 @@ class EnvironmentRegistration:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """The figures by which an environment throttles itself. ``full`` says that the queue takes no more tokens."""
+    """Figures by which an environment throttles itself. ``full``: the queue takes no more tokens."""
 
     step: int
     queue_size: int
@@ -137,7 +137,7 @@ class RolloutApi:
         return info["batch_size"], info["max_token_len"]
 
     async def status(self, env_id: int) -> QueueStatus:
-        """The queue as this environment sees it.
+        """Return the queue as this environment sees it.
 
         Raises:
             NotRegistered: the API does not know this environment.
@@ -164,7 +164,7 @@ class RolloutApi:
         return {entry["index"]: entry["reason"] for entry in reply.get("reasons", ())}
 
     async def wandb_info(self) -> tuple[str | None, str | None]:
-        """The trainer's project and group at Weights & Biases."""
+        """Return the trainer's project and group at Weights & Biases."""
         info = await self._request("GET", "/wandb_info")
         return info["project"], info["group"]
 
@@ -189,7 +189,7 @@ class RolloutApi:
         unknown: tuple[int, ...] = (),
         wait_for_room: bool = True,
     ) -> dict[str, Any]:
-        """The answer of the API, which is asked again while it is away and, to wait for room, its queue is full."""
+        """Return the API's answer; retries while it is away and, with ``wait_for_room``, while its queue is full."""
         body, sent = _encoded(document)
         sent |= headers or {}
         deadline = self._deadline(f"waiting for the rollout API at {self.url} ({method} {path})")
@@ -236,7 +236,7 @@ class RolloutApi:
 
 
 def _encoded(document: Any) -> tuple[bytes | None, dict[str, str]]:
-    """A body and its headers. NaN and infinity raise ValueError: they are checked before."""
+    """Return a body and its headers. NaN and infinity raise ValueError: they are checked before."""
     if document is None:
         return None, {}
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -274,7 +274,7 @@ class Membership:
             return self.current
 
     async def look(self) -> None:
-        """Learn what the trainer of now asks for: one that ended may have given way to another."""
+        """Learn the current trainer's options, as another trainer may have registered."""
         batch_size, max_token_len = await self._api.trainer()
         if self.current is not None and batch_size > 0:
             self.current = replace(self.current, batch_size=batch_size, max_token_len=max_token_len)
@@ -282,10 +282,10 @@ class Membership:
 
 @dataclass(kw_only=True, eq=False)
 class Sender:
-    """Posts groups in the order in which they were finished.
+    """Sender of groups, in the order in which they were finished.
 
     Args:
-        config: the section ``env``, for what is not sent.
+        config: the section ``env``, which says what is not sent.
         outputs: every group is written there too, sent or not.
     """
 
@@ -310,7 +310,7 @@ class Sender:
         self._queue.put_nowait(group)
 
     async def finish(self, *, limit_s: float) -> None:
-        """Send what is finished, if that takes no longer than ``limit_s`` seconds, and end; the rest is given up.
+        """Send the finished groups within ``limit_s`` seconds, and end; the rest is given up.
 
         A post under way is never begun again under another key, so nothing arrives twice.
         """
@@ -375,7 +375,7 @@ class Sender:
             await self._post(lost)
 
     def _unwanted(self, group: UsableGroup) -> str:
-        """Why a group is not sent; empty where it is."""
+        """Return why a group is not sent; empty if it is."""
         if self.config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
             return "all scores are the same (--env.ensure_scores_are_not_same)"
         member = self.membership.current

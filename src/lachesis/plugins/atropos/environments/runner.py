@@ -35,7 +35,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What an environment did. ``ended`` says in a few words why it ended."""
+    """Work of an environment. ``ended`` says in a few words why it ended."""
 
     ended: str
     step: int
@@ -44,7 +44,7 @@ class Summary:
 
 @dataclass(slots=True)
 class _Progress:
-    """The trainer's step as last seen, since when, and what was done at it and before."""
+    """The trainer's step as last seen, since when, and the work at this step and before."""
 
     step: int = 0
     changed: float = field(default_factory=time.monotonic)
@@ -78,13 +78,13 @@ class Runner:
         self._reason = ""
 
     async def serve(self, *, stop: asyncio.Event) -> Summary:
-        """Serve until the trainer has what it wanted, problems run out, or ``stop`` is set.
+        """Serve until the trainer has all its batches, problems run out, or ``stop`` is set.
 
-        However it ends, groups that are finished are sent, if that takes no longer than a few seconds, and the
-        environment disconnects, with the reason where that is an error.
+        However it ends, finished groups are sent, if that takes no longer than a few seconds, and the
+        environment disconnects, with the reason if that is an error.
 
         Raises:
-            ConfigError, DataError, EngineError: it cannot go on; the message says why.
+            ConfigError, DataError, EngineError: it cannot continue; the message says why.
             DeadlineExceeded: the API, the trainer or an inference server stayed away.
         """
         serving, stopped = asyncio.create_task(self._serve()), asyncio.create_task(stop.wait())
@@ -136,7 +136,7 @@ class Runner:
             await self._next_event(sending)
 
     async def _look(self, member: EnvironmentRegistration) -> EnvironmentRegistration:
-        """From time to time see whether another trainer has come, which may want other batches."""
+        """Check from time to time for another trainer, which may want other batches."""
         if time.monotonic() - self._looked < _LOOK_S:
             return member
         await self._membership.look()
@@ -148,7 +148,7 @@ class Runner:
         return now
 
     def _check_size(self, member: EnvironmentRegistration) -> None:
-        """Raises ConfigError where no batch could hold a group."""
+        """Raise ConfigError if no batch could hold a group."""
         size, batch = self._config.group_size, member.batch_size
         if 0 < batch < size and member.takes_larger:
             logger.info(f"groups of {size} are larger than the trainer's batches of {batch}: each goes out alone")
@@ -210,7 +210,7 @@ class Runner:
         return True
 
     def _report(self, *, queue_size: int = 0) -> None:
-        """Write what was done at this step, and say it from time to time."""
+        """Write the work done at this step, and log it from time to time."""
         progress = self._progress
         values = {**progress.now.values(), **self._environment.metrics(), "queue_size": float(queue_size)}
         progress.before.add(progress.now)
@@ -234,7 +234,7 @@ class Runner:
         return room_for_groups(status, self._config, batch_size=member.batch_size)
 
     def _has_all(self, member: EnvironmentRegistration) -> bool:
-        """Whether the trainer has taken all its batches, and for a while asked for no further one."""
+        """Return True if the trainer has taken all its batches, and for a while asked for no further one."""
         total = self._config.total_steps if self._config.total_steps >= 0 else member.num_steps
         lingered = time.monotonic() - self._progress.changed >= self._config.linger
         return 0 < total <= self._progress.step and lingered
@@ -257,10 +257,10 @@ class Runner:
 
 
 def room_for_groups(status: QueueStatus, config: EnvironmentConfig, *, batch_size: int) -> int:
-    """Groups that may be in the making or on their way to the queue, under the rule of the protocol.
+    """Return how many groups may be in the making or on their way to the queue, under the rule of the protocol.
 
-    What is queued and what is being made together are at most ``max_batches_offpolicy`` batches of this
-    environment's part: what no one has reserved, and its own minimum. With a minimum it may always fill its own
+    Queued groups and those in the making are together at most ``max_batches_offpolicy`` batches of this
+    environment's part: the unreserved part, and its own minimum. With a minimum it may always fill its own
     share, whatever others have queued. The weight that the API gives it scales ``max_num_workers``, as it scales
     requests.
     """

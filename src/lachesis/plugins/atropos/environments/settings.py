@@ -1,4 +1,4 @@
-"""What an environment is started with: the sections ``env``, ``openai`` and ``slurm``, of flags and of a YAML file."""
+"""Options of an environment: the sections ``env``, ``openai`` and ``slurm``, of flags and of a YAML file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class EnvironmentOptions(Settings):
 
 
 def parse_options(words: Sequence[str], *, env_class: type[EnvironmentConfig]) -> EnvironmentOptions:
-    """The options in a command line; those of a file that ``--config`` names count where a flag does not.
+    """Parse the options in a command line; flags take precedence over the file that ``--config`` names.
 
     Args:
         words: as in ``["--env.group-size", "8", "--openai.base_url=http://localhost:9001/v1", "--slurm", "False"]``.
@@ -136,7 +136,7 @@ def parse_options(words: Sequence[str], *, env_class: type[EnvironmentConfig]) -
 
 
 def describe(env_class: type[EnvironmentConfig]) -> list[tuple[str, str, str]]:
-    """Every flag with its default, "" where there is none, and its meaning."""
+    """Return every flag with its default, "" if it has none, and its meaning."""
     rows = []
     for name, field in _flags(env_class).items():
         shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
@@ -145,7 +145,7 @@ def describe(env_class: type[EnvironmentConfig]) -> list[tuple[str, str, str]]:
 
 
 def _flags(env_class: type[EnvironmentConfig]) -> dict[str, FieldInfo]:
-    """The fields that flags set, by the flag's name: ``config``, ``env.group_size``, ``slurm``."""
+    """Return the fields that flags set, by the flag's name: ``config``, ``env.group_size``, ``slurm``."""
     flags = {_CONFIG: FieldInfo(default=None, description="a YAML file with the sections env, openai and slurm")}
     sections: dict[str, type[Settings]] = {"env": env_class, "openai": ServerConfig, "slurm": SlurmConfig}
     for section, settings in sections.items():

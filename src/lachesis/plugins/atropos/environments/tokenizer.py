@@ -1,4 +1,4 @@
-"""Tokenizers of environments: loaded by name, and texts for what was sampled."""
+"""Tokenizers of environments: loading by name, and texts of sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id.
+    """Load the tokenizer of a model directory or hub id.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     from transformers import AutoTokenizer
 
@@ -32,10 +32,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, plain: str) -> list[int]:
-    """Token ids of a conversation that the model is to go on with.
+    """Return token ids of a conversation that the model is to continue.
 
     Args:
-        plain: the text instead, where the tokenizer has no chat template.
+        tokenizer: of the model.
+        messages: the conversation.
+        plain: the text instead, if the tokenizer has no chat template.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(plain))
@@ -46,12 +48,12 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str:
-    """The text of tokens, without special ones."""
+    """Return the text of tokens, without special ones."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds, special tokens too. A character of several tokens is the last one's."""
+    """Return the text that each token adds, special tokens too; the last token of a character has its text."""
     from tokenizers.decoders import DecodeStream
 
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)

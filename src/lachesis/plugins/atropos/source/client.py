@@ -36,9 +36,9 @@ class Replaced(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerRegistration:
-    """How the API took a trainer up. ``acknowledges``: batches are the API's until they are acknowledged.
+    """Reply of the API to a registering trainer. ``acknowledges``: batches are the API's until they are acknowledged.
 
-    ``outstanding`` are the ids of batches that a trainer before had and did not acknowledge.
+    ``outstanding`` are the ids of batches that an earlier trainer had and did not acknowledge.
     """
 
     uuid: int
@@ -55,11 +55,11 @@ class Delivery:
 
 
 class RolloutApiClient:
-    """One rollout API. Each call is repeated while the API is away, until its deadline passes.
+    """Client of one rollout API. Each call is repeated while the API is away, until its deadline passes.
 
     Args:
-        watch: called while an answer is awaited and after each failure, several times a second; what it raises ends
-            the call.
+        watch: called while an answer is awaited and after each failure, several times a second; an error that it
+            raises ends the call.
     """
 
     def __init__(self, url: str, *, watch: Watch = lambda: None) -> None:
@@ -98,10 +98,10 @@ class RolloutApiClient:
             )
 
     def register(self, asked: Registration, *, deadline: Deadline) -> TrainerRegistration:
-        """Register as the trainer, with acknowledgements where the API knows them.
+        """Register as the trainer, with acknowledgements if the API knows them.
 
         Raises:
-            DataError: the API refuses what is asked.
+            DataError: the API refuses the options.
             DeadlineExceeded: it does not answer.
         """
         reply = self._ask("POST", "/register", deadline=deadline, body=asked.model_dump() | {"acknowledge": True})
@@ -113,16 +113,18 @@ class RolloutApiClient:
         return TrainerRegistration(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
 
     def queued(self, *, deadline: Deadline) -> int:
-        """How many groups wait for a trainer. Raises DeadlineExceeded where the API does not answer."""
+        """Return how many groups wait for a trainer. Raises DeadlineExceeded if the API does not answer."""
         return int(self._ask("GET", "/status", deadline=deadline).get("queue_size", 0))
 
     def next_batch(
         self, trainer: TrainerRegistration, *, holds: Collection[int], deadline: Deadline
     ) -> tuple[Delivery | None, str]:
-        """A batch, or None and what the API says it is waiting for, which may be nothing.
+        """Return a batch, or None and the reason, possibly empty, that the API gives for waiting.
 
         Args:
+            trainer: its registration.
             holds: ids of the batches that the trainer has and did not acknowledge.
+            deadline: of the answer.
 
         Raises:
             NotRegistered: the API knows no trainer any more.
@@ -143,13 +145,13 @@ class RolloutApiClient:
         """Tell the API that these batches are the trainer's for good.
 
         Raises:
-            Replaced: another trainer has registered, or the API was started anew without what it had.
+            Replaced: another trainer has registered, or the API was restarted without its state.
             DeadlineExceeded: the API does not answer.
         """
         self._ask("POST", "/batch/ack", deadline=deadline, body={"uuid": trainer.uuid, "batch_ids": list(ids)})
 
     def environment_names(self) -> list[str]:
-        """The names of environments by id, where the API is ours and answers."""
+        """Return the names of environments by id, if the API is ours and answers."""
         try:
             found = self._send("GET", "/dashboard/data", timeout=_CONNECT_S).json()
             return [str(environment["name"]) for environment in found["environments"]]
@@ -165,9 +167,9 @@ class RolloutApiClient:
             logger.debug("the rollout API at %s could not be told that the trainer ends: %s", self.url, error)
 
     def situation(self, *, batch_size: int) -> str:
-        """What the API says of itself, for a line while the trainer waits; it may be away.
+        """Describe the API's state for a line while the trainer waits; it may be away.
 
-        Of environments the plain protocol says nothing: what keeps the queue empty then is told with its commonest
+        The plain protocol says nothing about environments: an empty queue is then explained by its commonest
         cause.
         """
         try:
@@ -197,7 +199,7 @@ class RolloutApiClient:
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The JSON answer; asked again while the API is away or overloaded."""
+        """Return the JSON answer; retries while the API is away or overloaded."""
         retry = Retry(
             deadline,
             first_s=_FIRST_PAUSE_S,
@@ -244,7 +246,7 @@ class RolloutApiClient:
 
 
 def start_remedy(url: str) -> str:
-    """What to do where no rollout API is at the address."""
+    """Return the remedy for an address without a rollout API."""
     port = httpx.URL(url).port or 80
     return f"start it with `lachesis run-api --port {port}`, or give its address (source.url, --atropos-url)"
 
@@ -261,7 +263,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
 
 
 def api_url(url: str) -> str:
-    """``http://host:port`` of a rollout API. Raises ConfigError where it is no address of one."""
+    """Return ``http://host:port`` of a rollout API. Raises ConfigError if it is not such an address."""
     wrong = ConfigError(f"{url!r} is no address of a rollout API", remedy="write it as http://127.0.0.1:8002")
     try:
         parts = httpx.URL(url.strip())

@@ -33,15 +33,15 @@ class Unusable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is the same for all groups of a run.
+    """Settings that all groups of a run share.
 
     Attributes:
         decode: token ids of many sequences to their texts.
-        vocab_size: of the model; larger ids are those of another tokenizer.
+        vocab_size: of the model; larger ids belong to another tokenizer.
         max_length: longest sequence that the model takes, in tokens.
-        eos_token_ids: by which a sequence has ended by itself, where its environment does not say.
-        teacher: where what groups bring of their own teacher is a teacher's word, and no advantage; which environments
-            have to bring it, and how much of it counts.
+        eos_token_ids: tokens that show that a sequence ended by itself, if its environment does not say.
+        teacher: set if teacher logprobs in groups are for a teacher's loss, and not for advantages; it says which
+            environments have to bring them, and their weight.
     """
 
     decode: TextDecoder
@@ -60,7 +60,7 @@ class _Sequence:
 
     @property
     def start(self) -> int:
-        """Where the completion begins: at the first position that trains, but after one token of prompt at least."""
+        """Start of the completion: at the first position that trains, but after one token of prompt at least."""
         first = self.trains.index(True) if True in self.trains else len(self.tokens)
         return max(1, first)
 
@@ -68,16 +68,18 @@ class _Sequence:
 def convert_group(
     data: Mapping[str, Any], *, group_id: str, conversion: Conversion, environment: str | None = None
 ) -> Group:
-    """One group of the protocol as a group with rewards.
+    """Convert one group of the protocol to a group with rewards.
 
     Untrained positions before the first that trains are the prompt, those after it are masked in the completion.
-    Logprobs that are not there are NaN. An environment's ``advantages`` are set as they are, in place of any from
-    the scores; so is 0 where ``set_advantage_to_zero`` asks for it, and the score itself in a group of one, which
+    Missing logprobs are NaN. An environment's ``advantages`` are used unchanged, in place of any from
+    the scores; so is 0 if ``set_advantage_to_zero`` asks for it, and the score itself in a group of one, which
     has no baseline. Other advantages are left to be computed.
 
     Args:
+        data: the group.
         group_id: becomes the prompt's id, unless the environment gives one as ``group_overrides.group_id``.
-        environment: the name under which it is registered, where that is known.
+        conversion: settings of the run.
+        environment: the name under which it is registered, if known.
 
     Raises:
         Unusable: with the reason.
@@ -106,7 +108,7 @@ def convert_group(
 
 
 def _positive_logprobs(group: ScoredGroup) -> str:
-    """The placeholder 1.0, or any other number above 0, where a sampled token's logprob has to be."""
+    """Describe logprobs of sampled tokens that are above 0, such as the placeholder 1.0."""
     rows = zip(group.inference_logprobs or (), group.masks, strict=False)
     trained = [value for row, mask in rows for value, m in zip(row, mask, strict=False) if m != UNTRAINED]
     known = [value for value in trained if value is not None]
@@ -121,14 +123,14 @@ def _positive_logprobs(group: ScoredGroup) -> str:
 
 
 def _as_labels(tokens: Sequence[int], mask: Sequence[int]) -> list[int]:
-    """A mask of 0 and 1 in the protocol's own convention; any other as it is."""
+    """Convert a mask of 0 and 1 to the protocol's own convention; any other is unchanged."""
     if len(mask) != len(tokens) or not set(mask) <= {0, 1} or list(mask) == list(tokens):
         return list(mask)
     return [token if value else UNTRAINED for token, value in zip(tokens, mask, strict=True)]
 
 
 def _sequence(tokens: Sequence[int], mask: Sequence[int]) -> _Sequence:
-    """Raises Unusable for a mask that is neither of the two conventions."""
+    """Make a sequence. Raises Unusable for a mask that follows neither of the two conventions."""
     for position, (token, value) in enumerate(zip(tokens, mask, strict=True)):
         if value not in (UNTRAINED, token):
             raise Unusable(f"a mask has {value} at position {position}, neither -100 nor the token {token}")
@@ -154,7 +156,7 @@ def _check_ids(ids: Sequence[int], where: str, whose: str, conversion: Conversio
 
 
 def _sample(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> Sample:
-    """A sequence as a sample, its text aside."""
+    """Make a sample of a sequence, without its text."""
     start, score = one.start, float(group.scores[index])
     overrides = (group.overrides or [{}] * (index + 1))[index] or {}
     logprobs = _logprobs(group, index, one)
@@ -188,7 +190,7 @@ def _logprobs(group: ScoredGroup, index: int, one: _Sequence) -> tuple[float, ..
 def _advantages(
     index: int, one: _Sequence, group: ScoredGroup, logprobs: Sequence[float], conversion: Conversion
 ) -> tuple[float | None, tuple[float, ...] | None]:
-    """The sequence's advantage, None where it comes from the scores, and what each token has besides, if anything."""
+    """Return the sequence's advantage, None if it comes from the scores, and further advantages of tokens, if any."""
     given, trains = group.advantages, one.trains[one.start :]
     if given:
         values = [float(value) for value in given[index][one.start :]]
@@ -207,8 +209,10 @@ def _advantages(
 def _distilled(
     index: int, one: _Sequence, group: ScoredGroup, logprobs: Sequence[float], conversion: Conversion
 ) -> tuple[float, ...]:
-    """log p_teacher - log p_sampler of each sampled token: the reverse KL's gradient, as an advantage (on-policy
-    distillation; Agarwal et al., arXiv 2306.13649). 0 where the sampler's logprob is not known."""
+    """Return log p_teacher - log p_sampler of each sampled token: the reverse KL's gradient, as an advantage.
+
+    On-policy distillation (Agarwal et al., arXiv 2306.13649). 0 where the sampler's logprob is unknown.
+    """
     ids, values = (group.distill_token_ids or [])[index], (group.distill_logprobs or [])[index]
     advantages = []
     for position in range(one.start, len(one.tokens)):
@@ -224,9 +228,9 @@ def _distilled(
 
 
 def _taught(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TaughtTokens | None:
-    """What the environment's teacher says of each token; ``None`` where the group is to do without.
+    """Return the teacher logprobs of the environment for each token; ``None`` if the group has to do without.
 
-    That is where its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
+    That is so if its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
     """
     teacher = conversion.teacher
     assert teacher is not None

@@ -35,13 +35,17 @@ def build_feed(
     reachable: bool,
     teach: Teach = list,
 ) -> Feed[Batch]:
-    """The way from a rollout API to packed batches, each as large as the API makes them.
+    """Build the feed from a rollout API to packed batches, each as large as the API makes them.
 
     Args:
-        watch: called while a batch is waited for, with a look at the engine; raises where that has become useless.
-        stop: called while the engine is looked at.
-        reachable: whether the API has to answer by now.
-        teach: what a teacher outside of the trainer says of groups.
+        config: of the run.
+        policy: the trained model.
+        engine: that is watched.
+        run_dir: the run directory.
+        watch: called while a batch is awaited, with a check of the engine; raises if waiting has become useless.
+        stop: called while the engine is checked.
+        reachable: True if the API has to answer by now.
+        teach: adds the logprobs of a teacher outside the trainer to groups.
 
     Raises:
         EngineError: the API does not answer.

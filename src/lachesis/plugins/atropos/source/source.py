@@ -46,21 +46,21 @@ _LOOK_EVERY_S = 5.0
 
 @dataclass(eq=False)
 class AtroposSource(RolloutSource):
-    """The batches of a rollout API, each the groups of one optimizer step.
+    """Source of a rollout API's batches, each the groups of one optimizer step.
 
     With our API nothing is lost and nothing trained on twice, however the trainer ends: a batch is acknowledged
-    once what it taught is safe, which is in a checkpoint where the run writes any, and otherwise after the
+    once its effect is safe, which is in a checkpoint if the run writes any, and otherwise after the
     optimizer step; the last ones once the run is over. Until then the API hands it out again to a trainer that
-    registers anew; one that a checkpoint has already is recognized by its content, acknowledged and passed over.
+    registers anew; one that a checkpoint has already is recognized by its content, acknowledged and skipped.
     With the plain protocol a batch is the trainer's once it is fetched, and one that is on its way when the run is
     stopped is lost.
 
     Groups that cannot be trained on are set aside with their reason and counted; none gets a reward of 0 for it.
 
     Args:
-        registration: what the trainer asks for; its ``starting_step`` is replaced by the step of a checkpoint.
-        with_checkpoints: whether the run writes checkpoints while it goes on.
-        watch: called while waiting; raises where that has become useless.
+        registration: the trainer's options; its ``starting_step`` is replaced by the step of a checkpoint.
+        with_checkpoints: True if the run writes checkpoints on its way.
+        watch: called while waiting; raises if waiting has become useless.
         first_word_s: seconds after which a wait is explained for the first time.
     """
 
@@ -87,12 +87,12 @@ class AtroposSource(RolloutSource):
         self._names: dict[int, str | None] = {}
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
-        """The usable groups of the next batch, however many: batches are counted in sequences here, not ``count``.
+        """Return the usable groups of the next batch, however many: batches are counted in sequences, not by ``count``.
 
         Raises:
             DeadlineExceeded: the environments did not fill a batch in time, or the API does not answer.
             EngineError: another trainer has registered.
-            LachesisError: what ``watch`` raised, such as StopRequested. All is as before the call.
+            LachesisError: raised by ``watch``, such as StopRequested. The state is as before the call.
             DataError: ten batches in a row had no group that could be trained on; or there are no logprobs.
         """
         name = f"the trainer's wait for a batch of {self.registration.batch_size} sequences from {self.client.url}"
@@ -163,7 +163,7 @@ class AtroposSource(RolloutSource):
         return trainer
 
     def _is_known(self, delivery: Delivery) -> bool:
-        """Whether a checkpoint has this batch already; then it may be acknowledged."""
+        """Return True if a checkpoint has this batch already; then it may be acknowledged."""
         number = delivery.batch_id
         if number is None or self._trained.get(number) != _digest(delivery):
             return False
@@ -172,7 +172,7 @@ class AtroposSource(RolloutSource):
         return True
 
     def _convert(self, delivery: Delivery) -> tuple[list[Group], list[str]]:
-        """The usable groups, and the reasons of the others."""
+        """Return the usable groups, and the reasons of the others."""
         groups, reasons = [], []
         number = self._received if delivery.batch_id is None else delivery.batch_id
         self._received += 1
@@ -212,13 +212,13 @@ class AtroposSource(RolloutSource):
         self._say_once(f"{what}: the trainer takes its own in their place, as if the samples were on-policy; {remedy}")
 
     def _name(self, env_id: object) -> str:
-        """What an environment is called, for a sentence that is said once."""
+        """Return an environment's name for a sentence that is logged once."""
         if not isinstance(env_id, int):
             return "an environment that has not registered"
         return f"environment {self._registered_name(env_id) or env_id}"
 
     def _registered_name(self, env_id: object) -> str | None:
-        """The name that the API gave an environment; the original API tells none. Asked once for each environment."""
+        """Return the name that the API gave an environment, asked once for each; the original API has no names."""
         if not isinstance(env_id, int):
             return None
         if env_id not in self._names:
@@ -233,7 +233,7 @@ class AtroposSource(RolloutSource):
             logger.warning("%s (further ones are counted, not shown)", line)
 
     def _finish(self, delivery: Delivery) -> None:
-        """The batch is behind us. It is safe at once where no checkpoint will come to hold it."""
+        """Note that a batch was trained on. It is safe at once if no checkpoint will come to hold it."""
         number = delivery.batch_id
         if number is None or self._trainer is None or not self._trainer.acknowledges:
             return
@@ -254,7 +254,7 @@ class AtroposSource(RolloutSource):
         self._safe.clear()
 
     def report_version(self, version: int) -> None:
-        """The optimizer step is done: the batch is acknowledged, now or with the next checkpoint."""
+        """Finish the batch after its optimizer step: it is acknowledged now or with the next checkpoint."""
         self._step = version
         current, self._current = self._current, None
         if current is not None:
@@ -277,14 +277,17 @@ class AtroposSource(RolloutSource):
             logger.warning("%s", error.message)
 
     def counters(self) -> dict[str, float]:
-        """Since the last call: ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``,
-        that came again though a checkpoint had them."""
+        """Return counts since the last call.
+
+        ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``, which came again though a
+        checkpoint had them.
+        """
         counts, self._counts = self._counts, Counter()
         names = ("dropped_groups", "groups_without_logprobs", "batches_known")
         return {name: float(counts[name]) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and the batches that the weights of now have seen and the API does not know of.
+        """Return the step, and the batches that the current weights have seen and that are not acknowledged.
 
         These may be acknowledged once the state is :meth:`saved`.
         """
@@ -296,17 +299,17 @@ class AtroposSource(RolloutSource):
         return {"step": self._step, "trained": {str(number): digest for number, digest in trained.items()}}
 
     def saved(self) -> None:
-        """What the checkpoint has is safe: the API hears of it before the next batch is asked for."""
+        """Mark the checkpoint's batches as safe: the API hears of it before the next batch is requested."""
         self._safe |= self._in_checkpoint & self._trained.keys()
         self._in_checkpoint = set()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse. Before the first batch; the trainer registers at that step."""
+        """Restore the state before the first batch; the trainer registers at that step."""
         self._step = int(state["step"])
         self._trained = {int(number): str(digest) for number, digest in state["trained"].items()}
 
     def close(self) -> None:
-        """Leave, and close the connections. What is not acknowledged goes to the next trainer. Idempotent."""
+        """Leave, and close the connections. Batches that are not acknowledged go to the next trainer. Idempotent."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None and trainer.acknowledges:
             self.client.leave(trainer, limit_s=_GOODBYE_S)
@@ -327,7 +330,7 @@ class EngineWatch:
     _looked: float = field(default_factory=time.monotonic, init=False)
 
     def __call__(self) -> None:
-        """Raise EngineError where it is gone, or another one is in its place."""
+        """Raise EngineError if the engine is gone or was replaced."""
         if time.monotonic() - self._looked < self.every_s:
             return
         health = call_watched(self.engine.health, watch=self.watch)
@@ -347,13 +350,14 @@ def build_atropos_source(
     watch: Watch = lambda: None,
     reachable: bool = True,
 ) -> AtroposSource:
-    """The source of the section ``source`` with kind atropos.
+    """Build the source of the section ``source`` with kind atropos.
 
     Args:
+        config: of the run.
         conversion: of its groups.
-        checkpoint_dir: told to the environments.
-        watch: called while it waits; raises where that has become useless.
-        reachable: require that the API answers now; False where the run is going to start it.
+        checkpoint_dir: reported to the environments.
+        watch: called while it waits; raises if waiting has become useless.
+        reachable: require that the API answers now; False if the run is going to start it.
 
     Raises:
         EngineError: it does not answer.
@@ -406,6 +410,6 @@ def _restored(before: Group, after: Group) -> Group:
 
 
 def _digest(delivery: Delivery) -> str:
-    """Of what identifies a batch's content."""
+    """Return a digest of a batch's identifying content."""
     content = json.dumps([[group.get("tokens"), group.get("scores")] for group in delivery.groups])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()

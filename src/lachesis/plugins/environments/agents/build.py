@@ -32,14 +32,16 @@ ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "te
 
 
 def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judged_by: frozenset[str]) -> AgentRollouts:
-    """Agents and their proxy, which begins to listen with the first rollout.
+    """Build agents and their proxy, which begins to listen with the first rollout.
 
     Args:
-        judged_by: columns by which rewards are judged; agents are not told them unless the configuration names them.
+        config: of the run.
+        policy: the trained model.
+        engine: that generates.
+        judged_by: columns by which rewards are judged; agents do not get them unless the configuration names them.
 
     Raises:
-        ConfigError: the command or its directory is not there, or the model has no chat template.
-        SandboxError: agents are to be behind a wall, and none can be put up here.
+        ConfigError: the command or its directory does not exist, or the model has no chat template.
     """
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.AgentSourceConfig)
@@ -69,7 +71,7 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judg
 
 
 def agent_of(source: schema.AgentSourceConfig, *, judged_by: frozenset[str]) -> AgentCommand:
-    """The command of a configuration, with its wall. Raises ConfigError."""
+    """Return the command of a configuration, with its wall. Raises ConfigError."""
     in_command = {argument[1:-1] for argument in source.command if argument[:1] + argument[-1:] == "{}"}
     walled = source.container is None and source.wall != "none"
     return AgentCommand(
@@ -96,7 +98,7 @@ def check_wall(cell: Cell) -> None:
 
 
 def cell_of(source: schema.AgentSourceConfig) -> Cell:
-    """The wall that a configuration puts around its agents."""
+    """Return the wall that a configuration puts around its agents."""
     return Cell(
         box="",
         port=_PORT if source.network == "proxy" else None,
@@ -107,6 +109,6 @@ def cell_of(source: schema.AgentSourceConfig) -> Cell:
 
 
 def _files_of(command: Sequence[str]) -> list[str]:
-    """The program and the files that a command line names, and what they are links to."""
+    """Return the program and the files that a command line names, and the targets of links among them."""
     named = [path for path in (shutil.which(command[0]), *command[1:]) if path and os.path.isabs(path)]
     return [one for path in named if os.path.isfile(path) for one in (path, os.path.realpath(path))]

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: from a body to what is asked, from a turn to the answer. Pure."""
+"""OpenAI's Chat Completions: parses bodies to requests, and formats turns as answers. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lachesis.plugins.environments.agents.requests import (
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """What a body asks for. Sampling parameters are the run's, so the agent's temperature is not heeded.
+    """Parse a body. Sampling parameters are the run's, so the agent's temperature is ignored.
 
     Raises:
-        BadRequest: it is malformed, or asks for what a rollout has not: several choices, or an output by a schema.
+        BadRequest: it is malformed, or asks for several choices, or for an output by a schema.
     """
     if body.get("n") not in (None, 1):
         raise BadRequest("n is not 1: a turn of a rollout has one completion")
@@ -46,7 +46,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def message(one: Mapping[str, Any]) -> Message:
-    """A message in the format of chat templates. Raises BadRequest."""
+    """Convert a message to the format of chat templates. Raises BadRequest."""
     role = one.get("role")
     content = text_of(one.get("content"))
     if role == "assistant":
@@ -63,7 +63,7 @@ def message(one: Mapping[str, Any]) -> Message:
 
 
 def answer(turn: AssistantTurn) -> dict[str, Any]:
-    """The document of a turn."""
+    """Return the document of a turn."""
     said: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     if turn.calls:
         said["tool_calls"] = [
@@ -75,7 +75,7 @@ def answer(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def events(turn: AssistantTurn) -> Iterator[Event]:
-    """The same as a stream, in as few events as clients need."""
+    """Yield the answer as a stream, in as few events as clients need."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}

@@ -17,22 +17,23 @@ _REMOVE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Where a rollout's command runs: ``program`` is docker or podman, ``image`` what it starts.
+    """Container for a rollout's command: ``program`` is docker or podman, ``image`` the image to start.
 
-    The container has the network of this machine, so that it reaches the proxy; of its files the rollout's alone, at
-    the same path, and as this user.
+    The container has the network of this machine, so that it reaches the proxy; of its files it has only the rollout's,
+    at the same path, and runs as this user.
     """
 
     program: str
     image: str
 
     def command(self, command: Sequence[str], *, name: str, scratch: Path, variables: Collection[str]) -> list[str]:
-        """The whole command line.
+        """Return the whole command line.
 
         Args:
+            command: to run inside.
             name: by which the container is removed.
-            scratch: directory of the rollout, of which ``work`` is the container's current one.
-            variables: names of those that it is given; their values are in the environment, which no list of
+            scratch: directory of the rollout; its ``work`` is the container's working directory.
+            variables: names of the variables that it gets; their values are in the environment, which no list of
                 processes shows.
         """
         given = [word for variable in sorted(variables) for word in ("--env", variable)]
@@ -50,7 +51,7 @@ class Container:
 
 
 def container_of(spec: str) -> Container:
-    """The container of ``docker:IMAGE`` or ``podman:IMAGE``. Raises ConfigError where it is none, or not installed."""
+    """Parse ``docker:IMAGE`` or ``podman:IMAGE``. Raises ConfigError if it is malformed, or not installed."""
     program, _, image = spec.partition(":")
     if program not in PROGRAMS or not image:
         raise ConfigError(f"source.container is {spec!r}", remedy="write docker:IMAGE or podman:IMAGE")

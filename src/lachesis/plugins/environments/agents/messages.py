@@ -1,4 +1,4 @@
-"""Anthropic's Messages: from a body to what is asked, from a turn to the answer. Pure."""
+"""Anthropic's Messages: parses bodies to requests, and formats turns as answers. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEFT_OUT = ("thinking", "redacted_thinking")
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """What a body asks for. Sampling parameters are the run's, so the agent's temperature is not heeded.
+    """Parse a body. Sampling parameters are the run's, so the agent's temperature is ignored.
 
     Raises:
         BadRequest: it is malformed, or asks for a tool that runs at Anthropic's.
@@ -49,7 +49,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(one: Mapping[str, Any]) -> Iterator[Message]:
-    """A message as those of chat templates: answers of tools are messages of their own, before what else it says."""
+    """Yield a message as those of chat templates: answers of tools are separate messages, before its other content."""
     role, content = one.get("role"), one.get("content")
     if role not in ("user", "assistant"):
         raise BadRequest(f"a message has the role {role!r}")
@@ -75,7 +75,7 @@ def _messages(one: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def answer(turn: AssistantTurn) -> dict[str, Any]:
-    """The document of a turn."""
+    """Return the document of a turn."""
     return _begun(turn) | {
         "content": list(_blocks(turn)),
         "stop_reason": _reason(turn),
@@ -84,7 +84,7 @@ def answer(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def events(turn: AssistantTurn) -> Iterator[Event]:
-    """The same as a stream, in as few events as clients need."""
+    """Yield the answer as a stream, in as few events as clients need."""
     for name, data in _events(turn):
         yield name, {"type": name} | data
 

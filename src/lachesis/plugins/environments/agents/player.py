@@ -1,4 +1,4 @@
-"""Rollouts that agents play: each a process, each with a key of its own at the recording proxy."""
+"""Rollouts that agents play: each is a process with its own key at the recording proxy."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ class Failed:
 
 @dataclass(kw_only=True, eq=False)
 class AgentRollouts:
-    """Runs agents, many at the same time, and makes samples of what the proxy recorded of them.
+    """Player that runs agents, many at the same time, and makes samples of the proxy's records.
 
-    A rollout that took too long, went beyond a limit, ended with another code than 0 (unless ``score_nonzero``) or
-    never asked the model is none: it is played anew, up to ``retries`` times, and then left out of its group and
-    counted by its cause.
+    A rollout that took too long, ended with another code than 0 (unless ``score_nonzero``) or never asked the model
+    fails: it is replayed up to ``retries`` times, and then left out of its group and counted by its cause.
     """
 
     agent: AgentCommand
@@ -114,8 +113,10 @@ class AgentRollouts:
         return [self._item(prompt, row) for prompt, row in zip(prompts, played, strict=True)]
 
     def take_counts(self) -> dict[str, float]:
-        """Since the last call: ``turns``, ``tool_calls``, ``refilled_rollouts`` and ``rollout_failures``, these by
-        their cause too."""
+        """Return counts since the last call.
+
+        ``turns``, ``tool_calls``, ``refilled_rollouts`` and ``rollout_failures``, these also by cause.
+        """
         with self._counting:
             counts, self._counts = self._counts, Counter()
         names = ("turns", "tool_calls", "refilled_rollouts", "rollout_failures")
@@ -133,7 +134,7 @@ class AgentRollouts:
                 self._started = True
 
     def _wait(self, futures: Sequence[Future[KeptRollout | Failed]], deadline: Deadline) -> None:
-        """Until all have ended; raises what one raised, what the engine did, or that the deadline passed."""
+        """Wait until all have ended; raise the error of one, of the engine, or of the deadline."""
         with deadline.waiting():
             pending = set(futures)
             while pending:
@@ -199,7 +200,7 @@ class AgentRollouts:
         return AgentRun(session, ended)
 
     def _finished(self, number: int, played: AgentRun, params: SamplingParams) -> KeptRollout:
-        """The samples of a rollout, and the columns that reward functions get, with a value per sample."""
+        """Return the samples of a rollout, and the columns for reward functions, with a value per sample."""
         session, ended = played.session, played.ended
         self._count(turns=session.turns, tool_calls=session.calls)
         texts = self.decode([trajectory.conversation.token_ids for trajectory in session.trajectories])

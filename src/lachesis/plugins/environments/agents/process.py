@@ -1,4 +1,4 @@
-"""One agent: a command with its endpoint and key, behind a wall of its own, ended with all that it started."""
+"""Process of one agent: a command with its endpoint and key, in a separate directory, ended with all its children."""
 
 from __future__ import annotations
 
@@ -35,19 +35,16 @@ _INTO = ("/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
 
 @dataclass(frozen=True, slots=True)
 class AgentCommand:
-    """What is run for a rollout. ``{prompt}`` and ``{COLUMN}`` in an argument are the task's.
+    """Command of a rollout. ``{prompt}`` and ``{COLUMN}`` in an argument are the task's.
 
     Args:
         command: program and arguments.
         workdir: is copied for each rollout, which runs in the copy; an empty directory if unset.
-        env: variables beside the usual ones (:data:`USUAL`) and those that say where the model is.
+        env: variables besides the usual ones (:data:`USUAL`) and those with the model's address.
         timeout_s: limit of one rollout, in seconds.
-        container: where it runs instead of behind a wall.
-        cell: the wall around it; its ``box`` is another for each rollout. Without one it is a process like any.
+        container: for the command; a process of this machine if unset.
         inherited: names of this process's variables that it gets too.
-        told: columns that it is told beside the prompt.
-        keep_files: patterns of the files whose texts are kept for the rewards.
-        self_reported: whether it may write a reward of its own.
+        hidden: columns that it does not get, as rewards are judged by them.
     """
 
     command: tuple[str, ...]
@@ -73,13 +70,7 @@ class AgentCommand:
 
 @dataclass(frozen=True, slots=True)
 class AgentExit:
-    """How a rollout's command ended, and what it left.
-
-    Args:
-        beyond: the limit of its wall that it hit, ``memory`` or ``disk``.
-        reward: what it wrote into its reward file, as text.
-        files: texts of its files, by their names.
-    """
+    """End of a rollout's command. ``reward`` is the text of its reward file."""
 
     exit_code: int | None
     timed_out: bool
@@ -99,15 +90,20 @@ def run_agent(
     stop: Callable[[], bool],
     limit_s: float | None,
 ) -> AgentExit:
-    """Run the command to its end, or to its limit, or until ``stop`` says so; all that it started has ended then.
+    """Run the command to its end, or to its limit, or until ``stop`` says so; all its processes have ended then.
 
-    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and the columns that it is told.
-    ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` say where the model is, ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY``
-    who asks. Where it may report a reward, ``LACHESIS_REWARD`` is the file for it.
+    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and the columns that it may see.
+    ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` are the model's address, ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY``
+    identify the rollout. If it may report a reward, ``LACHESIS_REWARD`` is the file for it.
 
     Args:
-        url: where it reaches the model, but for one that has a network of its own.
-        listen: takes the socket at which such a one reaches the model.
+        agent: the command.
+        prompt: the task.
+        url: the model's address, for agents without a separate network.
+        key: of the rollout.
+        listen: takes the socket by which an agent with a separate network reaches the model.
+        stop: asked repeatedly.
+        limit_s: of the run, in seconds.
 
     Raises:
         EngineError: the command cannot be run.
@@ -183,7 +179,7 @@ def run_agent(
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """A new directory, removed in the end whatever an agent has made of it."""
+    """Make a new directory, and remove it in the end whatever an agent has made of it."""
     root = Path(tempfile.mkdtemp(prefix="lachesis-agent-"))
     try:
         yield root
@@ -194,31 +190,31 @@ def _directory() -> Iterator[Path]:
 
 
 def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str, str | None]:
-    """What an agent's environment differs in from this process's: None removes a variable.
+    """Return the changes of an agent's environment against this process's: None removes a variable.
 
-    This process has the keys of trackers, hubs and clouds, and where its servers' tokens are; none of it is an agent's.
+    This process has the keys of trackers, hubs and clouds, and of its servers' tokens; no agent may see them.
     """
     usual = {name: value for name, value in environment.items() if name in USUAL or name.startswith("LC_")}
     return dict.fromkeys(environment) | usual | {"HOME": str(home)}
 
 
 def with_columns(prompt: Prompt, told: frozenset[str]) -> Prompt:
-    """The prompt with some of its columns only."""
+    """Return the prompt with only some of its columns."""
     return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name in told})
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
-    """What an agent is told of its task: the columns, and the prompt as a text and as messages."""
+    """Return an agent's view of its task: the columns, and the prompt as a text and as messages."""
     return {**prompt.columns, "id": prompt.id, "prompt": question(prompt), "messages": list(prompt.messages or ())}
 
 
 def question(prompt: Prompt) -> str:
-    """The prompt as a text: of a conversation, what was said last."""
+    """Return the prompt as a text: the last message of a conversation."""
     return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
 
 
 def filled(command: Sequence[str], prompt: Prompt) -> list[str]:
-    """The command with the task's values in it; other braces stay as they are."""
+    """Return the command with the task's values filled in; other braces stay."""
     values = {name: str(value) for name, value in prompt.columns.items()} | {"prompt": question(prompt)}
     made: list[str] = []
     for argument in command:
@@ -231,7 +227,7 @@ def filled(command: Sequence[str], prompt: Prompt) -> list[str]:
 
 
 def _endpoint(url: str, key: str) -> dict[str, str | None]:
-    """Where the model is, and nothing of what else this process may have a key for."""
+    """Return variables with the model's address, and without other keys that this process may have."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_BASE": f"{url}/v1",

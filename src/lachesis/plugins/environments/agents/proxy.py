@@ -47,11 +47,9 @@ _ANSWERS: Mapping[
 
 
 class AgentProxy:
-    """Listens on a port of its own, on a thread of its own. A key says which rollout a request belongs to.
+    """Proxy on its own port and thread. A key says which rollout a request belongs to.
 
-    An agent with a network of its own has a door: a socket at which nobody else can ask, and it with no other's key.
-
-    ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is what it serves.
+    ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is the application.
 
     Args:
         host: the address to listen at, which agents in containers have to reach.
@@ -100,7 +98,7 @@ class AgentProxy:
         self._listener.close()
 
     def open(self, *, seed: int, params: SamplingParams) -> tuple[str, AgentSession]:
-        """A key for a new rollout, and what will be recorded of it."""
+        """Return a key for a new rollout, and the session that will record it."""
         key, session = f"sk-{secrets.token_hex(16)}", AgentSession(seed=seed, params=params)
         self._sessions[key] = session
         return key, session
@@ -198,10 +196,7 @@ class AgentProxy:
         return StreamingResponse(_stream(events(turn), dialect), media_type="text/event-stream")
 
     def _session(self, request: Request) -> AgentSession:
-        """By the key, as either API's clients send it.
-
-        Raises BadRequest for one that is not known, or no more, or that of another agent than the one at the door.
-        """
+        """Find the session by the key, as either API's clients send it. Raises BadRequest for an unknown key."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         key = request.headers.get("x-api-key") or bearer
         session, door = self._sessions.get(key), request.scope.get(_DOOR)
@@ -227,9 +222,9 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _asked(read: Callable[[dict[str, Any]], Asked], body: dict[str, Any]) -> Asked:
-    """What an agent asks for. Raises BadRequest where the body is not one of this API.
+    """Parse an agent's request. Raises BadRequest if the body is not one of this API.
 
-    Readers do nothing but translate the body, so that what they stumble over is a part of it of another kind.
+    Readers only translate the body, so any failure of theirs is a part of it with the wrong type.
     """
     try:
         return read(body)
@@ -246,7 +241,7 @@ async def _stream(events: Iterator[Event], dialect: Dialect) -> AsyncIterator[st
 
 
 def _refusal(dialect: Dialect, message: str, *, status: int, code: str) -> Response:
-    """An error as the API has it. Clients are told not to try again: they would get the same."""
+    """Return an error in the API's form. Clients are told not to retry: they would get the same."""
     if dialect == "messages":
         kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
         kind = kinds.get(status, "invalid_request_error")

@@ -1,4 +1,4 @@
-"""What all APIs of models have in common: a request for a turn, and the turn. Pure."""
+"""Common records of the model APIs: a request for a turn, and the turn. Pure."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class AssistantCall:
 
     @property
     def json(self) -> str:
-        """The arguments as all APIs but Anthropic's have them."""
+        """Arguments as JSON text, as all APIs except Anthropic's have them."""
         return json.dumps(dict(self.arguments), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """What the model said, and how many tokens that took."""
+    """The model's turn, with the numbers of its tokens."""
 
     content: str
     calls: tuple[AssistantCall, ...]
@@ -71,7 +71,7 @@ Dialect = Literal["chat", "responses", "messages"]
 
 
 def text_of(content: object, *, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
-    """The text of a content: a string, or parts of text. Raises BadRequest for images and the like."""
+    """Return the text of a content: a string, or parts of text. Raises BadRequest for images and the like."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -88,7 +88,7 @@ def text_of(content: object, *, kinds: Sequence[str] = ("text", "input_text", "o
 
 
 def arguments_of(value: object) -> Mapping[str, Any]:
-    """The arguments of a call that an agent sends back. Raises BadRequest where they are no object."""
+    """Parse the arguments of a call that an agent sends back. Raises BadRequest if they are not an object."""
     if isinstance(value, str):
         try:
             value = read_json(value or "{}")
@@ -100,7 +100,7 @@ def arguments_of(value: object) -> Mapping[str, Any]:
 
 
 def assistant(content: str, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Message:
-    """A turn of the model in the format of chat templates; ``calls`` are ids, names and arguments."""
+    """Return a turn of the model in the format of chat templates; ``calls`` are ids, names and arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -111,7 +111,7 @@ def assistant(content: str, calls: Sequence[tuple[str, str, Mapping[str, Any]]])
 
 
 def limit_of(value: object) -> int | None:
-    """A number of tokens. Raises BadRequest."""
+    """Return a number of tokens. Raises BadRequest if it is invalid."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -120,7 +120,7 @@ def limit_of(value: object) -> int | None:
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """A field that holds objects; none where it is left out. Raises BadRequest."""
+    """Return a field that holds objects; empty if it is missing. Raises BadRequest."""
     found = body.get(name) or []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise BadRequest(f"{name} is no list of objects")

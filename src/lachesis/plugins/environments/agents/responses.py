@@ -1,4 +1,4 @@
-"""OpenAI's Responses: from a body to what is asked, from a turn to the answer. Pure."""
+"""OpenAI's Responses: parses bodies to requests, and formats turns as answers. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lachesis.plugins.environments.agents.requests import (
 
 
 def read(body: Mapping[str, Any], *, before: Sequence[Message] = ()) -> Asked:
-    """What a body asks for; ``before`` are the messages up to and with the response that it continues.
+    """Parse a body; ``before`` are the messages up to and with the response that it continues.
 
     Raises:
-        BadRequest: it is malformed, or asks for a tool that is no function, or an output by a schema.
+        BadRequest: it is malformed, or asks for a tool that is not a function, or for an output by a schema.
     """
     tools = [] if body.get("tool_choice") == "none" else list_of(body, "tools")
     if odd := [tool.get("type") for tool in tools if tool.get("type") != "function"]:
@@ -81,7 +81,7 @@ def _calls_of(message: Message) -> list[tuple[str, str, Mapping[str, Any]]]:
 
 
 def answer(turn: AssistantTurn) -> dict[str, Any]:
-    """The document of a turn."""
+    """Return the document of a turn."""
     cut = turn.finish_reason == "length"
     return _envelope(turn) | {
         "status": "incomplete" if cut else "completed",
@@ -98,7 +98,7 @@ def answer(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def events(turn: AssistantTurn) -> Iterator[Event]:
-    """The same as a stream, in as few events as clients need."""
+    """Yield the answer as a stream, in as few events as clients need."""
     for number, (name, data) in enumerate(_events(turn)):
         yield name, {"type": name, "sequence_number": number} | data
 
@@ -132,7 +132,7 @@ def _call_events(call: AssistantCall, place: dict[str, Any]) -> Iterator[Event]:
 
 
 def _output(turn: AssistantTurn) -> Iterator[tuple[AssistantCall | None, dict[str, Any]]]:
-    """What is said, unless that is nothing and there are calls; then the calls."""
+    """Yield the text, unless it is empty and there are calls; then the calls."""
     if turn.content or not turn.calls:
         part = {"type": "output_text", "text": turn.content, "annotations": []}
         item = {

@@ -1,4 +1,4 @@
-"""Rewards of agents: tests of a file that they leave, and what they say of themselves (``source.self_reported``)."""
+"""Rewards of agents: tests of a file that they leave, and their own reports (``source.self_reported``)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def file_tests(
     file: str = "solution.py",
     **_: object,
 ) -> list[float]:
-    """The share of the statements in the column ``tests`` that hold for a Python file which the agent leaves.
+    """Return the share of the statements in the column ``tests`` that hold for a Python file that the agent leaves.
 
-    They are judged in the sandbox, as by the rewards for code, where neither the agent nor its file can reach.
+    They are judged in the sandbox, as by the rewards for code, out of reach of the agent and its file.
 
     Args:
         completions: one for each sample.
-        files: what was kept by ``source.keep_files``; without the file the reward is 0.
+        files: kept by ``source.keep_files``; without the file the reward is 0.
         tests: statements such as ``assert add(1, 2) == 3``.
         file: its name.
     """
@@ -43,7 +43,7 @@ def exit_code(completions: Sequence[object], exit_code: Sequence[int | None], **
 
 
 def reported(completions: Sequence[object], reported: Sequence[str | None], **_: object) -> list[float | Excluded]:
-    """The number that the agent wrote into the file ``LACHESIS_REWARD``; a rollout without one is excluded."""
+    """Return the number that the agent wrote into the file ``LACHESIS_REWARD``; a rollout without one is excluded."""
     return [_number(text) for text in reported]
 
 

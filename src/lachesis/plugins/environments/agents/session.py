@@ -1,4 +1,4 @@
-"""What one rollout of an agent said and was told, token by token: one trajectory, or several where it began anew."""
+"""Record of one agent's rollout, token by token: one trajectory, or several if the agent began a new conversation."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ContinuedTurns:
 
     @property
     def messages(self) -> list[Message]:
-        """What came after the first prompt, the model's turns among it."""
+        """Messages after the first prompt, including the model's turns."""
         return self.known[self.given :]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """A turn that is about to be sampled: of a new trajectory, or after ``added`` tokens of one that goes on."""
+    """A turn about to be sampled: of a new trajectory, or after ``added`` tokens of an existing one."""
 
     asked: Asked
     trajectory: ContinuedTurns
@@ -49,7 +49,7 @@ class PreparedTurn:
 
 @dataclass(slots=True)
 class AgentSession:
-    """One rollout, by its key. Requests may overlap; what is recorded is what the model completed."""
+    """One rollout, by its key. Requests may overlap; the model's completed turns are recorded."""
 
     seed: int
     params: SamplingParams
@@ -62,11 +62,11 @@ class AgentSession:
 
 
 class Recorder:
-    """Makes prompts of what agents ask, and records what was sampled.
+    """Makes prompts of agents' requests, and records the sampled turns.
 
-    Where the messages of a request are those of a trajectory, its last answer among them as it was given, and others
-    after these, the prompt is that trajectory's tokens as they were sampled and what the chat template adds for the
-    new messages. The same where the template's tokens happen to begin with all of a trajectory's. Else another begins.
+    If a request repeats the messages of a trajectory, its last answer unchanged, and adds others, the prompt is that
+    trajectory's sampled tokens plus the chat template's for the new messages. The same if the template's tokens
+    happen to begin with all of a trajectory's. Otherwise a new trajectory begins.
 
     Args:
         max_context: most tokens of a trajectory.
@@ -87,7 +87,7 @@ class Recorder:
         self._continuations: dict[str, Continuation] = {}
 
     def prepare(self, session: AgentSession, asked: Asked) -> PreparedTurn:
-        """The engine's request for a turn. Raises BadRequest where it cannot be rendered, or has no room."""
+        """Return the engine's request for a turn. Raises BadRequest if it cannot be rendered, or does not fit."""
         if not asked.messages:
             raise BadRequest("there are no messages")
         trajectory, added = self._place(session, asked)
@@ -112,7 +112,7 @@ class Recorder:
         return PreparedTurn(asked, trajectory, added, request, new)
 
     def record(self, session: AgentSession, prepared: PreparedTurn, completion: Completion) -> AssistantTurn:
-        """Take a turn into its trajectory; where that has gone on meanwhile, into one of its own."""
+        """Add a turn to its trajectory; if that has grown meanwhile, to a new one."""
         trajectory, asked = prepared.trajectory, prepared.asked
         before = len(prepared.request.prompt_ids) - len(prepared.added)
         if prepared.new or len(trajectory.conversation.next_prompt) != before:
@@ -140,7 +140,7 @@ class Recorder:
         return turn
 
     def render(self, asked: Asked) -> list[int]:
-        """The template's tokens of all messages. Raises BadRequest."""
+        """Return the template's tokens of all messages. Raises BadRequest."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(asked.messages),  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ class Recorder:
         return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
     def _place(self, session: AgentSession, asked: Asked) -> tuple[ContinuedTurns | None, tuple[int, ...]]:
-        """The trajectory that a request goes on with, and the tokens that are new; none where it begins another."""
+        """Return the trajectory that a request continues, and the new tokens; None if it begins a new one."""
         for trajectory in reversed(session.trajectories):
             known = trajectory.known
             new = asked.messages[len(known) :]
@@ -183,7 +183,7 @@ class Recorder:
     def _read(
         self, session: AgentSession, completion: Completion, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, tuple[AssistantCall, ...]]:
-        """What a turn says and calls; a call that is none is a part of what it says, as agents know no such thing."""
+        """Return the text and calls of a turn; a malformed call stays part of the text, as agents expect."""
         ids = list(completion.token_ids)
         if ids and ids[-1] == self._tokenizer.eos_token_id:
             ids.pop()
@@ -204,6 +204,6 @@ def _alike(known: Sequence[Message], given: Sequence[Message]) -> bool:
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
-    """What makes a message the same one: not the ids of calls, and no white space around it."""
+    """Return what identifies a message: without the ids of calls, and without surrounding white space."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["role"], str(message["content"]).strip(), calls

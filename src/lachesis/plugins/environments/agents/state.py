@@ -1,4 +1,4 @@
-"""What an agent leaves in its directory, read so that nothing of it leads anywhere else or takes long."""
+"""Reader of the files that an agent leaves in its directory, which follows no links and is quick."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MAX_ENTRIES, _DEEPEST = 100_000, 32
 def read_state(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
     """Return the texts of the files that match one of the patterns, by their paths in the directory.
 
-    Only plain files count, links are not followed, and what goes beyond :data:`MAX_BYTES` in all is as if it were not
-    there. Bytes that are no UTF-8 are replaced.
+    Only plain files count, links are not followed, and files beyond :data:`MAX_BYTES` in all are ignored. Bytes that
+    are not UTF-8 are replaced.
     """
     found: dict[str, str] = {}
     left, entries = MAX_BYTES, 0
@@ -43,7 +43,7 @@ def read_state(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _content(name: str, place: int, most: int) -> bytes | None:
-    """The content of a plain file of at most so many bytes."""
+    """Return the content of a plain file of at most ``most`` bytes; ``None`` for any other."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
     except OSError:

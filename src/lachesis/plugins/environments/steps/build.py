@@ -1,4 +1,4 @@
-"""The players of an environment that is stepped, by what a configuration says of it."""
+"""Construction of the players of a stepped environment from its configuration."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Reward
 
 
 def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewarder | None = None) -> StepPlayers:
-    """An environment over a policy. It is made once here, to see which methods it has.
+    """Build the players of an environment. It is made once here, to see which methods it has.
 
     Raises:
-        ConfigError: it cannot be loaded or made, has none of the interfaces, or nobody would score it.
-        DataError: there are no tasks, or no end of them.
+        ConfigError: it cannot be loaded or made, has none of the interfaces, or would have no reward.
+        DataError: there are no tasks, or unlimited ones.
     """
     rows = task_rows(settings)
     if settings.interface == "openenv" or is_address(settings.environment):
@@ -143,7 +143,7 @@ def _require_no_parser(settings: StepSettings, interface: str) -> None:
 
 
 def task_rows(settings: StepSettings) -> list[Row]:
-    """The tasks: rows of a file, or numbers; each has a ``seed``, its number unless the row has one."""
+    """Return the tasks: rows of a file, or numbers; each has a ``seed``, its number unless the row has one."""
     if settings.tasks is None:
         if settings.max_tasks is None:
             raise DataError(
@@ -159,7 +159,7 @@ def task_rows(settings: StepSettings) -> list[Row]:
 
 
 def interface_of(env: object) -> str:
-    """By its methods. Raises ConfigError where it has those of none."""
+    """Return the interface of an environment by its methods. Raises ConfigError if it fits none."""
     has = {name for name in ("initial_observation", "reset", "step") if callable(getattr(env, name, None))}
     if {"initial_observation", "step"} <= has:
         return "tinker"
@@ -175,7 +175,7 @@ def interface_of(env: object) -> str:
 
 
 def _maker(settings: StepSettings, policy: PolicyAccess) -> Callable[[Row], Any]:
-    """A new environment for a task, from the class or function that is named."""
+    """Return a function that makes a new environment for a task, from the named class or function."""
     factory = load_function(settings.environment)
     try:
         names = {name for name, one in inspect.signature(factory).parameters.items() if one.kind is not one.VAR_KEYWORD}
@@ -190,7 +190,7 @@ def _maker(settings: StepSettings, policy: PolicyAccess) -> Callable[[Row], Any]
 
 
 def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tuple[Any, str]:
-    """An environment, which is closed again, and its interface. Raises ConfigError where it cannot be made."""
+    """Make an environment, close it again, and return it with its interface. Raises ConfigError if that fails."""
     thread = CallThread("lachesis-environment")
     try:
         made = thread.call(maker, {"row": row}, timeout_s=_MAKING_S)

@@ -1,4 +1,4 @@
-"""One episode of an environment as the players see it: what it shows, what the model does, what that is worth."""
+"""Players' view of one episode of an environment: its observations, the model's actions, and the rewards."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What an environment answers.
+    """Response of an environment.
 
     Args:
         messages: new ones; with ``whole`` all of the next prompt.
-        token_ids: all tokens of the next prompt, of environments that render it themselves.
-        answer: the turn before as a message, where it is more than its text.
+        token_ids: all tokens of the next prompt, from environments that render it themselves.
+        answer: the turn before as a message, if it is more than its text.
         reward: of this step alone.
         stop: texts that end the next turn, and ``stop_token_ids`` tokens that do.
     """
@@ -68,7 +68,7 @@ class EnvironmentCalls:
         self._thread: DaemonThread | None = None
 
     async def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What ``function`` returns. Raises RolloutFailed for whatever it raises that is none of our errors."""
+        """Call ``function`` and return its result. Errors other than ours are raised as RolloutFailed."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*given, **named)
@@ -122,23 +122,23 @@ class Game(ABC):
 
     @abstractmethod
     async def begin(self) -> Seen:
-        """What the model sees first. Raises RolloutFailed where the environment does not begin."""
+        """Return the model's first observation. Raises RolloutFailed if the environment does not begin."""
 
     @abstractmethod
     async def step(self, action: Action) -> Seen:
-        """What a turn brought. Raises RolloutFailed where the environment fails."""
+        """Return the result of a turn. Raises RolloutFailed if the environment fails."""
 
     async def worth(self) -> float:
-        """What the episode is worth as a whole, beyond the rewards of its steps."""
+        """Return the reward of the episode as a whole, beyond the rewards of its steps."""
         return 0.0
 
     async def close(self) -> None:
-        """Give back what it holds; also after a failure, and once it was cancelled."""
+        """Release resources; also after a failure, and once it was cancelled."""
         return None
 
 
 def shown(observation: object, *, what: str) -> tuple[Message, ...]:
-    """An observation as messages: a text is one of the user. Raises RolloutFailed for anything else."""
+    """Return an observation as messages: a text is one of the user. Raises RolloutFailed for anything else."""
     if isinstance(observation, str):
         return ({"role": "user", "content": observation},)
     if isinstance(observation, list | tuple):
@@ -153,7 +153,7 @@ def shown(observation: object, *, what: str) -> tuple[Message, ...]:
 
 
 def number(value: object, *, what: str) -> float:
-    """A reward as a number; numpy's and torch's are too. Raises RolloutFailed where it is none."""
+    """Return a reward as a number, also numpy's and torch's. Raises RolloutFailed if it is not one."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -161,7 +161,7 @@ def number(value: object, *, what: str) -> float:
 
 
 def named_arguments(function: Callable[..., Any], row: Row) -> dict[str, Any]:
-    """Of a task's columns those that a function names; all where it takes any."""
+    """Return the columns of a task that a function names as arguments; all if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(row)

@@ -18,7 +18,7 @@ from lachesis.rollouts.episodes import RolloutFailed
 
 
 class GymnasiumGame(Game):
-    """``step`` returns observation, reward, terminated, truncated and info, or the four of the older interface.
+    """Game whose ``step`` returns observation, reward, terminated, truncated and info, or the older interface's four.
 
     ``reset`` gets the columns of the task that it names: Gymnasium's own names ``seed`` and ``options``, of which the
     latter are all other columns.

@@ -1,4 +1,4 @@
-"""From what an environment shows to token ids: by the chat template, or as plain text where the model has none."""
+"""Conversion of observations to token ids: by the chat template, or as plain text if the model has none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Rendering:
-    """Tokens of prompts. What was sampled stays as it is: only what is new is made from text.
+    """Tokens of prompts. Sampled tokens stay unchanged: only new text is tokenized.
 
     Args:
         kwargs: further variables of the chat template, as the descriptions of tools.
-        special_tokens: what becomes of them in :attr:`Action.text`.
+        special_tokens: how :attr:`Action.text` treats them.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Rendering:
         self._continuation = Continuation(tokenizer, kwargs)
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The first prompt. Raises ConfigError where the template fails."""
+        """Return the first prompt. Raises ConfigError if the template fails."""
         if not self._chats:
             return tuple(self._tokenizer(_text(messages))["input_ids"])  # type: ignore[arg-type]
         try:
@@ -55,25 +55,26 @@ class Rendering:
         return tuple(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
     def added(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        """What comes between a turn and the next. Raises ConfigError as :meth:`Continuation.tokens`.
+        """Return the tokens between a turn and the next. Raises ConfigError as :meth:`Continuation.tokens`.
 
         Args:
             answer: the turn as a message.
-            ended: whether it was sampled with its end token.
+            messages: the environment's messages after it.
+            ended: True if the turn was sampled with its end token.
         """
         if self._chats:
             return self._continuation.tokens(answer, messages, ended=ended)
         return list(self._tokenizer(_text(messages), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
     def action(self, token_ids: Sequence[int], *, finish_reason: Any) -> Action:
-        """A turn as the environment gets it, without its end token."""
+        """Return a turn as the environment gets it, without its end token."""
         ended = self.ended(token_ids)
         own = list(token_ids[:-1] if ended else token_ids)
         raw = str(self._tokenizer.decode(own, skip_special_tokens=False))
         return Action(text=self._decode([own])[0], raw=raw, token_ids=tuple(token_ids), finish_reason=finish_reason)
 
     def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether a turn has its end token."""
+        """Return True if a turn has its end token."""
         return bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
 
 

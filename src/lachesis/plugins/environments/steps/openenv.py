@@ -40,23 +40,23 @@ class OpenEnvServer:
 
     @property
     def address(self) -> str:
-        """Of its WebSocket."""
+        """Address of the server's WebSocket."""
         scheme, _, rest = self.url.rstrip("/").partition("://")
         return f"{_SCHEMES[scheme]}://{rest}/ws"
 
 
 def is_address(environment: str) -> bool:
-    """Whether an environment is named by its server's address."""
+    """Return True if an environment is named by its server's address."""
     return environment.partition("://")[0] in _SCHEMES and "://" in environment
 
 
 def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
-    """A server, which is asked for what an action of it is unless ``args`` say.
+    """Describe a server, which is asked for the fields of its actions unless ``args`` give them.
 
     Raises:
         DependencyError: the package websockets is not installed.
-        ConfigError: ``args`` have other names than ``action`` and ``observation``, nobody answers, or an action has no
-            or several texts.
+        ConfigError: ``args`` have other names than ``action`` and ``observation``, no server answers, or an action has
+            no or several texts.
     """
     try:
         import websockets  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -70,7 +70,7 @@ def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
 
 
 def _text_field(url: str) -> str:
-    """The one text among the fields of an action, by the server's schema."""
+    """Return the one text among the fields of an action, by the server's schema."""
     scheme, _, rest = url.rstrip("/").partition("://")
     address = f"{scheme.replace('ws', 'http', 1)}://{rest}/schema"
     try:
@@ -134,7 +134,7 @@ class OpenEnvGame(Game):
         return Seen(messages=messages, reward=reward, done=done)
 
     def _refused(self, kind: str, data: Mapping[str, Any]) -> Seen:
-        """What the server says is no action is told to the model."""
+        """Return the server's refusal of an invalid action as an observation for the model."""
         if kind == "step" and data.get("code") == _REFUSED:
             return Seen(messages=shown(f"error: {data.get('message')}", what=self._server.url))
         raise self._failed(f"{kind}: {data.get('message')} ({data.get('code')})")

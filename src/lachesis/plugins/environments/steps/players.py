@@ -34,9 +34,9 @@ class Episode:
     """One episode as it grows.
 
     Args:
-        prompt_ids: what the next turn is sampled after; ``base`` of them were there before the first turn.
-        start: what the environment showed first, and ``said`` all messages after that.
-        full: whether it ended because no room was left, in its last turn or for a further one.
+        prompt_ids: prompt of the next turn; ``base`` of the tokens were there before the first turn.
+        start: the first messages of the environment, and ``said`` all messages after that.
+        full: True if it ended because no room was left, in its last turn or for a further one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,15 +51,15 @@ class Episode:
 
 @dataclass(kw_only=True, eq=False)
 class StepPlayers(TaskPlayers):
-    """Plays one environment, a new one for each episode.
+    """Players of one environment, a new instance for each episode.
 
-    ``max_tokens`` of the policy's parameters is the most of a sequence after its prompt, with what the environment
-    shows in between, as TRL counts.
+    ``max_tokens`` of the policy's parameters is the most of a sequence after its prompt, including the environment's
+    observations, as TRL counts.
 
     Args:
         rows: the tasks, by their columns; the last ``eval_tasks`` are held out.
-        rewarder: reward functions beside the environment's own reward.
-        owned: whether the environment says itself what an episode is worth.
+        rewarder: reward functions besides the environment's own reward.
+        owned: True if the environment itself gives an episode's reward.
     """
 
     policy: PolicyAccess
@@ -114,7 +114,7 @@ class StepPlayers(TaskPlayers):
         return await self._judged(played, prompt) if greedy else played
 
     async def _judged(self, played: Played, prompt: Prompt) -> Played:
-        """An episode of a group of its own with its rewards."""
+        """Return an episode, as a group of one, with its rewards."""
         judged = await self.finish([played])
         if not judged:
             raise RolloutFailed(f"task {prompt.id}: a reward function failed on it", cause="reward")
@@ -123,7 +123,7 @@ class StepPlayers(TaskPlayers):
         return judged[0]
 
     async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
-        """With the rewards of functions, which are called for a group at once."""
+        """Add the rewards of functions, which are called for a whole group."""
         if self.rewarder is None or not played:
             return list(played)
         return await scored(played, self.rewarder, owned=self.owned)
@@ -133,7 +133,7 @@ class StepPlayers(TaskPlayers):
         self.policy.calls.close()
 
     async def _played(self, game: Game, params: SamplingParams, *, prompt: Prompt, seed: int) -> Episode:
-        """All turns; the last one is stepped too, for what it brings."""
+        """Play all turns; the last one is stepped too, for its reward."""
         seen = await game.begin()
         episode = self._begun(seen)
         if self._room(episode) < 1:
@@ -189,7 +189,7 @@ class StepPlayers(TaskPlayers):
         return not episode.full
 
     def _room(self, episode: Episode) -> int:
-        """How many tokens the next turn may have."""
+        """Return how many tokens the next turn may have."""
         used = len(episode.prompt_ids) - episode.base
         return min(self.policy.params.max_tokens - used, self.policy.max_context - len(episode.prompt_ids))
 

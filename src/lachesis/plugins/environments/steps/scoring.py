@@ -19,7 +19,7 @@ COLUMN = "environments"
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """What is left of an episode: its task, the environment, what it showed first, and all messages after that."""
+    """Remains of an episode: its task, the environment, its first messages, and all messages after that."""
 
     prompt: Prompt
     subject: Any
@@ -28,10 +28,10 @@ class EpisodeEnd:
 
 
 async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played | RolloutFailed]:
-    """Episodes of one task with their rewards: of the functions and, with ``owned``, last that of the environment.
+    """Return episodes of one task with their rewards: of the functions and, with ``owned``, last the environment's.
 
     An episode of several sequences is judged once, by its last. One that a function could not judge has failed.
-    Functions run on a thread of their own.
+    Functions run in a separate thread.
 
     Raises:
         RewardError: a function failed, unless ``rewards.on_error`` drops the group: then none is left.

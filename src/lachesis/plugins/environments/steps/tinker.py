@@ -65,7 +65,7 @@ class TinkerGame(Game):
 
 
 def _token_ids(observation: Any) -> tuple[int, ...] | None:
-    """The tokens of an observation; ``None`` where it is none of tokens."""
+    """Return the tokens of an observation; ``None`` if it does not consist of tokens."""
     found = observation.to_ints() if callable(getattr(observation, "to_ints", None)) else observation
     if isinstance(found, list | tuple) and found and all(isinstance(one, int) for one in found):  # pyright: ignore[reportUnknownVariableType]
         return tuple(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -20,13 +20,13 @@ _OWN = ("reset", "get_reward")
 
 
 def tool_names(env: object) -> list[str]:
-    """The methods that the model may call: all public ones of its class but ``reset`` and ``get_reward``."""
+    """Return the methods that the model may call: all public ones of its class except ``reset`` and ``get_reward``."""
     methods = inspect.getmembers(type(env), predicate=inspect.isfunction)
     return [name for name, _ in methods if not name.startswith("_") and name not in _OWN]
 
 
 def tool_schemas(env: object) -> dict[str, Mapping[str, Any]]:
-    """The description of each. Raises ConfigError where there is none, or one has no docstring or types."""
+    """Return the tools' descriptions. Raises ConfigError if there are none, or one has no docstring or types."""
     names = tool_names(env)
     if not names:
         raise ConfigError(
@@ -37,9 +37,9 @@ def tool_schemas(env: object) -> dict[str, Mapping[str, Any]]:
 
 
 class ToolGame(Game):
-    """An episode ends with the first turn that calls no tool.
+    """Game that ends with the first turn that calls no tool.
 
-    ``reset`` gets all columns of the task. What it returns is added to the last message of the task's ``prompt``.
+    ``reset`` gets all columns of the task. Its result is added to the last message of the task's ``prompt``.
     """
 
     def __init__(
@@ -97,5 +97,5 @@ class ToolGame(Game):
 
 
 def owns_reward(env: object) -> bool:
-    """Whether it says itself what an episode is worth."""
+    """Return True if the environment itself gives an episode's reward."""
     return callable(getattr(env, "get_reward", None))

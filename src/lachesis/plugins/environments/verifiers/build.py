@@ -48,7 +48,7 @@ def verifiers_players(
     max_tasks: int | None,
     eval_tasks: int,
 ) -> TaskPlayers:
-    """An environment of verifiers over a policy; arguments as :class:`VerifiersSettings`.
+    """Build the players of an environment of verifiers; arguments as :class:`VerifiersSettings`.
 
     Raises:
         DependencyError: verifiers is not installed.
@@ -77,7 +77,7 @@ def verifiers_players(
 
 
 def load_players() -> Callable[[VerifiersSettings], VerifiersPlayers]:
-    """The players of the line that is installed. Raises DependencyError where none is, or not whole."""
+    """Return the players for the installed line of verifiers. Raises DependencyError if it is missing or incomplete."""
     line = installed_line()
     try:
         if line == "0.1":

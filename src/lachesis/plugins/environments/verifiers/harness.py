@@ -23,7 +23,7 @@ _FULL = "maximum context length"
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """No fields of its own."""
+    """Configuration of the chat harness, without further fields."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
@@ -48,7 +48,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """The whole conversation; an error ends it as a failure of the rollout."""
+        """Hold the whole conversation; an error ends it as a failure of the rollout."""
         messages = self._messages(data)
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(
@@ -79,7 +79,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 async def _answered(
     call: dict[str, Any], servers: dict[str, MCPConnection], dispatch: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """The message of a tool. What the model has called wrongly is told to it."""
+    """Return the message of a tool; the model is told of a wrong call."""
     name = call["function"]["name"]
     try:
         arguments = read_json(call["function"]["arguments"] or "{}")

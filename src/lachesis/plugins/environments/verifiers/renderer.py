@@ -1,4 +1,4 @@
-"""Conversations as tokens for any chat template: later turns are added to what was sampled, which stays as it is."""
+"""Conversations as tokens for any chat template: later turns are appended to the sampled tokens, unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CLOSED = "x"
 
 
 class TemplateRenderer(DefaultRenderer):
-    """The renderer of a model for which the library ``renderers`` has none of its own.
+    """Renderer of a model that the library ``renderers`` does not know.
 
-    Its default renders the whole conversation anew each turn, and text that is tokenized again need not be the tokens
-    that were sampled. This one renders only what the environment has added.
+    The library's default renders the whole conversation anew each turn, and the tokens of a text may differ from
+    those that were sampled. This one renders only the environment's additions.
     """
 
     def bridge_to_next_turn(
@@ -29,7 +29,7 @@ class TemplateRenderer(DefaultRenderer):
         *,
         tools: Any = None,
     ) -> Any:
-        """The prompt of the next turn, or ``None`` where the template says nothing about what comes in between."""
+        """Return the prompt of the next turn, or ``None`` if the template's tokens in between are unknown."""
         parts = added_tokens(
             new_messages,
             apply=lambda messages, **options: self._apply(messages, tools=tools, **options),
@@ -67,13 +67,16 @@ class ListRenderer(TemplateRenderer):
 def added_tokens(
     messages: Sequence[Mapping[str, Any]], *, apply: Apply, stop_ids: Sequence[int], ended: Sequence[int]
 ) -> Parts | None:
-    """What a chat template puts after a completion: for each message its index and tokens, then -1 and the opening
-    of the next completion. ``None`` where the template does not merely append, or the completion has not ended.
+    """Return the tokens that a chat template puts after a completion.
+
+    For each message its index and tokens, then -1 and the opening of the next completion. ``None`` if the template does
+    not merely append, or the completion has not ended.
 
     Args:
+        messages: the new ones.
         apply: the template, from messages to token ids.
-        stop_ids: tokens that end a turn of the model; what the template puts after them belongs to no message.
-        ended: the completion; one that was cut off has no end to go on from.
+        stop_ids: tokens that end a turn of the model; template tokens after them belong to no message.
+        ended: the completion; one that was cut off has no end to continue from.
     """
     if not ended or ended[-1] not in stop_ids or not messages:
         return None
@@ -98,7 +101,7 @@ def added_tokens(
 
 
 def _stand_in(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """An assistant's message that these may follow: a template may want the calls that tools answer."""
+    """Return an assistant's message that these may follow: a template may require the calls that tools answer."""
     calls = [message["tool_call_id"] for message in messages if message.get("tool_call_id")]
     if not calls:
         return {"role": "assistant", "content": _CLOSED}

@@ -1,4 +1,4 @@
-"""What the players of both lines are built from."""
+"""Settings of the players of both lines of verifiers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NEEDS = "pip install 'lachesis[verifiers]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersSettings:
-    """One environment and how it is played.
+    """One environment and the way it is played.
 
     Args:
         environment: its id, or a ``.py`` file, which is imported under its own name.
         args: of the environment: keywords of ``load_environment`` (0.1), or its ``env`` section.
         tokenizer: directory of the tokenizer, with the chat template.
-        model: whose tokenizer it is, by which the library may know a renderer.
+        model: name of the tokenizer's model, by which the library may know a renderer.
         renderer: name and fields of a renderer; ``{"name": "auto"}`` renders by the chat template.
-        max_tasks: the first so many tasks; needed where an environment has no end of them.
+        max_tasks: number of tasks, from the first; needed if an environment has unlimited tasks.
         eval_tasks: held out of them, or taken from its own evaluation set.
     """
 
@@ -82,10 +82,10 @@ def installed_line() -> str:
 
 
 def environment_id(environment: str) -> str:
-    """The id of an environment; a file's directory is put where Python looks for packages.
+    """Return the id of an environment; a file's directory is put where Python looks for packages.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     if not environment.endswith(".py"):
         return environment
@@ -99,7 +99,7 @@ def environment_id(environment: str) -> str:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Within it a library may take over signals (verifiers 0.1 does); afterwards they are the run's again."""
+    """Restore the run's signal handlers after the context, in which a library may replace them (verifiers 0.1 does)."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -110,10 +110,10 @@ def own_signals() -> Iterator[None]:
 
 
 def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where: str) -> list[Turn]:
-    """Of the turns that the engine sampled those that the environment kept, in their order.
+    """Return those of the engine's turns that the environment kept, in their order.
 
     Raises:
-        EngineError: it has tokens that were never sampled; what would be trained on is not what the policy did.
+        EngineError: it has tokens that were never sampled, so training would be on other tokens than the policy's.
     """
     left = Counter(tuple(ids) for ids in sampled)
     kept: list[Turn] = []

@@ -48,11 +48,11 @@ class EnvironmentPlayers(VerifiersPlayers):
 
     @property
     def scores_groups(self) -> bool:
-        """Whether the rubric looks at all rollouts of a group at once."""
+        """True if the rubric scores all rollouts of a group at once."""
         return bool(self._env.requires_group_rollouts)
 
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """The environment's dataset, and of its evaluation set, or else of the dataset's end, what is held out."""
+        """Return the environment's dataset, and the held-out tasks from its evaluation set or the dataset's end."""
         count, limit = self.settings.eval_tasks, self.settings.max_tasks
         training = self._prompts(self._env.get_dataset(), prefix="")[:limit]
         if self._env.eval_dataset_source is None or count == 0:
@@ -69,7 +69,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         return prompts
 
     async def start(self) -> None:
-        """The server in front of the engine, and a client that asks it for tokens."""
+        """Start the server in front of the engine, and a client that asks it for tokens."""
         await super().start()
         config = vf.ClientConfig(
             client_type="renderer",
@@ -122,9 +122,9 @@ class EnvironmentPlayers(VerifiersPlayers):
         return replace(played, state=state)
 
     async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
-        """The rewards of a group whose rubric compares its rollouts: of those that are there.
+        """Score a group whose rubric compares its rollouts, among those that exist.
 
-        With one on which a reward function raises no other is compared: the others are scored again without it.
+        A rollout on which a reward function raises is excluded: the others are scored again without it.
         """
         if not self.scores_groups:
             return list(played)
@@ -176,7 +176,7 @@ def _text(prompt: Any) -> str:
 
 
 def _renderer(settings: VerifiersSettings) -> Any:
-    """The library's own renderer, where one is named; otherwise by the chat template."""
+    """Return the library's own renderer if one is named, otherwise one by the chat template."""
     tokenizer, fields = load_tokenizer(str(settings.tokenizer)), dict(settings.renderer)
     name = fields.pop("name", "auto")
     if name == "auto":

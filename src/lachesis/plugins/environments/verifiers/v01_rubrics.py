@@ -1,4 +1,4 @@
-"""Reward functions of verifiers 0.1 that raise: its rubrics log that and go on with 0, a reward like any other."""
+"""Errors of reward functions of verifiers 0.1: its rubrics log them and continue with 0, a reward like any other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ State = MutableMapping[str, Any]
 
 
 def note_errors(rubric: Any) -> None:
-    """From now on the functions of a rubric, and of those that it is made of, leave in a state what they raised."""
+    """Make the functions of a rubric, and of its parts, leave their errors in a state from now on."""
     for one in _rubrics(rubric):
         one.funcs = [_noting(function, of_groups=one._is_group_func(function)) for function in one.funcs]
 
 
 def take_error(state: State) -> Exception | None:
-    """What a reward function raised over a rollout; a further look at it begins anew."""
+    """Return the error of a reward function over a rollout, and forget it."""
     return state.pop(_RAISED, None)
 
 
@@ -31,7 +31,7 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
 
 
 def _noting(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., Awaitable[Any]]:
-    """The function, as the rubric sees it, and told of the states that it judges whether it asks for them or not."""
+    """Wrap a function for the rubric, so that it always gets the states that it judges, and notes errors there."""
     wanted = "states" if of_groups else "state"
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())

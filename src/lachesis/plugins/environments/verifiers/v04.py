@@ -59,7 +59,7 @@ class TodaysPlayers(VerifiersPlayers):
         return held_out_last(prompts, self.settings.eval_tasks)
 
     async def start(self) -> None:
-        """The server in front of the engine, and what the environment's agents share."""
+        """Start the server in front of the engine, and the parts that the environment's agents share."""
         await super().start()
         # A lock of the library's belongs to the event loop that first waited for it: that of an earlier run.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
@@ -123,10 +123,10 @@ def _load(settings: VerifiersSettings) -> vf.Env:
 
 
 def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
-    """The configuration with our chat for each agent that would else get verifiers' default, a shell, and in this
-    process where it would else rent a machine.
+    """Return the configuration with our chat in place of verifiers' default harness, a shell.
 
-    A harness or a runtime that the user names, and a harness that the environment's package brings, stay.
+    Agents run in this process where verifiers would rent a machine. A harness or a runtime that the user names, and a
+    harness that the environment's package brings, stay.
     """
     changes: dict[str, Any] = {}
     for name, agent in agent_config_fields(config).items():
@@ -159,7 +159,7 @@ def _prompt(number: int, task: Any) -> Prompt:
 
 
 def _renderer(settings: VerifiersSettings) -> dict[str, Any]:
-    """The renderer's configuration: the library's own for the model, or by the chat template, unless one is named."""
+    """Return the renderer's configuration: the library's for the model, or the chat template's, unless one is named."""
     fields = dict(settings.renderer)
     if fields.get("name", "auto") != "auto":
         return fields
@@ -182,7 +182,7 @@ def _require_whole(episode: Any, *, where: str) -> None:
 
 
 def _sampled(trace: Any) -> list[tuple[int, ...]]:
-    """The tokens of each completion that a trace says were sampled."""
+    """Return the tokens of each completion that a trace marks as sampled."""
     return [
         tuple(token for token, sampled in zip(node.token_ids, node.mask, strict=True) if sampled)
         for node in trace.nodes
@@ -191,7 +191,7 @@ def _sampled(trace: Any) -> list[tuple[int, ...]]:
 
 
 def _metrics(traces: Sequence[Any]) -> dict[str, float]:
-    """The parts of the reward and the metrics of an episode, as means over its traces."""
+    """Return the parts of the reward and the metrics of an episode, as means over its traces."""
     found: dict[str, list[float]] = {}
     for trace in traces:
         parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}

@@ -57,7 +57,7 @@ class Arithmetic(SingleTurn[Sum, ArithmeticConfig]):
 
 
 def problems(*, seed: int) -> tuple[list[Sum], list[Sum]]:
-    """All sums of two numbers below 100, shuffled: those to train on, and those held out."""
+    """Return all sums of two numbers below 100, shuffled: those to train on, and those held out."""
     sums = [Sum(f"{a}+{b}=", str(a + b)[::-1]) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
     return sums[HELD_OUT:], sums[:HELD_OUT]

@@ -1,8 +1,8 @@
 """Problems with several operations, solved over several turns with a calculator.
 
-The model writes ``<calc>12*7</calc>``; the environment appends ``<result>84</result>`` and lets it go on, until it
-writes ``<answer>84</answer>``, ends, or has no turns left. Tokens stay exactly as they were sampled; what the
-environment wrote is not trained on.
+The model writes ``<calc>12*7</calc>``; the environment appends ``<result>84</result>`` and lets it continue, until it
+writes ``<answer>84</answer>``, ends, or has no turns left. Tokens stay exactly as they were sampled; the environment's
+text is not trained on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Calculator(Environment[Problem, CalculatorConfig]):
         return self._held_out[: self.config.eval_num]
 
     async def collect_trajectory(self, item: Problem, *, params: SamplingParams) -> Trajectory:
-        """Turns of the model, each but the last followed by the value of its call."""
+        """Play the model's turns, each but the last followed by the value of its call."""
         asked = f"{_INSTRUCTION}\n\n{item.question}"
         trajectory = Trajectory(messages=[{"role": "user", "content": asked}])
         trajectory.give(chat_prompt(self.tokenizer, trajectory.messages, plain=f"{asked}\n"))
@@ -107,7 +107,7 @@ class Calculator(Environment[Problem, CalculatorConfig]):
         return [float(final_answer(trajectory) == item.answer) for trajectory in trajectories]
 
     def metrics(self) -> dict[str, float]:
-        """Calls of the calculator, and those that it could not answer."""
+        """Return the number of calls of the calculator, and of those that it could not answer."""
         values = {"calculator/calls": float(self._calls), "calculator/failed_calls": float(self._failed_calls)}
         if self._rollouts:
             values["calculator/calls_per_rollout"] = self._calls / self._rollouts
@@ -124,7 +124,7 @@ class Calculator(Environment[Problem, CalculatorConfig]):
 
 
 def final_answer(trajectory: Trajectory) -> str | None:
-    """The first final answer that the model itself gave; tool output does not count."""
+    """Return the first final answer that the model itself gave; tool output does not count."""
     for message in trajectory.messages:
         if message["role"] == "assistant" and (found := _first_answer(message["content"])) is not None:
             return found.replace(",", "")
@@ -132,7 +132,7 @@ def final_answer(trajectory: Trajectory) -> str | None:
 
 
 def _first_answer(text: str) -> str | None:
-    """What stands in the first ``<answer>`` that has no other tag inside."""
+    """Return the content of the first ``<answer>`` that has no other tag inside."""
     for part in text.split("<answer>")[1:]:
         answer, _, rest = part.partition("<")
         if rest.startswith(_ANSWER_END.removeprefix("<")):
@@ -141,7 +141,7 @@ def _first_answer(text: str) -> str | None:
 
 
 def problem_of(number: int) -> Problem:
-    """A problem for every number, the same each time: two or three operations on whole numbers."""
+    """Return a problem for every number, the same each time: two or three operations on whole numbers."""
     source = random.Random(number)
     expression = str(source.randint(2, 99))
     for _ in range(source.randint(2, 3)):
@@ -160,11 +160,11 @@ def _numbers(count: int | None, *, seed: int) -> Iterator[int]:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; whole numbers without a point.
+    """Return the value of an expression of numbers, ``+ - * / // % **`` and parentheses; whole numbers without a point.
 
     Raises:
-        DataError: it is none, it is longer than 200 characters, or a number on the way is no real number or above
-            1e15; the message is short enough to be shown to a model.
+        DataError: it is not an expression, it is longer than 200 characters, or an intermediate value is not real or
+            above 1e15; the message is short enough to be shown to a model.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise DataError(f"longer than {_LONGEST_EXPRESSION} characters")

@@ -33,14 +33,15 @@ class MathProblem:
 
 
 def load_split(data: str, split: str) -> list[MathProblem]:
-    """The problems of ``split``, "train" or "test".
+    """Load the problems of ``split``, "train" or "test".
 
     Args:
         data: a directory that has files of the split (also one laid out as on the hub, with ``main/`` in it), a
             single file, which is every split, or the name of a dataset on the hub or in its cache.
+        split: name of the split.
 
     Raises:
-        DataError: there is none, it cannot be read, or a row of it is no problem of GSM8K.
+        DataError: it does not exist, cannot be read, or a row of it is not a problem of GSM8K.
     """
     place = Path(data).expanduser()
     if place.is_file():

@@ -43,10 +43,10 @@ class MathScorer:
         self._pool = await asyncio.to_thread(self._started)
 
     async def score(self, gold: str, answers: Sequence[str]) -> list[float]:
-        """A score for each answer.
+        """Return a score for each answer.
 
         Raises:
-            DataError: the right answer is no mathematical expression.
+            DataError: the right answer is not a mathematical expression.
         """
         async with self._free:
             scores = await self._ask(gold, answers, limit_s=self._limit_s + 0.1 * len(answers))
@@ -79,7 +79,7 @@ class MathScorer:
         return pool
 
     async def _ask(self, gold: str, answers: Sequence[str], *, limit_s: float) -> list[float] | None:
-        """The scores; ``None`` where the process hung or died."""
+        """Return the scores; ``None`` if the process hung or died."""
         assert self._pool is not None
         (scores,) = await asyncio.to_thread(self._pool.run, compare, [(gold, list(answers))], timeout_s=limit_s)
         if isinstance(scores, WorkerError):
@@ -90,7 +90,7 @@ class MathScorer:
 
 
 def compare(gold: str, answers: Sequence[str]) -> list[float] | None:
-    """In a worker process: a score for each answer; ``None`` where the right answer is no mathematical expression."""
+    """Score each answer, in a worker process; ``None`` if the right answer is not a mathematical expression."""
     from math_verify import parse, verify
 
     def right(answer: str) -> bool:
@@ -102,7 +102,7 @@ def compare(gold: str, answers: Sequence[str]) -> list[float] | None:
 
 
 def last_boxed(text: str) -> str:
-    """The last ``\\boxed{...}`` of a text, braces within it balanced; empty where there is none."""
+    r"""Return the last ``\boxed{...}`` of a text, braces within it balanced; empty if there is none."""
     start = text.rfind(_BOXED)
     depth = 0
     for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
