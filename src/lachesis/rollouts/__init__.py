@@ -1,1 +1,1 @@
-"""Where groups of completions with rewards come from: datasets and reward functions here, environments elsewhere."""
+"""Sources of groups of completions with rewards: datasets and reward functions here, environments elsewhere."""

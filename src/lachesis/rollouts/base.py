@@ -37,26 +37,26 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def report_version(self, version: int) -> None:
-        """The policy moved on to ``version``; sources that throttle by staleness need to know."""
+        """Note that the policy is now at ``version``, for sources that throttle by staleness."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """Counts since the last call (dropped groups, reward errors, seconds spent generating, ...)."""
+        """Return counts since the last call (dropped groups, reward errors, seconds spent generating, ...)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly: data position, epoch, sampling counters. JSON-serializable."""
+        """Return the state to resume exactly: data position, epoch, sampling counters. JSON-serializable."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
+        """Undo :meth:`state_dict`."""
 
     def saved(self) -> None:
-        """The state that was taken last is on disk."""
+        """Note that the last state taken is on disk."""
         return None
 
     def complete(self) -> None:
-        """The run has done its last step, and what it learned is saved."""
+        """Note that the run has done its last step, and that its result is saved."""
         return None
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A prompt whose turn has come, and the number of its request, of which the seeds of its completions are made."""
+    """A prompt whose turn has come, and the number of its request, from which the seeds of its completions derive."""
 
     prompt: Prompt
     request: int
@@ -78,11 +78,11 @@ Done = Callable[[int, Group | RewardError], None]
 
 
 class GroupwiseSource(RolloutSource):
-    """A source whose groups are each a thing of their own: drawn in order, and finished whenever they are."""
+    """A source whose groups are independent: drawn in order, and finished in any order."""
 
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:
-        """The next ``count`` prompts; what was drawn is behind the source's position. One thread at a time."""
+        """Return the next ``count`` prompts and move the source's position past them. One thread at a time."""
 
     def keep(self, kept: KeptRollouts) -> None:
         """Note there each rollout of a group once it is finished, and take those that are there already.
@@ -101,7 +101,7 @@ class GroupwiseSource(RolloutSource):
 
 
 class CustomRollouts(Protocol):
-    """The contract of a rollout function, as TRL's; ``plugins/environments/rollout_func.py`` says what it returns."""
+    """Contract of a rollout function, as TRL's; ``plugins/environments/rollout_func.py`` describes its result."""
 
     def __call__(self, prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Rollouts that came to no reward, each with its cause: what a run keeps of them in failures.jsonl."""
+"""Rollouts without a reward, each with its cause, as a run records them in failures.jsonl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def note_failure(message: str, *, cause: str, prompt_id: str = "") -> None:
 
 
 def excluded_in_words(group: Group, excluded: Mapping[int, Excluded]) -> dict[int, str]:
-    """Why samples of a group could not be judged, by their places."""
+    """Describe why samples of a group could not be judged, by their places."""
     size, prompt = len(group.samples), group.prompt.id
     return {
         place: f"sample {place + 1} of {size} of prompt {prompt!r} could not be judged: {reason.why or reason.cause}"
@@ -43,9 +43,9 @@ def note_excluded(group: Group, excluded: Mapping[int, Excluded]) -> None:
 
 
 class FailureFile(logging.Handler):
-    """Within it each failure is a line of JSON: ``time`` (since 1970), ``cause``, ``prompt`` (its id), ``message``.
+    """Context in which each failure is written as JSON: ``time`` (since 1970), ``cause``, ``prompt`` (id), ``message``.
 
-    The file is made with the first of them. A full disk ends it without a word: the run has other ways to say so.
+    The file is made with the first of them. A full disk ends it silently: the run reports that elsewhere.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,7 +60,7 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True)
 
 
 def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What makes a tokenizer's texts, where that is all that does; transformers looks at each token id before."""
+    """Return the Rust tokenizer if it alone makes the texts; transformers' wrapper checks each token id first."""
     from transformers import PreTrainedTokenizerFast
 
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
@@ -71,13 +71,13 @@ def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def request_seed(run_seed: int, number: int) -> int:
-    """The seed of request ``number`` of a run: 63 bits, the same in every process."""
+    """Return the seed of request ``number`` of a run: 63 bits, the same in every process."""
     digest = hashlib.blake2b(f"{run_seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def nested_deadline(name: str, outer: Deadline, limit_s: float | None, setting: str) -> Deadline:
-    """A deadline of ``limit_s`` seconds that does not outlast ``outer``; it names the setting that binds."""
+    """Return a deadline of ``limit_s`` seconds that does not outlast ``outer``; it names the setting that binds."""
     remaining = outer.remaining_s()
     if remaining is not None and (limit_s is None or remaining < limit_s):
         return Deadline(name=name, limit_s=remaining, setting=outer.setting)
@@ -94,10 +94,10 @@ def generate_groups(
     decode: TextDecoder,
     deadline: Deadline,
 ) -> list[Group]:
-    """``num_generations`` samples for each prompt, with text and without rewards; a seed for each prompt.
+    """Generate ``num_generations`` samples for each prompt, with text and without rewards; a seed for each prompt.
 
     Raises:
-        EngineError: the engine's own, or its answer is not what was asked for.
+        EngineError: the engine's own, or its answer does not match the request.
         DeadlineExceeded: generation took too long.
     """
     requests = generation_requests(prompts, params=params, num_generations=num_generations, seeds=seeds)
@@ -109,7 +109,7 @@ def generate_groups(
 def generation_requests(
     prompts: Sequence[Prompt], *, params: SamplingParams, num_generations: int, seeds: Sequence[int]
 ) -> list[GenerationRequest]:
-    """What to ask an engine for: ``num_generations`` completions of each prompt, each with its seed."""
+    """Return requests for ``num_generations`` completions of each prompt, each with its seed."""
     return [
         GenerationRequest(prompt_ids=prompt.token_ids, params=params, n=num_generations, seed=seed)
         for prompt, seed in zip(prompts, seeds, strict=True)
@@ -124,12 +124,12 @@ def read_groups(
     num_generations: int,
     decode: TextDecoder,
 ) -> list[Group]:
-    """The groups that an engine's answers to these prompts are, decoded in one go.
+    """Convert an engine's answers to these prompts to groups, decoded in one go.
 
     A sample's temperature is the one that its logprobs belong to: that of ``params``, and 1 when greedy.
 
     Raises:
-        EngineError: they are not what was asked for.
+        EngineError: the answers do not match the requests.
     """
     _check_answers(answers, prompts, num_generations)
     completions = [completion for answer in answers for completion in answer]

@@ -1,4 +1,4 @@
-"""What was finished of groups that no checkpoint has trained on yet: kept in the run directory over a restart."""
+"""Finished parts of groups that no checkpoint has trained on yet, kept in the run directory over a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KeptRollout:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """Of one group: the rollouts that an earlier process finished, by number, and who is told of those of this one.
+    """Rollouts of one group that an earlier process finished, by number, and a callback for new ones.
 
     Without arguments nothing is kept.
     """
@@ -53,7 +53,7 @@ class _Found:
 
 @dataclass(slots=True)
 class _Place:
-    """A group that this process has admitted; of what there is of it, the weights of what was finished first."""
+    """A group that this process has admitted; with the version of the weights that finished its first part."""
 
     prompt_id: str
     since: int
@@ -61,14 +61,14 @@ class _Place:
 
 
 class KeptRollouts:
-    """Notes rollouts and groups as they are finished, and hands them out again after a restart.
+    """Records rollouts and groups as they are finished, and hands them out again after a restart.
 
-    A group is known by its request. What an earlier process noted of it joins it where the prompt is the same, the
+    A group is known by its request. An earlier process's record joins it if the prompt is the same, the
     weights that sampled it are still those of the run, and it is no older than its place in line: its group was
-    admitted after no fewer batches. Anything else is let go and counted.
+    admitted after no fewer batches. Anything else is dropped and counted.
 
-    A record stays until a checkpoint has in it the step that trained on its group, and no longer than it could be of
-    use: what weights newer than the last checkpoint's have sampled leaves with the step that trained on it, as a run
+    A record stays until a checkpoint includes the step that trained on its group, and no longer than it can be
+    useful: samples of weights newer than the last checkpoint's leave with the step that trained on them, as a run
     that is resumed there would not have these weights. So the file does not grow with the length of a run.
     """
 
@@ -85,7 +85,7 @@ class KeptRollouts:
         self._counts: Counter[str] = Counter()
 
     def open(self, *, version: int) -> None:
-        """Read what an earlier process left. ``version`` is that of the weights that the run goes on with."""
+        """Read the records of an earlier process. ``version`` is that of the weights with which the run continues."""
         self._saved = self._version = version
         try:
             entries, damaged = self._store.read()
@@ -102,19 +102,25 @@ class KeptRollouts:
         self._resumed = bool(entries)
 
     def begin(self, *, finished: Iterable[int], unfinished: Iterable[int], done: int) -> None:
-        """The groups that a checkpoint has in line or in training, by request, after so many batches.
+        """Drop the records that a checkpoint after ``done`` batches covers.
 
-        What is of none that is unfinished, nor of one that is still to be drawn, is in the checkpoint.
+        Args:
+            finished: requests of groups that the checkpoint has trained on.
+            unfinished: requests of groups that it has in line or in training.
+            done: number of batches.
         """
         ended, self._in_line = set(finished), set(unfinished)
         old = {request for request, found in self._found.items() if all(one.since < done for one in found)}
         self._forget((ended | old) - self._in_line)
 
     def admit(self, request: int, prompt_id: str, *, since: int, oldest: int) -> Group | None:
-        """A group may begin, which was admitted after ``since`` batches. Returns it where it was finished before.
+        """Admit a group, which was drawn after ``since`` batches; return it if it was finished before.
 
         Args:
-            oldest: batches after which that had to be admitted which can still be trained on in time.
+            request: of the group.
+            prompt_id: of the group.
+            since: number of batches before it.
+            oldest: least ``since`` of records that can still be trained on in time.
         """
         with self._lock:
             if request in self._places:  # it is asked for again
@@ -137,7 +143,7 @@ class KeptRollouts:
             return group
 
     def of(self, request: int) -> KeptGroup:
-        """What there is of a group, and a note of what comes."""
+        """Return the records of a group, and a callback for new rollouts."""
         with self._lock:
             found = self._found.get(request, [])
             rollouts = {one.rollout.number: one.rollout for one in found if one.rollout is not None}
@@ -148,7 +154,7 @@ class KeptRollouts:
         self._note(request, rollout.samples, lambda: {"number": rollout.number, "extras": extras})
 
     def finish(self, request: int, group: Group) -> None:
-        """A group is whole."""
+        """Record a whole group."""
         logged = {name: list(values) for name, values in group.logged.items()}
         self._note(request, group.samples, lambda: {"logged": json_safe(logged)})
 
@@ -169,7 +175,7 @@ class KeptRollouts:
         self._forget([request])
 
     def train(self, requests: Iterable[int], *, done: int, version: int) -> None:
-        """A step has trained on these: the weights are now ``version``, and ``done`` batches are."""
+        """Note that a step has trained on these: the weights are now ``version``, after ``done`` batches."""
         with self._lock:
             self._version = version
             gone: list[int] = []
@@ -187,14 +193,14 @@ class KeptRollouts:
         self._forget([*gone, *late])
 
     def checkpoint(self) -> None:
-        """A checkpoint of the weights of now is about to be written: it has in it what was trained on."""
+        """Note that a checkpoint of the current weights is about to be written, which covers all trained groups."""
         with self._lock:
             self._saved = self._version
             self._covered += self._trained
             self._trained = []
 
     def saved(self) -> None:
-        """The checkpoint that was begun last is written."""
+        """Note that the last checkpoint is written, and drop the records that it covers."""
         with self._lock:
             covered, self._covered = self._covered, []
         self._forget(covered)
@@ -208,15 +214,18 @@ class KeptRollouts:
         self._store.drop(gone)
 
     def counters(self) -> dict[str, float]:
-        """Since the last call, where an earlier process left something: ``kept_groups`` that were whole,
-        ``kept_rollouts`` of groups that were not, and of both the rollouts that are ``kept_let_go``."""
+        """Return counts since the last call, if an earlier process left records.
+
+        ``kept_groups`` that were whole, ``kept_rollouts`` of groups that were not, and ``kept_let_go``, dropped
+        rollouts of both.
+        """
         with self._lock:
             counts, self._counts = self._counts, Counter()
         names = ("kept_groups", "kept_rollouts", "kept_let_go")
         return {name: float(counts[name]) for name in names} if self._resumed else {}
 
     def close(self) -> None:
-        """Write what was noted. Idempotent."""
+        """Write pending records. Idempotent."""
         self._store.close()
 
 
@@ -230,7 +239,7 @@ def _numbers(found: Sequence[_Found]) -> set[int]:
 
 
 def _rollouts_in(found: Sequence[_Found]) -> int:
-    """How many rollouts that is; of a group that was noted as a whole only, its samples."""
+    """Return the number of recorded rollouts; for a group that was recorded only as a whole, its samples."""
     whole = max((len(one.group.samples) for one in found if one.group is not None), default=0)
     return len(_numbers(found)) or whole
 

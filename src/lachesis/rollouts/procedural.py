@@ -32,10 +32,10 @@ class Task:
 
 
 def parse_tasks(spec: str) -> list[Task]:
-    """The tasks in ``reasoning_gym:chain_sum?size=500&max_terms=3,leg_counting``.
+    """Parse the tasks in ``reasoning_gym:chain_sum?size=500&max_terms=3,leg_counting``.
 
     Raises:
-        ConfigError: there is none of that name, or it is written otherwise.
+        ConfigError: a name is unknown, or the syntax is wrong.
         DependencyError: reasoning-gym is not installed.
     """
     return [_parse(part) for part in _NEXT.split(spec.removeprefix(PREFIX))]
@@ -73,7 +73,7 @@ def entries(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def score(entry: Mapping[str, Any], text: str) -> float:
-    """How right an answer is, 0 to 1, as the task itself says: what stands in ``<answer>`` tags, or else the text."""
+    """Score an answer from 0 to 1 by the task itself: the content of ``<answer>`` tags, or else the text."""
     found = list(tagged(text, "<answer>", "</answer>"))
     answer = found[-1] if found else text
     return float(_scorer(entry["metadata"]["source_dataset"])(answer.strip(), dict(entry)))
@@ -96,7 +96,7 @@ def _library() -> Any:
 
 
 def _value(text: str) -> Any:
-    """A number, a list or another value of JSON; any other text is a text."""
+    """Parse a number, a list or another value of JSON; return any other text unchanged."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""A file of records that outlives a kill: written by a thread of its own, in SQLite (the standard library's).
+"""File of records that survives a kill: written by its own thread, in SQLite (the standard library's).
 
-What is appended is written soon after, not forced to disk: a killed process loses what its thread had not come to, a
-power cut what the system had not written.
+Records are written soon after they are appended, but not forced to disk: a killed process loses those that its thread
+had not reached, a power cut those that the system had not written.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record and its key, of which there may be several."""
+    """A record and its key, which several records may share."""
 
     key: int
     record: Mapping[str, Any]
 
 
 class RecordStore:
-    """Records by key, of which those that are dropped leave the file again.
+    """Records by key; dropped ones leave the file again.
 
-    A file that cannot be written is warned of once, and then left as it is.
+    A file that cannot be written causes one warning, and is left alone then.
 
     Args:
         path: the file; made with the first record.
@@ -55,10 +55,10 @@ class RecordStore:
         self._closed = self._broken = False
 
     def read(self) -> tuple[list[Entry], int]:
-        """The records that were not dropped, in order, and how many more are damaged. Before the first of this process.
+        """Return the remaining records in order, and the number of damaged ones. Call it before adding any.
 
         Raises:
-            OSError: the file is none of records; it is put aside, as NAME.damaged.
+            OSError: the file does not hold records; it is renamed to NAME.damaged.
         """
         if not self._path.exists():
             return [], 0
@@ -83,17 +83,17 @@ class RecordStore:
         )
 
     def drop(self, keys: Iterable[int]) -> None:
-        """The records of these keys are needed no more. Returns at once."""
+        """Drop the records of these keys. Returns at once."""
         dropped = [(key,) for key in sorted(set(keys))]
         if dropped:
             self._submit(lambda: self._execute("DELETE FROM records WHERE key = ?", dropped))
 
     def flush(self) -> None:
-        """Wait until the thread has done what it was given, for some seconds at most."""
+        """Wait until the thread has done its work, for some seconds at most."""
         wait([self._thread.submit(lambda: None, {})], timeout=_CLOSE_S)
 
     def close(self) -> None:
-        """Write what is left to be written, and end the thread. Idempotent."""
+        """Write pending records, and end the thread. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Which problems are trained on, and in what order: by columns such as their difficulty and tags."""
+"""Selection and order of problems, by columns such as their difficulty and tags."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ SCALE = ("trivial", "very easy", "easy", "simple", "medium", "intermediate", "ha
 
 
 def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[Prompt]:
-    """The problems whose columns are all as ``wanted`` says.
+    """Return the problems whose columns all match ``wanted``.
 
     Args:
+        prompts: the problems.
         wanted: for each column a value, a list of values of which one has to match, or ``{"min": a, "max": b}`` with
-            either or both (both included). A column with a list matches where one of its entries does. A row without
+            either or both (both included). A column with a list matches if one of its entries does. A row without
             a value matches nothing.
 
     Raises:
-        DataError: there is no such column, one is compared that is no number, or nothing remains.
+        DataError: a column does not exist, a compared one is not a number, or nothing remains.
     """
     for column in wanted:
         _require_column(prompts, column, "data.filter")
@@ -34,12 +35,12 @@ def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[
 
 
 def ranks(prompts: Sequence[Prompt], column: str, scale: Sequence[Any] = ()) -> list[float]:
-    """The rank of each problem by a column, the easiest lowest: numbers by value, texts by their place in ``scale``.
+    """Rank each problem by a column, the easiest lowest: numbers by value, texts by their place in ``scale``.
 
     A row without a value comes last.
 
     Raises:
-        DataError: there is no such column, or a value is no number and not in ``scale``.
+        DataError: the column does not exist, or a value is neither a number nor in ``scale``.
     """
     _require_column(prompts, column, "data.order")
     places = {value: float(place) for place, value in enumerate(scale or SCALE)}
@@ -108,7 +109,7 @@ def _require_column(prompts: Sequence[Prompt], column: str, key: str) -> None:
 
 
 def _values_of(prompts: Sequence[Prompt], columns: Collection[str]) -> str:
-    """The values that there are, a few for each column."""
+    """Describe the existing values, a few for each column."""
     parts: list[str] = []
     for column in columns:
         values = list(dict.fromkeys(repr(prompt.columns.get(column)) for prompt in prompts))

@@ -1,4 +1,4 @@
-"""What the columns of a row mean: from rows to problems."""
+"""Formats of datasets: meanings of a row's columns, and the problems made of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What one asks the model, not yet rendered.
+    """A problem for the model, not yet rendered.
 
     ``prompt`` is a text or a list of messages, unchecked; ``column`` is where it came from. ``turn`` is 0, or
     1 for the follow-up question of the same row.
@@ -40,12 +40,12 @@ class Problem:
 
 
 def detect_format(columns: Sequence[str], *, prompt_column: str, wanted: str = "auto", dataset: str = "") -> Format:
-    """The format that the names of the columns tell; ``wanted`` itself where that is not ``auto``.
+    """Detect the format by the names of the columns; ``wanted`` itself unless that is ``auto``.
 
     A column named ``prompt_column`` is the prompt, whatever else there is.
 
     Raises:
-        ConfigError: ``wanted`` is no format.
+        ConfigError: ``wanted`` is not a format.
         DataError: the columns fit several formats.
     """
     if wanted != "auto":
@@ -78,7 +78,7 @@ _MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "video", "video_u
 
 
 def _refuse_images(row: Row) -> None:
-    """Raise DataError for images, which no model is trained on here: its answers would be about what it cannot see."""
+    """Raise DataError for images: models here train on text, and their answers would be about unseen pictures."""
     for name in _MEDIA_COLUMNS:
         value = row.columns.get(name)
         if value is not None and value != [] and not isinstance(value, str | int | float | bool):
@@ -108,17 +108,20 @@ def to_problems(
     system_prompt: str | None,
     conversations: bool = False,
 ) -> list[Problem]:
-    """The problem of a row; two where it has a follow-up question.
+    """Return the problem of a row; two if it has a follow-up question.
 
-    The answer's column is kept under its own name and handed on as ``answer`` too, unless there is one.
+    The answer's column is kept under its own name and also passed on as ``answer``, unless there is one.
 
     Args:
+        row: of the dataset.
+        data_format: of the row.
+        prompt_column: of the prompt.
         conversation: make messages of a question, not a text; a row with a follow-up is a conversation always.
         conversations: make messages of a prompt that is a text, too.
         system_prompt: put before prompts that have no system message; it makes conversations of texts.
 
     Raises:
-        DataError: the question, or the answer that a follow-up needs, is missing or no text.
+        DataError: the question, or the answer that a follow-up needs, is missing or not a text.
     """
     _refuse_images(row)
     if data_format == "prompt":

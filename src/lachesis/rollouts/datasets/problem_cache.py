@@ -34,7 +34,7 @@ class PreparedProblem:
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for the outcome of a preparation: equal for equal parts and the same release, for no others."""
+    """Return a name for the outcome of a preparation: equal for equal parts and the same release, for no others."""
     text = json.dumps({"release": __version__, **parts}, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -53,7 +53,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_prepared(directory: Path, key: str) -> list[PreparedProblem] | None:
-    """What was kept under ``key``; ``None`` where nothing was, or where it is damaged (which is logged)."""
+    """Load the problems stored under ``key``; ``None`` if there are none, or if they are damaged (which is logged)."""
     path = _path(directory, key)
     try:
         header, _, body = path.read_bytes().partition(b"\n")
@@ -98,7 +98,7 @@ def _header(body: bytes) -> bytes:
 
 
 def _as_line(one: PreparedProblem) -> bytes | None:
-    """A line of JSON, ``None`` where reading that would give another problem."""
+    """Return a line of JSON, ``None`` if reading it would give another problem."""
     try:
         text = json.dumps({"place": one.place} | {name: getattr(one.prompt, name) for name in Prompt.__slots__})
     except (TypeError, ValueError):

@@ -74,7 +74,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What all datasets of a run have in common."""
+    """Settings that all datasets of a run share."""
 
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -103,28 +103,28 @@ def load_problems(
 ) -> list[Prompt]:
     """Read, render and tokenize the problems of one or several datasets.
 
-    A string is tokenized as it is, with the special tokens that the tokenizer adds to plain text. A list of
+    A string is tokenized unchanged, with the special tokens that the tokenizer adds to plain text. A list of
     messages goes through the chat template, which asks for an answer, or for the continuation of the last
-    message where that is the assistant's. Questions of the other formats are conversations where the tokenizer
+    message if that is the assistant's. Questions of the other formats are conversations if the tokenizer
     has a chat template, and texts otherwise. Prompt ids are the index of the row, counted from 0 over all
     datasets, so they stay the same whatever is dropped; a follow-up question has its row's id and ``+1``. Every
     prompt has all columns; a row without one has ``None``.
 
     Args:
-        path: the first dataset, of which a path alone says enough where it is read as it is; ``more`` are further ones.
+        path: the first dataset, as a path alone if no options are needed; ``more`` are further ones.
         system_prompt: put before prompts without a system message, which makes conversations of texts.
         conversations: a text in the prompt's column is a user's message.
         max_prompt_length: longest prompt in tokens; ``None`` allows any.
         overlong: ``error`` stops at a longer prompt, ``drop`` leaves it out (and logs how many).
-        prepared_path: directory that keeps what is prepared here, under a key of all that it is made of.
-        processes: that many processes transform and render; one if unset.
+        prepared_path: directory that stores the prepared problems, under a key of all that they are made of.
+        processes: number of processes that transform and render; one if unset.
         base_dir: directory that transforms are looked for in; the current one if unset.
-        transform_config: what a ``prompt_transform(cfg)`` gets, under Axolotl's names.
+        transform_config: argument of a ``prompt_transform(cfg)``, under Axolotl's names.
 
     Raises:
         DataError: a dataset is missing, empty or malformed, a prompt is missing, empty, of the wrong type or
             too long, a transform failed, or nothing remains; the message names file and line.
-        ConfigError: ``chat_template_kwargs`` sets what only this function may set, or a transform is none.
+        ConfigError: ``chat_template_kwargs`` sets a reserved variable, or a transform does not exist.
     """
     template_kwargs = dict(chat_template_kwargs or {})
     check_template_kwargs(template_kwargs)
@@ -147,7 +147,7 @@ def load_problems(
 
 
 def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
-    """The rows of a dataset as they are, and a digest of their content. Raises DataError, ConfigError."""
+    """Return the rows of a dataset unchanged, and a digest of their content. Raises DataError, ConfigError."""
     if is_given(dataset.path):
         rows, digest = read_object(given(dataset.path), name=dataset.path.rpartition(".")[2])
         split = dataset.split if "[" in dataset.split else "train"  # an object is one split, whatever its name is
@@ -164,7 +164,7 @@ def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
 
 
 def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[PreparedProblem]:
-    """One dataset, from where it is kept or made anew; ids are indices in this dataset."""
+    """Return one dataset, from the store or prepared anew; ids are indices in this dataset."""
     rows, digest = read_rows(dataset)
     named = None
     if dataset.transform is not None:
@@ -255,7 +255,7 @@ def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], proc
 
 
 def _renumbered(found: Sequence[PreparedProblem], *, after: Sequence[PreparedProblem]) -> list[PreparedProblem]:
-    """The problems of a further dataset, with ids that go on where those before it end."""
+    """Return the problems of a further dataset, with ids that continue those before it."""
     if not after:
         return list(found)
     offset = 1 + int(after[-1].prompt.id.partition(FOLLOW_UP)[0])

@@ -30,15 +30,15 @@ class Rendered:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError where variables for the chat template are ours to set."""
+    """Raise ConfigError if variables for the chat template are reserved."""
     if taken := sorted(_OWN_TEMPLATE_KEYS & kwargs.keys()):
         raise ConfigError(f"data.chat_template_kwargs sets {taken[0]!r}", remedy="leave it out; it is ours")
 
 
 def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> Rendered:
-    """A text as it is; a conversation through the chat template.
+    """Render a conversation through the chat template; leave a text unchanged.
 
-    The template asks for an answer, or for the continuation of the last message where that is the assistant's.
+    The template asks for an answer, or for the continuation of the last message if that is the assistant's.
 
     Raises:
         DataError: the prompt is missing, empty or of the wrong type, or the template failed on it.
@@ -63,10 +63,10 @@ def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwa
 def tokenize(
     places: Sequence[str], rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """Token ids per prompt, in batches; no prompt is without tokens.
+    """Return token ids per prompt, computed in batches.
 
     Raises:
-        DataError: the tokenizer fails on a prompt, or makes nothing of it.
+        DataError: the tokenizer fails on a prompt, or returns no tokens for it.
     """
     token_ids: list[tuple[int, ...]] = [()] * len(rendered)
     for special in (True, False):

@@ -39,7 +39,7 @@ def column_names(rows: Iterable[Row]) -> list[str]:
 
 
 def aligned(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with all columns; ``None`` where it had none."""
+    """Return the rows, each with all columns; ``None`` where it had none."""
     names = column_names(rows)
     if all(len(row.columns) == len(names) for row in rows):
         return list(rows)
@@ -52,7 +52,7 @@ def is_blank(value: object) -> bool:
 
 
 def describe_type(value: object) -> str:
-    """The kind of a value in the words of JSON, for messages."""
+    """Return the kind of a value in the words of JSON, for messages."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
@@ -60,7 +60,7 @@ def describe_type(value: object) -> str:
 
 
 def read_file(path: Path) -> list[Row]:
-    """All rows of a file, which its suffix tells the format of; a file without a known one is JSONL.
+    """Read all rows of a file, whose suffix tells the format; a file without a known one is JSONL.
 
     - ``.jsonl``: an object a line; blank lines are skipped
     - ``.json``: a list of objects, ``{"data": [...]}`` with one, or JSONL under that name
@@ -85,7 +85,7 @@ def read_file(path: Path) -> list[Row]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises DataError where it cannot be read."""
+    """Read the content of a file. Raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -96,13 +96,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, numbered from 1, without a byte order mark."""
+    """Yield the lines of a file that are not blank, numbered from 1, without a byte order mark."""
     lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
 def parse_line(place: str, line: bytes) -> Row:
-    """One line of JSONL. Raises DataError where it is no JSON object."""
+    """Parse one line of JSONL. Raises DataError if it is not a JSON object."""
     value = _parse_json(place, _decode(place, line), _LINE_REMEDY)
     if not isinstance(value, dict):
         raise DataError(
@@ -141,7 +141,7 @@ def _from_list(path: Path, document: object, entries: object) -> list[Row]:
 
 
 def _first_line_is_json(text: str) -> bool:
-    """Whether this is JSONL: its first line is whole, and either no ``{"data": [...]}`` or not the only one."""
+    """Return True for JSONL: its first line is whole, and either not ``{"data": [...]}`` or not the only one."""
     first, _, rest = text.lstrip().partition("\n")
     try:
         value = json.loads(first)
@@ -195,10 +195,10 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def from_arrow(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as it was written: without the keys that Arrow has added to messages and descriptions of tools.
+    """Return a record as it was written: without the keys that Arrow has added to messages and descriptions of tools.
 
-    All structs of a column have the same keys there, with null where one had none; templates ask whether a message has
-    ``tool_calls``, and would show the model arguments that nobody gave. ``role`` and ``content`` stay in any case.
+    All structs of a column have the same keys there, with null where one had none; templates check whether a message
+    has ``tool_calls``, and would show the model arguments that nobody gave. ``role`` and ``content`` always stay.
     """
     return {name: _written(value) if _is_chat(value) else value for name, value in record.items()}
 
@@ -240,7 +240,7 @@ def _parse_json(place: str, text: str, remedy: str) -> Any:
 
 
 def is_hub_name(path: str) -> bool:
-    """``owner/name`` or ``name``, where nothing of that name is on this disk and nothing looks like a file."""
+    """Return True for ``owner/name`` or ``name`` that neither exists on this disk nor looks like a file."""
     if path.startswith((".", "/", "~")) or Path(path).suffix.lower() in _DATA_SUFFIXES or Path(path).exists():
         return False
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None
@@ -336,7 +336,7 @@ def _records(value: Any) -> Any:
 
 
 def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:
-    """The part of a file's rows that ``split`` names: a file has the split ``train`` alone, whole or a slice.
+    """Return the part of a file's rows that ``split`` names: a file has the split ``train`` alone, whole or a slice.
 
     Raises:
         DataError: the split is another one, malformed, or empty.
@@ -365,7 +365,7 @@ def _saved_to_disk(path: Path) -> bool:
 
 
 def _part_of(loaded: Any, path: str, split: str) -> Any:
-    """A split, or a part of one, of what was saved to disk. A dataset without splits has ``train`` alone."""
+    """Return a split, or a part of one, of a dataset saved to disk. A dataset without splits has ``train`` alone."""
     match = _SLICE.fullmatch(split)
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if match is None or match["name"] not in splits:

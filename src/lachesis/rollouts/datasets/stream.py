@@ -20,10 +20,12 @@ FOLLOW_UP = "+"
 def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Hold out some problems, drawn at random by ``seed``: (training, held out), both in file order.
 
-    A row's follow-up question goes where the row goes, as its conversation holds the row's answer.
+    A row's follow-up question stays with the row, since its conversation holds the row's answer.
 
     Args:
+        problems: all of them.
         eval_size: a number of rows, or a share of them below 1, of which there is then at least one.
+        seed: of the draw.
 
     Raises:
         ConfigError: the size is neither a whole number nor a share.
@@ -62,10 +64,14 @@ class PromptStream:
         ranks: Sequence[float] | None = None,
         ranked_epochs: int | None = None,
     ) -> None:
-        """
+        """Initialize the stream at its start.
+
         Args:
-            ranks: one per prompt; those of lower rank come first in an epoch, those of equal rank as ever.
-            ranked_epochs: only so many epochs heed the ranks; all, if unset.
+            prompts: all of them.
+            seed: of the shuffles.
+            shuffle: each epoch.
+            ranks: one per prompt; lower ranks come first in an epoch, in the usual order among equals.
+            ranked_epochs: number of epochs that heed the ranks; all, if unset.
 
         Raises:
             DataError: there are no prompts, or two have one id.
@@ -88,7 +94,7 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the last prompt came from, counted from 0."""
+        """Epoch of the last prompt, counted from 0."""
         return self._epoch
 
     @property
@@ -97,7 +103,7 @@ class PromptStream:
         return frozenset(name for prompt in self._prompts for name in prompt.columns)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts: first those put back, then the epoch's."""
+        """Return the next ``count`` prompts: first those put back, then the epoch's."""
         taken = [self._front.popleft() for _ in range(min(count, len(self._front)))]
         while len(taken) < count:
             if self._index == len(self._prompts):
@@ -107,7 +113,7 @@ class PromptStream:
         return taken
 
     def own(self, prompt: Prompt) -> Prompt:
-        """This stream's prompt of that id, with columns as the dataset has them; ``prompt`` itself if it has none."""
+        """Return this stream's prompt of that id, with the dataset's columns; ``prompt`` itself if it has none."""
         return self._by_id.get(prompt.id, prompt)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
@@ -121,7 +127,7 @@ class PromptStream:
         self._front.extendleft(reversed([self._by_id[prompt.id] for prompt in prompts]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and a fingerprint of the dataset that it is a place in."""
+        """Return the place in the stream, and a fingerprint of its dataset."""
         return {
             "epoch": self._epoch,
             "index": self._index,

@@ -1,4 +1,4 @@
-"""Functions of the user that make rows into other rows, before their format is looked at, and what they are told."""
+"""User functions that transform rows before their format is detected, and their arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Transform:
     takes_tokenizer: bool
 
     def apply(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The row with its new columns. Raises DataError that names the row where the function fails."""
+        """Return the row with its new columns. Raises DataError that names the row if the function fails."""
         options = {"tokenizer": tokenizer} if self.takes_tokenizer else {}
         try:
             made = self.function(dict(row.columns), **options)
@@ -95,13 +95,13 @@ def load_transform(named: TransformSpec) -> Transform:
 
 
 def transform_rows(rows: Sequence[Row], named: TransformSpec, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """All rows transformed. Raises as :func:`load_transform` and :meth:`Transform.apply`."""
+    """Transform all rows. Raises as :func:`load_transform` and :meth:`Transform.apply`."""
     transform = load_transform(named)
     return [transform.apply(row, tokenizer) for row in rows]
 
 
 def source_digest(named: TransformSpec) -> str:
-    """A digest of the code of a transform: its file, and the files beside it that this imports."""
+    """Return a digest of a transform's code: its file, and the neighbouring files that it imports."""
     function = inspect.unwrap(load_function(named.spec, named.base_dir))
     module = sys.modules.get(getattr(function, "__module__", ""))
     start = getattr(module, "__file__", None)
@@ -112,7 +112,7 @@ def source_digest(named: TransformSpec) -> str:
 
 
 def _sources(start: Path, base_dir: Path) -> set[Path]:
-    """A file and all that it imports, and so on, from its own directory, its package or ``base_dir``."""
+    """Return a file and all that it imports, recursively, from its own directory, its package or ``base_dir``."""
     found: set[Path] = set()
     queue = [start]
     while queue:
@@ -124,7 +124,7 @@ def _sources(start: Path, base_dir: Path) -> set[Path]:
 
 
 def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Where the modules would be that a file imports, if they were beside it."""
+    """Yield the paths that a file's imports would have beside it."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             names, bases = [alias.name for alias in node.names], roots
@@ -191,7 +191,7 @@ class ConfigView(Mapping[str, Any]):
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or ``default`` where there is none."""
+        """Return the value, or ``default`` if there is none."""
         return self[key] if key in self._values else default
 
     def __iter__(self) -> Iterator[str]:
@@ -205,7 +205,7 @@ class ConfigView(Mapping[str, Any]):
 
 
 def axolotl_names(config: LachesisConfig) -> dict[str, Any]:
-    """What transforms usually ask a configuration for, under Axolotl's names. Plain values only."""
+    """Return the settings that transforms usually read from a configuration, by Axolotl's names. Plain values only."""
     sampling, data = config.sampling, config.data
     return {
         "base_model": config.model.path,

@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Rewards of one group's samples, and what the function logged per sample."""
+    """Rewards of one group's samples, and the values logged per sample."""
 
     rewards: list[float | Excluded | None]
     extras: Extras
@@ -57,7 +57,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class FunctionScores:
-    """What one function said of each item, ``None`` where it failed, and what went wrong."""
+    """Results of one function for each item, ``None`` where it failed, and the errors."""
 
     judged: list[Judged | None]
     errors: list[RewardError]
@@ -66,11 +66,11 @@ class FunctionScores:
 
 @dataclass(frozen=True)
 class RewardAttempts:
-    """Calls one function for all groups at once and, where that fails, for each group alone.
+    """Caller of one function for all groups at once and, if that fails, for each group alone.
 
     Args:
         runner: runs it; with several calls at a time each gets whole groups.
-        text_completions: what the completions of prompts that are texts are given as.
+        text_completions: form of the completions of prompts that are texts.
     """
 
     name: str
@@ -80,7 +80,7 @@ class RewardAttempts:
     text_completions: TextCompletions = "messages"
 
     def check_columns(self, columns: frozenset[str]) -> None:
-        """Raises RewardError where the function needs an argument that is neither given nor a column."""
+        """Raise RewardError if the function needs an argument that is neither given nor a column."""
         known = sorted(columns.difference(GIVEN))
         for name in self.runner.signature.required:
             if name in columns or name in GIVEN:
@@ -96,7 +96,7 @@ class RewardAttempts:
             )
 
     def blanks(self, problems: Sequence[Prompt]) -> Iterator[str]:
-        """In words, what the function needs of the dataset that some of the problems do not have."""
+        """Yield sentences about required columns that some of the problems lack."""
         for name in self.runner.signature.required:
             without = [problem for problem in problems if problem.columns.get(name) is None]
             # What no problem has is given, or comes with the turns.
@@ -176,7 +176,7 @@ class _Attempt:
             return self.runner.run(calls, timeout_s=self.timeout_s)
 
     def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
-        """The values of each item, unless one of them is no reward."""
+        """Return the values of each item, unless one of them is not a reward."""
         judged: list[Judged | None] = []
         for item, part in _parts(items):
             values = answer.values[part]
@@ -198,7 +198,7 @@ class _Attempt:
         self._note(failure, f"on {_describe(item.group, culprit)}")
 
     def _culprit(self, item: Item) -> int | None:
-        """The first sample for which the function fails when it gets that one alone."""
+        """Return the first sample for which the function fails when called with that one alone."""
         for index, sample in enumerate(item.group.samples):
             extras = {name: values[index : index + 1] for name, values in item.extras.items()}
             (answer,) = self._run([[Item(replace(item.group, samples=(sample,)), extras)]])
@@ -215,7 +215,7 @@ class _Attempt:
 
 
 def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
-    """The items in at most ``width`` parts of nearly equal length, in order."""
+    """Split the items into at most ``width`` parts of nearly equal length, in order."""
     count = min(width, len(items))
     ends = [len(items) * (i + 1) // count for i in range(count)]
     return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -224,7 +224,7 @@ def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
 def _call(
     items: Sequence[Item], signature: Signature, state: TrainerState, text_completions: TextCompletions
 ) -> RewardCall:
-    """One call. Lists and what is in them are made for this call: a function may change them."""
+    """Make one call. Its lists and their content are copies for this call: a function may change them."""
     groups = [item.group for item in items]
 
     def per_sample(of_group: Sequence[Any]) -> list[Any]:
@@ -263,7 +263,7 @@ def _call(
 
 
 def _completion(prompt: Prompt, text: str, text_completions: TextCompletions) -> str | list[dict[str, str]]:
-    """A message to a conversation; to a text what is asked for."""
+    """Return a completion as a message for a conversation; for a text in the requested form."""
     as_text = prompt.messages is None and text_completions == "text"
     return text if as_text else [{"role": "assistant", "content": text}]
 
@@ -277,7 +277,7 @@ def _parts(items: Sequence[Item]) -> Iterator[tuple[Item, slice]]:
 
 
 def _describe(group: Group, sample: int | None) -> str:
-    """Where it happened, short enough for one line: prompt id, completion text, columns."""
+    """Describe the place of a failure in one line: prompt id, completion text, columns."""
     columns = ", ".join(f"{name}={shorten(value)}" for name, value in group.prompt.columns.items())
     prompt = f"prompt {group.prompt.id!r} ({columns})" if columns else f"prompt {group.prompt.id!r}"
     count = len(group.samples)

@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is told and may log, what it returns, and why there is no list of rewards."""
+"""One call of a reward function: its arguments, its log, its result, and the reasons of a failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Where training stands: optimizer steps done, and steps in all (0 where nobody said)."""
+    """Progress of training: optimizer steps done, and steps in all (0 if unknown)."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -50,14 +50,14 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What one call logged: a value per completion for each column, and numbers for each metric."""
+    """Log of one call: a value per completion for each column, and numbers for each metric."""
 
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 class CallLog:
-    """Takes what one call of a reward function logs."""
+    """Collector of the values that one call of a reward function logs."""
 
     NAMES = ("log_extra", "log_metric")
 
@@ -68,7 +68,7 @@ class CallLog:
         self._metrics: dict[str, list[float]] = {}
 
     def arguments(self, wanted: Collection[str]) -> dict[str, Callable[..., None]]:
-        """Those of ``log_extra`` and ``log_metric`` that a function wants."""
+        """Return those of ``log_extra`` and ``log_metric`` that a function wants."""
         return {name: getattr(self, name) for name in self.NAMES if name in wanted}
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
@@ -79,14 +79,14 @@ class CallLog:
         self._extras[column] = listed
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add to a metric, of which the mean is shown. Raises ValueError for what is no finite number."""
+        """Add to a metric, whose mean is shown. Raises ValueError if the value is not finite."""
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"log_metric({name!r}) got {number}")
         self._metrics.setdefault(name, []).append(number)
 
     def logged(self) -> Logged:
-        """All of it."""
+        """Return the whole log."""
         return Logged(self._extras, self._metrics)
 
 
@@ -98,16 +98,16 @@ class Signature:
     required: tuple[str, ...]
 
     def takes(self, name: str) -> bool:
-        """Whether it may be called with this keyword."""
+        """Return True if it may be called with this keyword."""
         return self.accepted is None or name in self.accepted
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
+    """Reason why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
 
-    ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: the
-    call of each sample alone can tell which one it was. ``between_processes``: a value could not go to the function's
+    ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: calling it
+    with each sample alone can tell which one it was. ``between_processes``: a value could not go to the function's
     process or come back from there, for which the function is not to blame.
     """
 
@@ -121,7 +121,7 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """Arguments of one call on ``count`` completions, and what it may log (names of ``CallLog.NAMES``)."""
+    """Arguments of one call on ``count`` completions, and the kinds of log it may use (names of ``CallLog.NAMES``)."""
 
     arguments: Mapping[str, Any]
     count: int
@@ -130,7 +130,7 @@ class RewardCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a call: a value per completion, or a failure."""
+    """Result of a call: a value per completion, or a failure."""
 
     values: Sequence[float | BadValue | Excluded | None] = ()
     failure: RewardFailure | None = None
@@ -153,7 +153,7 @@ class Excluded:
 
     @property
     def counted(self) -> str:
-        """The cause as it stands in a metric's name: that of "no reward reported" is ``no_reward_reported``."""
+        """Cause in a metric's name: "no reward reported" becomes ``no_reward_reported``."""
         return "_".join(re.findall(r"\w+", self.cause.lower()))
 
 
@@ -163,7 +163,7 @@ Reward: TypeAlias = Callable[..., Sequence[float | Excluded | None]]
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """Something that is no reward, in words."""
+    """Description of a value that is not a reward."""
 
     what: str
 
@@ -175,7 +175,7 @@ def answer_of(
     *,
     timeout_s: float = math.inf,
 ) -> Answer:
-    """What comes of a call of ``function``, which ``invoke`` does with the arguments that it is given."""
+    """Call ``function`` through ``invoke``, which gets the arguments, and return the result."""
     log = CallLog(call.count)
     outcome = invoke({**call.arguments, **log.arguments(call.logs)})
     if outcome.hung:
@@ -189,12 +189,12 @@ def answer_of(
 
 
 def hung(timeout_s: float) -> RewardFailure:
-    """The call did not return in time."""
+    """Return the failure of a call that did not return in time."""
     return RewardFailure(f"did not return within {timeout_s:g} s", HANG_REMEDY, costly=True)
 
 
 def raised(function: Callable[..., Any], error: BaseException) -> RewardFailure:
-    """The call raised; the innermost line of the function's own file is named."""
+    """Return the failure of a call that raised; it names the innermost line of the function's own file."""
     remedy = next((remedy for text, remedy in _REMEDIES.items() if text in str(error)), RAISE_REMEDY)
     return RewardFailure(
         f"raised {describe_exception(error, function)}",
@@ -205,7 +205,7 @@ def raised(function: Callable[..., Any], error: BaseException) -> RewardFailure:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """What a function takes."""
+    """Return the arguments that a function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have no signature
@@ -219,11 +219,11 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def read_rewards(result: object, count: int) -> list[float | BadValue | Excluded | None] | BadValue:
-    """The rewards of ``count`` completions as floats, ``None`` where the function abstained.
+    """Return the rewards of ``count`` completions as floats, ``None`` where the function abstained.
 
     Numbers may be Python's, numpy's or torch's; the list may be an array or a tensor of shape [count].
-    A value that is no finite number, or one that no trainer could use, comes back as :class:`BadValue` in its
-    place; a result that is no list of this length as one :class:`BadValue`.
+    A value that is not finite, or that no trainer could use, comes back as :class:`BadValue` in its
+    place; a result that is not a list of this length as one :class:`BadValue`.
     """
     if callable(to_list := getattr(result, "tolist", None)):
         result = to_list()

@@ -1,4 +1,4 @@
-"""From what a configuration names to a function: rewards by name, by import path, and with arguments."""
+"""Loading of the reward functions in a configuration: by name, by import path, and with arguments."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ImportPath:
 
 
 def load_named(path: ImportPath) -> Callable[..., Any]:
-    """The reward function: one of the registry, or an import path's.
+    """Load a reward function: one of the registry, or an import path's.
 
-    Arguments are given to a function that takes completions, beside them; any other is a factory, called with them.
+    A function that takes completions gets the arguments beside them; any other is a factory, called with them.
 
     Raises:
-        ConfigError: there is no such function, it does not take these arguments, or a factory makes no function.
+        ConfigError: the function does not exist or does not take these arguments, or a factory makes no function.
     """
     arguments = json.loads(path.arguments)
     if names_module(path.spec):
@@ -56,7 +56,7 @@ def load_named(path: ImportPath) -> Callable[..., Any]:
 
 
 def needs_main_thread(function: Callable[..., Any]) -> bool:
-    """Whether the file of a function uses signals, or math-verify, which does."""
+    """Return True if the file of a function uses signals, or math-verify, which does."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
         return file is not None and _SIGNALS.search(Path(file).read_text(encoding="utf-8")) is not None

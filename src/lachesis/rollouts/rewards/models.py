@@ -12,7 +12,7 @@ from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 def names_model(spec: str, base_dir: Path) -> str | None:
-    """The directory or hub id of a model, where ``spec`` is one: it has a ``/`` and is no ``FILE.py:FUNCTION``."""
+    """Return the directory or hub id of a model if ``spec`` is one: it has a ``/`` and is not ``FILE.py:FUNCTION``."""
     if "/" not in spec or ".py:" in spec:
         return None
     directory = base_dir / Path(spec).expanduser()
@@ -45,7 +45,7 @@ class RewardModel:
         self._limit = positions if isinstance(positions, int) and positions > 0 else None
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The model's output for each prompt with its completion, in their order.
+        """Return the model's output for each prompt with its completion, in their order.
 
         Raises:
             ValueError: a text is longer than the model can take.
@@ -74,7 +74,7 @@ class RewardModel:
         return dict(encoding)
 
     def _conversation(self, prompt: Sequence[Any], answer: str) -> str:
-        """Rendered with the answer; one that continues the assistant's last message is joined to that."""
+        """Render a conversation with the answer, which is joined to an assistant's last message that it continues."""
         messages = list(prompt)
         if messages and messages[-1]["role"] == "assistant":
             answer = messages.pop()["content"] + answer

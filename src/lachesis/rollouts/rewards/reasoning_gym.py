@@ -9,7 +9,7 @@ from lachesis.rollouts import procedural
 
 
 def score(completions: Sequence[Any], entry: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
-    """How right each answer is, as its task says, 0 to 1. ``entry`` is the column that ``reasoning_gym:`` data has."""
+    """Score each answer by its task, 0 to 1. ``entry`` is the column of ``reasoning_gym:`` data."""
     return [procedural.score(one, _text(completion)) for one, completion in zip(entry, completions, strict=True)]
 
 

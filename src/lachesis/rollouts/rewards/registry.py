@@ -45,8 +45,8 @@ def reasoning_accuracy_reward(
 def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
     """Return 1 for reasoning between one ``<think>``, at the beginning, and ``</think>``.
 
-    Where the prompt as the model sees it ends with ``<think>``, as templates of R1 distills and Qwen3.5 have it, the
-    completion goes on from there.
+    If the rendered prompt ends with ``<think>``, as in templates of R1 distills and Qwen3.5, the completion starts
+    after it.
     """
     opened = [text.rstrip().endswith("<think>") for text in prompt_texts or [""] * len(completions)]
     texts = [completion_text(one) for one in completions]
@@ -56,17 +56,17 @@ def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] 
 
 
 def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 for ``<think>`` and ``<answer>``, each with lines of its own, and nothing else."""
+    """Return 1 for ``<think>`` and ``<answer>`` blocks, each on separate lines, and nothing else."""
     return [float(_has_form(completion_text(one))) for one in completions]
 
 
 def tag_count_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """A quarter for each of the four tags of :func:`format_reward` that is there once."""
+    """Return a quarter for each of the four tags of :func:`format_reward` that occurs once."""
     return [sum(completion_text(one).count(tag) == 1 for tag in _TAGS) / len(_TAGS) for one in completions]
 
 
 def reasoning_steps_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """A third for each mark of a step (``Step 1:``, a list's item, ``First,``), 1 from three on."""
+    """Return a third for each mark of a step (``Step 1:``, a list's item, ``First,``), 1 from three on."""
     return [min(1.0, len(_STEP.findall(completion_text(one))) / 3) for one in completions]
 
 
@@ -190,7 +190,7 @@ def _has_form(text: str, *inside: str) -> bool:
 
 
 def _repeated(sequence: Sequence[Any], size: int) -> float:
-    """The share of a sequence's n-grams that are repetitions; 0 where it is shorter than one."""
+    """Return the share of a sequence's n-grams that are repetitions; 0 if it is shorter than one."""
     grams = Counter(tuple(sequence[start : start + size]) for start in range(len(sequence) - size + 1))
     return 1.0 - len(grams) / grams.total() if grams else 0.0
 
@@ -200,7 +200,7 @@ def completion_text(completion: Any) -> str:
 
 
 def _last_lines(text: str, limit: int) -> str:
-    """The lines at the end of a text that have at most ``limit`` characters together; the last one in any case, cut."""
+    """Return the last lines of a text with at most ``limit`` characters together; the last one always, possibly cut."""
     if len(text) <= limit:
         return text
     cut = text[-limit:]
@@ -208,10 +208,10 @@ def _last_lines(text: str, limit: int) -> str:
 
 
 def _same_answer(text: str, gold: str) -> float | None:
-    """By math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``).
+    """Compare by math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``).
 
     Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
-    where none is boxed, it is looked for at the end.
+    without a boxed one, the answer is looked for at the end.
     """
     try:
         verifier = importlib.import_module("math_verify")

@@ -1,4 +1,4 @@
-"""Reward functions: what they are given, what they may return, and what happens when they fail.
+"""Reward functions: their arguments, their results, and the handling of failures.
 
 A failing function never becomes a reward of 0: it stops the run, or its groups are dropped and counted.
 """
@@ -42,9 +42,9 @@ class RewardFunction(Protocol):
 
     It is called with keywords, and only with those that it takes. With N completions in all:
 
-    - ``prompts``: N prompts, each a text, or a list of messages where the dataset has conversations
+    - ``prompts``: N prompts, each a text, or a list of messages if the dataset has conversations
     - ``prompt_texts``: N prompts as the model sees them, rendered by the chat template
-    - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``. Where the prompt is a
+    - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``. If the prompt is a
       text and ``text_completions`` is ``text``, as in TRL and Axolotl, N texts
     - ``completion_ids``: N lists of token ids
     - each column of the dataset by its name: N values (a column named like one of these arguments is hidden)
@@ -53,11 +53,11 @@ class RewardFunction(Protocol):
     - ``log_metric(name, value)``: show the mean of a number
 
     The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
-    mappings, nested ones too, are each completion's and call's own: a function may change them. It returns N
+    mappings, nested ones too, belong to each completion and call: a function may change them. It returns N
     numbers, as a list, array or tensor, with ``None`` where it abstains, and an
-    :class:`~lachesis.rollouts.rewards.functions.Excluded` where a completion could not be judged, which leaves its
-    group then. It runs on a thread of its own, or in the main thread of a process of its own. It may be called again
-    for a part of the same completions, when a call failed and the culprit is looked for.
+    :class:`~lachesis.rollouts.rewards.functions.Excluded` for a completion that could not be judged, which then leaves
+    its group. It runs in a separate thread, or in the main thread of a separate process. It may be called again
+    for a part of the same completions, to find the culprit after a failed call.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> RewardList | Awaitable[RewardList]: ...
@@ -99,22 +99,24 @@ def load_reward(
     model_device: str = "auto",
     model_batch_size: int = 16,
 ) -> NamedReward:
-    """The reward function, or model, that ``given`` names.
+    """Load the reward function, or model, that ``given`` names.
 
     A mapping has it as ``function``, with its arguments or those of a factory as ``kwargs``. A function that needs the
     main thread of a process gets one.
 
-    A model is a directory or a hub id: what has a ``/`` and is no ``FILE.py:FUNCTION``. All else is
+    A model is a directory or a hub id: a name with ``/`` other than ``FILE.py:FUNCTION``. All else is
     ``module.function`` or ``FILE.py:FUNCTION`` and has the function's name.
 
     Args:
-        num_workers: with processes to run it, a function is not imported here but there; ``None``: of the user's
-            functions those that another process can import.
+        given: name or mapping.
+        base_dir: for relative paths; the current directory if unset.
+        num_workers: with processes to run it, a function is imported there and not here; ``None``: those of the
+            user's functions that another process can import.
         model_device: of a model; ``auto`` takes a GPU if there is one.
         model_batch_size: conversations that a model judges at once.
 
     Raises:
-        ConfigError: it cannot be found or imported, or the model is none that gives one number.
+        ConfigError: it cannot be found or imported, or the model does not return one number.
     """
     base_dir = (base_dir or Path()).resolve()
     spec = given if isinstance(given, str) else str(given["function"])
@@ -144,7 +146,7 @@ def load_rewards(
     model_device: str = "auto",
     model_batch_size: int = 16,
 ) -> list[NamedReward]:
-    """All functions of a configuration; those that would share a name are called by their whole spec."""
+    """Load all functions of a configuration; functions with equal names are named by their whole spec."""
     rewards = [
         load_reward(
             spec,
@@ -184,19 +186,21 @@ class Rewarder:
         max_steps: int = 0,
         text_completions: TextCompletions = "messages",
     ) -> None:
-        """
+        """Set up the functions and their threads or processes.
+
         Args:
+            functions: with their names.
             weights: one per function; all 1 if ``None``.
             timeout_s: deadline of one call of one function.
             on_error: ``fail`` raises, ``drop_group`` leaves out the groups that a function fails on.
             num_workers: processes for the functions that are import paths; at least one if there are any. ``None``:
                 one, and a function whose values cannot go there runs on a thread of this process.
             max_steps: of the run, for functions that ask.
-            text_completions: what functions get as completions of prompts that are texts.
+            text_completions: form of the completions of prompts that are texts.
 
         Raises:
-            ConfigError: the weights do not fit the functions, or two functions have one name. That a process cannot
-                import a function is raised where it is first asked for.
+            ConfigError: the weights do not fit the functions, or two functions have one name. A function that a process
+                cannot import raises at its first use.
         """
         self.names = tuple(reward.name for reward in functions)
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
@@ -217,10 +221,11 @@ class Rewarder:
 
         Args:
             columns: names of all columns that there will be; ``None`` if more come with the rollouts.
+            within_s: of waiting.
 
         Raises:
             ConfigError: a function cannot be imported.
-            RewardError: a process ended meanwhile, or a function needs a column that is not there.
+            RewardError: a process ended meanwhile, or a function needs a missing column.
         """
         ready = self._workers is None or self._workers.wait(within_s)
         if ready and columns is not None:
@@ -236,7 +241,7 @@ class Rewarder:
         return named - frozenset(GIVEN)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Before anything is generated: each function gets the arguments that it cannot do without.
+        """Check, before generation, that each function gets its required arguments.
 
         Raises:
             RewardError: a function needs a column that the dataset does not have.
@@ -246,9 +251,9 @@ class Rewarder:
             function.check_columns(known)
 
     def blanks(self, problems: Sequence[Prompt]) -> list[str]:
-        """In words, what functions need of the dataset that some of the problems do not have.
+        """Return sentences about required columns that some of the problems lack.
 
-        That is no error: where data sets are mixed, a function abstains on the problems of others.
+        That is not an error: with mixed datasets, a function abstains on the problems of others.
         """
         return [words for function in self._functions for words in function.blanks(problems)]
 
@@ -259,16 +264,17 @@ class Rewarder:
     def score(
         self, groups: Sequence[Group], *, extras: Sequence[Extras] = (), on_error: OnError | None = None
     ) -> Scored:
-        """The groups with ``Sample.rewards`` (one per function) and ``Sample.reward`` set.
+        """Return the groups with ``Sample.rewards`` (one per function) and ``Sample.reward`` set.
 
-        ``reward`` is Σ w_k·r_k over the functions that did not abstain, ``None`` where all did.
+        ``reward`` is Σ w_k·r_k over the functions that did not abstain, ``None`` if all did.
 
         Args:
+            groups: without rewards.
             extras: for each group, further columns with a value per sample.
             on_error: overrides the rewarder's own.
 
         Raises:
-            RewardError: a function failed and the policy is ``fail``; or it needs a column that there is not.
+            RewardError: a function failed and the policy is ``fail``; or it needs a missing column.
         """
         if not groups:
             return Scored(groups=[], dropped=0, errors=[])
@@ -341,7 +347,7 @@ class Rewarder:
 
 
 def _excluded(table: Sequence[Judged]) -> dict[int, Excluded]:
-    """Why some samples of a group could not be judged: what the first function says that could not."""
+    """Return why some samples of a group could not be judged: the reason of the first function that excluded each."""
     found: dict[int, Excluded] = {}
     for judged in table:
         for index, reward in enumerate(judged.rewards):
@@ -351,7 +357,7 @@ def _excluded(table: Sequence[Judged]) -> dict[int, Excluded]:
 
 
 def _logged(table: Sequence[Judged]) -> dict[str, Sequence[Any]]:
-    """What all functions logged of one group's samples."""
+    """Return everything that the functions logged about one group's samples."""
     return {name: values for judged in table for name, values in judged.extras.items()}
 
 
@@ -369,7 +375,7 @@ def _start_workers(functions: Sequence[NamedReward], num_workers: int | None) ->
 
 
 def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float | None, ...]:
-    """The rewards of one sample; none at all where one function excludes it."""
+    """Return the rewards of one sample; all ``None`` if one function excludes it."""
     kept = tuple(reward for reward in rewards if not isinstance(reward, Excluded))
     return kept if len(kept) == len(rewards) else (None,) * len(rewards)
 

@@ -1,4 +1,4 @@
-"""Where a reward function runs: on a thread of this process, or in the main threads of worker processes."""
+"""Runners of reward functions: on a thread of this process, or in the main threads of worker processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RewardRunner(Protocol):
     def signature(self) -> Signature: ...
 
     def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
-        """An answer for each of at most ``width`` calls, which run at once and have ``timeout_s`` each."""
+        """Return an answer for each of at most ``width`` calls, which run at once and have ``timeout_s`` each."""
         ...
 
 
@@ -77,8 +77,8 @@ class ThreadRunner:
 class RewardWorkers:
     """``count`` processes that all have the same functions, each call in a main thread, where ``signal.alarm`` works.
 
-    The processes import their functions while this one goes on: whoever asks for a signature, or calls a function,
-    waits for them, and gets the error where one cannot be imported.
+    The processes import their functions while this one continues: reading a signature, or calling a function,
+    waits for them, and raises the error if one cannot be imported.
 
     Args:
         functions: by their names; only the processes import them.
@@ -99,7 +99,7 @@ class RewardWorkers:
 
     @property
     def pool(self) -> WorkerPool:
-        """The processes, once they are ready.
+        """Pool of the processes, once they are ready.
 
         Raises:
             ConfigError: a function cannot be imported.
@@ -118,7 +118,7 @@ class RewardWorkers:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """What each function takes. Waits and raises as :attr:`pool`."""
+        """Signatures of the functions. Waits and raises as :attr:`pool`."""
         return self.pool.initialized
 
     def _started(self) -> WorkerPool:
@@ -134,7 +134,7 @@ class RewardWorkers:
             )
 
     def run(self, index: int, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
-        """An answer for each call of function ``index``; the calls, at most ``count``, run at once.
+        """Return an answer for each call of function ``index``; the calls, at most ``count``, run at once.
 
         A process whose call takes longer than ``timeout_s`` is killed, and another one takes its place before
         the next call.
@@ -225,12 +225,12 @@ _caller = cache(Caller)
 
 
 def _signatures(paths: Sequence[ImportPath]) -> tuple[Signature, ...]:
-    """In a worker process: import the functions."""
+    """Import the functions in a worker process, and return their signatures."""
     return tuple(signature_of(_load(path)) for path in paths)
 
 
 def _call_imported(path: ImportPath, call: RewardCall) -> Answer:
-    """In a worker process: call a function. Its exception leaves as a text: its type may not be known elsewhere."""
+    """Call a function in a worker process. Its exception becomes text: its type may be unknown elsewhere."""
     function = _load(path)
 
     def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
@@ -248,7 +248,7 @@ def _call_imported(path: ImportPath, call: RewardCall) -> Answer:
 
 
 class RaisedThere(Exception):
-    """What a function raised in another process: its text is the traceback there."""
+    """Exception of a function in another process: its text is the traceback there."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -1,4 +1,4 @@
-"""Errors of tools that a server answers, and what a toolbox asks of such a server."""
+"""Errors of tools that a server answers, and the interface of such a server for a toolbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function gave before, where it takes many values at once and the same ones come again."""
+"""Memory of the results of a function that takes many values at once, often the same ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Remembered(Generic[V, R]):
         self._known: dict[Hashable, R] = {}
 
     def __call__(self, values: Sequence[V], *, keys: Sequence[Hashable] | None = None) -> list[R]:
-        """The results in the order of the values, which ``keys`` stand for where they cannot be hashed."""
+        """Return the results in the order of the values; ``keys`` stand for values that cannot be hashed."""
         keys = keys or values  # pyright: ignore[reportAssignmentType]
         known = self._known
         if new := {key: value for key, value in zip(keys, values, strict=True) if key not in known}:

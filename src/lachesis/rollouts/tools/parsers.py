@@ -1,4 +1,4 @@
-"""How a model writes that it calls a tool: from the text of a turn to calls."""
+"""Parsers of tool calls in the text of a turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn of the model: what it says, and the tools that it calls."""
+    """A turn of the model: its text, and its tool calls."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -40,7 +40,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class ToolParser(Protocol):
-    """From the text of a turn, without its end token, and the tools that the model was told of, to what it is."""
+    """Parser of a turn's text, without its end token, given the tools that the model was told of."""
 
     def __call__(self, text: str, tools: Tools = (), /) -> ParsedTurn: ...
 
@@ -69,12 +69,14 @@ PARSERS: Mapping[str, ToolParser] = {"hermes": hermes}
 def load_parser(
     spec: str, base_dir: Path | None = None, *, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ToolParser:
-    """A parser by its name, one of vLLM's as ``vllm:NAME``, or a function of the user by its import path.
+    """Load a parser by its name, one of vLLM's as ``vllm:NAME``, or a function of the user by its import path.
 
     The function takes the text of a turn and returns ``(content, calls)`` or the calls alone; each call is a mapping
     with ``name`` and ``arguments``.
 
     Args:
+        spec: name or import path.
+        base_dir: for relative paths.
         tokenizer: the model's, which vLLM's parsers need.
 
     Raises:
@@ -109,7 +111,7 @@ def load_parser(
 
 
 def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
-    """Where it cannot read a text, the model is told so, as of a call that is no JSON."""
+    """Wrap a parser of vLLM's; if it cannot read a text, the model is told so, as of a call that is not JSON."""
     from lachesis.engines.vllm.tool_parsers import vllm_parser
 
     find = vllm_parser(name, tokenizer)

@@ -1,4 +1,4 @@
-"""The tokens between two turns: what a chat template writes after a turn of the model, up to where it goes on."""
+"""Tokens between two turns: the chat template's text after a turn of the model, up to the start of the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 
 class Told(NamedTuple):
-    """What the model is told after its turn ``answer``; ``ended`` where that was sampled with its end token.
+    """Messages to the model after its turn ``answer``; ``ended``: the turn was sampled with its end token.
 
     ``ids`` are those that :func:`call_id` gave to its calls: most templates do not write them.
     """
@@ -31,13 +31,13 @@ class Told(NamedTuple):
 
 
 class Continuation:
-    """Renders messages that come after a sampled turn, without touching the tokens before them.
+    """Renderer of messages after a sampled turn, which leaves the tokens before them unchanged.
 
-    The template's text of a small conversation with the messages is compared with that without: what is more is what
-    the template writes for them. So no token that was sampled is ever made anew from text.
+    The template's text of a small conversation with the messages is compared with that without: the difference is
+    the template's text for them. So no sampled token is ever made anew from text.
 
-    The rollouts of a prompt often ask the same of the same tool, turn after turn: what was rendered last is kept, and
-    how the texts are tokenized.
+    The rollouts of a prompt often ask the same of the same tool, turn after turn: the latest texts and their
+    tokens are remembered.
 
     Args:
         kwargs: further variables of the template.
@@ -52,10 +52,12 @@ class Continuation:
         self._writes_ids = False  # as far as has been seen
 
     def tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        """What follows the turn ``answer``: its end, ``messages``, and the beginning of the model's next turn.
+        """Return the tokens after the turn ``answer``: its end, ``messages``, and the start of the model's next turn.
 
         Args:
-            ended: whether the turn was sampled with its end token, which is then not repeated.
+            answer: the turn.
+            messages: after it.
+            ended: True if the turn was sampled with its end token, which is then not repeated.
 
         Raises:
             ConfigError: the template fails, or writes the turn otherwise once messages follow it.
@@ -64,7 +66,7 @@ class Continuation:
         return list(found)
 
     def tokens_of(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
-        """:meth:`tokens` of many turns; what is equal, but for ids that are not written, is rendered once."""
+        """Return :meth:`tokens` of many turns; equal ones, except for ids that are not written, are rendered once."""
         if not self._writes_ids:
             texts = self._rendered(told, keys=[_key(one, but=one.ids) for one in told])
             if not self._writes_ids:  # which is known once any that has them is rendered, here or in another thread
@@ -108,7 +110,7 @@ class Continuation:
 
 
 def _key(told: Told, *, but: Sequence[str] = ()) -> bytes | str:
-    """What is equal for equal messages, and for those that differ in the ids ``but`` alone.
+    """Return a key that is equal for equal messages, and for those that differ only in the ids ``but``.
 
     Arguments of tools may be of any type.
     """
@@ -135,7 +137,7 @@ def short_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
 
 
 def answer_message(content: str, calls: Sequence[tuple[str, Mapping[str, Any]]], *, first: int = 0) -> Message:
-    """A turn of the model in the format of chat templates; ``calls`` are names with arguments."""
+    """Return a turn of the model in the format of chat templates; ``calls`` are names with arguments."""
     if not calls:
         return {"role": "assistant", "content": content}
     return {
