@@ -168,8 +168,17 @@ def _row(key: Key, *, discriminated: bool) -> str:
     only = " or ".join(f"`{kind}`" for kind in key.kinds)
     # The section's description, just above the table, already tells what each kind is.
     meaning = "Which of the above." if key.name == "kind" and discriminated else key.description
-    cells = [f"`{key.name}`", key.type, default, f"{only}: {meaning}" if only else meaning]
+    cells = [f"`{key.name}`", type_of(key), default, f"{only}: {meaning}" if only else meaning]
     return " | ".join(cell.replace("|", chr(92) + "|") for cell in cells)
+
+
+def type_of(key: Key) -> str:
+    """Return the type of a key in few words; that an unset key may be null goes without saying."""
+    short = {"whole numbers": "integers", "whole number": "integer", "true or false": "boolean", "one of ": ""}
+    text = key.type.removesuffix(" or null") if key.default == "unset" else key.type
+    for long, word in short.items():
+        text = text.replace(long, word)
+    return text
 
 
 def render_migration() -> str:

@@ -41,9 +41,7 @@ models.
 
 | you have | do this |
 |---|---|
-| one GPU | `shared_vllm`, or `lora_only` with `share_base` ([one GPU](start/one-gpu.md)) |
-| two GPUs | one each: `engine.devices: '1'` with `broadcast` or `lora_nccl` ([tutorial](tutorials/two-gpus.md)) |
-| one node | torchrun for the ranks, `engine.devices` for the engine ([three files](start/eight-gpus.md)) |
+| one node or less | [one GPU](start/one-gpu.md), [two GPUs](tutorials/two-gpus.md), [eight GPUs](start/eight-gpus.md) |
 | several nodes | `lachesis cluster`, or `lachesis run` on a Ray cluster |
 | long sequences | `distributed.context_parallel_size` ([all splits](several-gpus.md#how-training-is-split)) |
 | layers that are too large | `distributed.tensor_parallel_size` |
