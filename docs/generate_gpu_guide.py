@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str | None]]] = {
 }
 
 PROPOSED, PROPOSED_SIZES = (24, 40, 48, 80), ("8B", "14B", "24B", "32B")
-NO_CARD = "none of them"
+NO_CARD = "none"
 
 INTRODUCTION = """\
 # GPU guide: what fits
@@ -81,8 +81,8 @@ These have no row, so the [GPU guide](../../docs/gpu-guide.md) only plans them:
 CARDS_TEXT = """
 ## Which card
 
-Planned, with `model.gradient_checkpointing` and AdamW. Each cell has the GB for a context of 1,024 and of 8,192 tokens,
-and the smallest card (24, 40, 48, 80 or 141 GB) that has them.
+Planned, with `model.gradient_checkpointing` and AdamW. A cell such as `33/37 (40)` has the GB for a context of 1,024
+and of 8,192 tokens, and in brackets the smallest cards (24, 40, 48, 80 or 141 GB) that have them.
 
 - **One card, shared**: trainer and engine on one copy of the weights, with the smallest share that lets vLLM serve 16
   sequences. Full: `shared_vllm`; LoRA: `lora_only` with `share_base`; QLoRA: the embedded engine.
@@ -186,8 +186,8 @@ def too_large() -> Iterator[str]:
 
 
 def smallest(size: int) -> str:
-    """The card that has so many bytes."""
-    return next((f"{card} GB card" for card in CARDS if size <= card * GB), NO_CARD)
+    """Return the GB of the smallest card that has so many bytes."""
+    return next((str(card) for card in CARDS if size <= card * GB), NO_CARD)
 
 
 def use_of(method: str, context: int, sections: dict[str, Any], model: FoundShape, *, devices: int = 1) -> CardUse:
@@ -196,10 +196,10 @@ def use_of(method: str, context: int, sections: dict[str, Any], model: FoundShap
 
 
 def cell(sizes: list[int]) -> str:
-    """Of both contexts."""
+    """Return the GB of both contexts, and in brackets those of the cards that have them."""
     cards = [smallest(size) for size in sizes]
-    text = ", ".join(f"{size / GB:.0f}" for size in sizes)
-    return f"{text} GB: {cards[0] if cards[0] == cards[1] else f'{cards[0]}, {cards[1]}'}"
+    text = "/".join(f"{size / GB:.0f}" for size in sizes)
+    return f"{text} ({'/'.join(dict.fromkeys(cards))})"
 
 
 def card_rows() -> Iterator[str]:

@@ -42,7 +42,7 @@ Files in [another trainer's keys](migration.md) keep their rule.
 
 A run writes its whole configuration to `config.yaml` in its directory, which starts the same run from anywhere.
 
-In the tables `KIND`: stands before keys that only this `kind` of the section has.
+A key without a default is unset. `KIND`: stands before keys that only this `kind` of the section has.
 
 **Required** keys are `{required}` and one of `run.steps` and `run.epochs`; with `source.kind: local`, which is the
 default, also `data.path` and `rewards.functions`.
@@ -164,7 +164,7 @@ def _table(section: SectionInfo, keys: Sequence[Key]) -> Iterator[str]:
 
 
 def _row(key: Key, *, discriminated: bool) -> str:
-    default = {None: "required", "unset": "unset"}.get(key.default, f"`{key.default}`")
+    default = {None: "required", "unset": ""}.get(key.default, f"`{key.default}`")
     only = " or ".join(f"`{kind}`" for kind in key.kinds)
     # The section's description, just above the table, already tells what each kind is.
     meaning = "Which of the above." if key.name == "kind" and discriminated else key.description
