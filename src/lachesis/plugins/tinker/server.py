@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from lachesis.plugins.tinker.sampling import Sampler
     from lachesis.plugins.tinker.training import Base
 
+logger = logging.getLogger("lachesis")
 API_KEY = "TINKER_API_KEY"
 
 
@@ -67,6 +69,7 @@ def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
     """
     try:
         from lachesis.plugins.tinker.routes import Routes
+        from lachesis.plugins.tinker.state import restore_state, save_state
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("tinker", "zstandard"):
             raise
@@ -74,7 +77,9 @@ def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
             "lachesis tinker-server needs the package of the client, whose messages it reads and writes",
             remedy="install it: pip install 'lachesis[tinker]'",
         ) from error
-    service = _service(options)
+    service, state = _service(options), options.dir / ".server"
+    if restored := restore_state(service, state):
+        logger.info("%d runs of before go on", restored)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -82,6 +87,7 @@ def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
             yield
         finally:
             service.close()
+            save_state(service, state)
 
     return Starlette(
         routes=Routes(service, clients=clients).table(),

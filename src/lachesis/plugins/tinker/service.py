@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tinker import types
 from torch import Tensor
 
-from lachesis.common.errors import DataError, LachesisError
+from lachesis.common.errors import DataError, LachesisError, TrainingError
 from lachesis.plugins.tinker import wire
 from lachesis.plugins.tinker.checkpoints import CheckpointStore, Saved
 from lachesis.plugins.tinker.clients import Client
@@ -63,14 +63,26 @@ class Run:
 
 
 @dataclass(slots=True)
+class Session:
+    """A client program: whose it is, and when it was last heard of, on the monotonic clock."""
+
+    client: Client
+    heard: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
 class SamplingSession:
-    """Session of a sampling client; without weights it samples from the base model."""
+    """Session of a sampling client; without weights it samples from the base model.
+
+    ``run_id`` names the run that keeps the weights in memory, ``path`` a checkpoint.
+    """
 
     session_id: str
     weights: Weights | None = None
     path: str | None = None
     clients: int = 0
     number: int = 0
+    run_id: str = ""
 
 
 class Service:
@@ -110,12 +122,11 @@ class Service:
         self._tokenizer = tokenizer
         self._session_s = session_s
         self._sampler = sampler
-        self._heard: dict[str, float] = {}
-        self._clients: dict[str, Client] = {}
+        self.sessions: dict[str, Session] = {}
         self._unembed = unembed
-        self._seed = random.getrandbits(62) if seed is None else seed
+        self.seed = random.getrandbits(62) if seed is None else seed
         self._max_rank = max_rank
-        self._made_samplers = 0
+        self.made_samplers = 0
         self._worker = Worker(sampler)
 
     # --- sessions ---------------------------------------------------------------------------------------------
@@ -123,29 +134,27 @@ class Service:
     def create_session(self, client: Client) -> str:
         """Return a new session's id; forget sessions that have been silent for too long."""
         now = time.monotonic()
-        for silent in [one for one, heard in self._heard.items() if heard < now - self._session_s]:
+        for silent in [one for one, found in self.sessions.items() if found.heard < now - self._session_s]:
             self.finish_session(silent)
         session_id = uuid.uuid4().hex
-        self._heard[session_id] = now
-        self._clients[session_id] = client
+        self.sessions[session_id] = Session(client)
         return session_id
 
     def hear(self, session_id: str) -> None:
         """Note that a session is alive. Raises Unknown if it does not exist or has ended."""
-        if session_id not in self._heard:
+        if session_id not in self.sessions:
             raise Unknown(f"there is no session {session_id}, or it has ended", remedy="make a new ServiceClient")
-        self._heard[session_id] = time.monotonic()
+        self.sessions[session_id].heard = time.monotonic()
 
     def finish_session(self, session_id: str) -> None:
         """Forget a session with its runs and samplers; their checkpoints stay."""
-        self._heard.pop(session_id, None)
         lane = self._lane(session_id)
         for run_id in [run_id for run_id, run in self.runs.items() if run.session_id == session_id]:
             run = self.runs.pop(run_id)
             self._worker.submit(Job(partial(_close, run), lambda _: Answer(b"{}"), lane))
         for sampler_id in [key for key, one in self.samplers.items() if one.session_id == session_id]:
             del self.samplers[sampler_id]
-        self._clients.pop(session_id, None)
+        self.sessions.pop(session_id, None)
         self._worker.forget(lane)
 
     def owns(self, client: Client, name: str) -> bool:
@@ -155,8 +164,8 @@ class Service:
         """
         if name.startswith("tinker://"):
             return self.store.find(name).owner == client.name
-        owner = self._clients.get(name.partition(":")[0])
-        return owner is None or owner.name == client.name
+        found = self.sessions.get(name.partition(":")[0])
+        return found is None or found.client.name == client.name
 
     def runs_of(self, client: Client) -> dict[str, Run]:
         """Return the client's runs by their ids."""
@@ -164,7 +173,8 @@ class Service:
 
     def client_of(self, session_id: str) -> Client:
         """Return whose a session is."""
-        return self._clients.get(session_id, Client())
+        found = self.sessions.get(session_id)
+        return Client() if found is None else found.client
 
     def used_s(self, session_id: str) -> float:
         """Return the seconds of computing that the client of a session has used."""
@@ -178,9 +188,17 @@ class Service:
         """Return the lane of a session's jobs: its client's, or its own where clients have no names."""
         return self.client_of(session_id).name or session_id
 
+    def restore_run(self, session_id: str, shape: LoraShape, weights: Mapping[str, Tensor]) -> Run:
+        """Return a run with an adapter, to whose requests more may come."""
+        return Run(session_id, Sequenced(self._worker.submit), training=TrainingRun(self._base, shape, weights))
+
     def close(self) -> None:
-        """Stop after the current computation."""
-        self._worker.close()
+        """Stop after the current computation; requests that wait fail."""
+        left = self._worker.close()
+        for job in [*left, *(job for run in self.runs.values() for job in run.requests.early.values())]:
+            if isinstance(job, Job) and job.lost is not None:
+                job.lost()
+            job.future.set_result(Failure("the server ended before this was computed: send it again", "server"))
         if self.engines is not None:
             self.engines.close()
 
@@ -190,7 +208,7 @@ class Service:
         """Return the id of the request; the run's own id follows from the session and its number there."""
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
-        seed = self._drawn("adapter", len(self._heard), body.model_seq_id)
+        seed = self._drawn("adapter", len(self.sessions), body.model_seq_id)
         shape = wire.lora_shape(body.lora_config, seed=seed, max_rank=self._most_rank(body.session_id))
         if not self._unembed:
             shape = replace(shape, train_unembed=False)
@@ -258,8 +276,7 @@ class Service:
         run = self._run(body.model_id)
         if body.path is None:
             key = uuid.uuid4().hex
-            weights = Weights(key, partial(_unnamed, run, key), lambda: run.made.shape.train_unembed)
-            sampler = SamplingSession(run.session_id, weights)
+            sampler = SamplingSession(run.session_id, unnamed_weights(run, key), run_id=body.model_id)
             response = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=self._add_sampler(sampler))
             answer = wire.json_answer(response)
             return self._in_order(run, body.seq_id, partial(_keep, run, key, kind=body.kind), lambda _: answer)
@@ -290,7 +307,7 @@ class Service:
         self.hear(body.session_id)
         if body.base_model is not None:
             self._check_base(body.base_model)
-        weights = None if body.model_path is None else self._saved_weights(body.model_path)
+        weights = None if body.model_path is None else self.saved_weights(body.model_path)
         return self._add_sampler(SamplingSession(body.session_id, weights, body.model_path))
 
     def sampler(self, sampler_id: str) -> SamplingSession:
@@ -308,7 +325,7 @@ class Service:
         else:
             if body.base_model is not None:
                 self._check_base(body.base_model)
-            weights = None if body.model_path is None else self._saved_weights(body.model_path)
+            weights = None if body.model_path is None else self.saved_weights(body.model_path)
         request = wire.sample_request(
             body, seed=self._drawn("sample", number, body.seq_id), max_context=self.max_context
         )
@@ -393,7 +410,7 @@ class Service:
         if (run := self.runs.get(run_id)) is None:
             remedy = "create it anew, from a saved state where there is one"
             raise Unknown(f"there is no run {run_id}, or no more: its session has ended", remedy=remedy)
-        self._heard[run.session_id] = time.monotonic()
+        self.hear(run.session_id)
         run.last_request = time.time()
         return run
 
@@ -401,7 +418,7 @@ class Service:
         """Raise DataError if the client has as many runs as it may. Those of programs that have gone do not count."""
         silent = time.monotonic() - _GONE_S
         for gone in {run.session_id for run in self.runs_of(client).values()} if client.max_runs else ():
-            if self._heard.get(gone, silent) <= silent:
+            if self.sessions[gone].heard <= silent:
                 self.finish_session(gone)
         if client.max_runs is not None and len(self.runs_of(client)) >= client.max_runs:
             raise DataError(
@@ -423,19 +440,20 @@ class Service:
         if not number:
             return self._submit(work, encode, session_id=run.session_id)
         if number not in run.requests.ids:
-            job: Job[Any] = Job(work, encode, self._lane(run.session_id))
+            job: Job[Any] = Job(work, encode, self._lane(run.session_id), partial(_lost, run))
             run.requests.ids[number] = self.futures.add(job.future)
             run.requests.add(number, job)
         return run.requests.ids[number]
 
     def _add_sampler(self, sampler: SamplingSession) -> str:
-        self._made_samplers += 1
-        sampler.number = self._made_samplers
+        self.made_samplers += 1
+        sampler.number = self.made_samplers
         sampler_id = f"{sampler.session_id}:sample:{sampler.number}"
         self.samplers[sampler_id] = sampler
         return sampler_id
 
-    def _saved_weights(self, path: str) -> Weights:
+    def saved_weights(self, path: str) -> Weights:
+        """Return a checkpoint's weights. Raises DataError where there is none, or of another base model."""
         saved = self.store.find(path)
         self._check_base(saved.base_model)
         # A checkpoint that was overwritten has the same path and another time.
@@ -444,7 +462,7 @@ class Service:
 
     def _drawn(self, *place: object) -> int:
         """Derive a seed for a request without one from the server's seed and the request's place."""
-        return random.Random(f"{self._seed} {place}").getrandbits(62)
+        return random.Random(f"{self.seed} {place}").getrandbits(62)
 
     def _check_base(self, name: str) -> None:
         if name != self.name:
@@ -467,6 +485,12 @@ def _close(run: Run) -> None:
         run.training.close()
 
 
+def _lost(run: Run) -> None:
+    """Note that a request of a run was not computed: a step after it would be of another gradient."""
+    if run.training is not None:
+        run.training.drop_gradient(TrainingError("the server was stopped before it was computed"))
+
+
 def _keep(run: Run, key: str, *, kind: str) -> None:
     """Remember a run's weights of now for one sampling client, and forget those of old ones."""
     if kind != "snapshot":
@@ -474,6 +498,11 @@ def _keep(run: Run, key: str, *, kind: str) -> None:
     run.unnamed[key] = run.made.weights()
     while len(run.unnamed) > _UNNAMED_KEPT:
         run.unnamed.popitem(last=False)
+
+
+def unnamed_weights(run: Run, key: str) -> Weights:
+    """Return the weights that a run keeps in memory under ``key``."""
+    return Weights(key, partial(_unnamed, run, key), lambda: run.made.shape.train_unembed)
 
 
 def _unnamed(run: Run, key: str) -> tuple[LoraShape, Mapping[str, Tensor]]:

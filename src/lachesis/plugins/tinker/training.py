@@ -49,7 +49,7 @@ class TrainingRun:
         self._plan = replace(base.plan, head="model") if shape.train_unembed else base.plan
         self.adapter = base.bank.add(shape, tensors)
         self._optimizer = torch.optim.AdamW(self._parameters.values())
-        self._failed = ""
+        self.failed = ""
 
     @property
     def _parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -74,7 +74,7 @@ class TrainingRun:
     def drop_gradient(self, error: BaseException) -> None:
         """Drop the gradient after a failed forward_backward, as the sum would lack a part that the client asked for."""
         self._optimizer.zero_grad()
-        self._failed = self._failed or (error.message if isinstance(error, LachesisError) else first_line(error))
+        self.failed = self.failed or (error.message if isinstance(error, LachesisError) else first_line(error))
 
     def _pass(self, asked: Pass) -> PassResult:
         loss, options = loss_named(asked.loss), options_of(asked.loss, asked.options)
@@ -104,7 +104,7 @@ class TrainingRun:
             DataError: a parameter is wrong.
             TrainingError: there is no gradient, it is not finite, or a forward_backward before failed; no step is made.
         """
-        failed, self._failed = self._failed, ""
+        failed, self.failed = self.failed, ""
         try:
             if failed:
                 raise TrainingError(
@@ -150,6 +150,16 @@ class TrainingRun:
             if parameter in self._optimizer.state
         }
 
+    def gradient(self) -> dict[str, Tensor]:
+        """Return the gradient that has been added up since the last step, by the parameters' names; copied."""
+        return {name: p.grad.detach().cpu().clone() for name, p in self._parameters.items() if p.grad is not None}
+
+    def add_gradient(self, gradient: Mapping[str, Tensor]) -> None:
+        """Take a gradient that :meth:`gradient` returned."""
+        for name, tensor in gradient.items():
+            parameter = self._parameters[name]
+            parameter.grad = tensor.to(parameter.device, copy=True)
+
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
         """Take a saved adapter, and its optimizer's state or a fresh one; a gradient that was there is dropped.
 
@@ -158,7 +168,7 @@ class TrainingRun:
         """
         self._base.bank.load(self.adapter, weights)
         self._optimizer.zero_grad()
-        self._failed = ""
+        self.failed = ""
         self._optimizer.state.clear()
         if not optimizer:
             return

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # A client that lost the answer on its way asks again; one that does not for so long has it, or is gone.
 _FETCHED_S, _UNFETCHED_S = 600.0, 24 * 3600.0
+# The job under way has so long to end when the server does.
+_LAST_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,15 @@ class Failure:
 
 @dataclass(slots=True)
 class Job(Generic[T]):
-    """Something to compute for a lane; ``answer`` is its result as bytes of a body, or why there is none."""
+    """Something to compute for a lane; ``answer`` is its result as bytes of a body, or why there is none.
+
+    ``lost`` is called if the server ends before it was computed.
+    """
 
     work: Callable[[], T]
     encode: Callable[[T], Answer]
     lane: str = ""
+    lost: Callable[[], None] | None = None
     future: Future[Answer | Failure] = field(default_factory=Future)
 
 
@@ -111,6 +117,12 @@ class FairQueue:
         if lane not in self._lanes:
             self._used_s.pop(lane, None)
 
+    def drain(self) -> list[Job[Any] | SampleJob]:
+        """Remove and return all jobs."""
+        left = [job for jobs in self._lanes.values() for job in jobs]
+        self._lanes.clear()
+        return left
+
     def _alike(self, first: SampleJob) -> list[SampleJob]:
         """Remove the jobs that sample with the weights of ``first``; saved weights do not change, so order is free."""
         key = _key(first)
@@ -159,12 +171,14 @@ class Worker:
         with self._changed:
             self.queue.forget(lane)
 
-    def close(self) -> None:
-        """End after the job under way."""
+    def close(self) -> list[Job[Any] | SampleJob]:
+        """End after the job under way, and return the jobs that are left."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=_LAST_S)
+        with self._changed:
+            return self.queue.drain()
 
     def _run(self) -> None:
         while (found := self._next()) is not None:
@@ -250,15 +264,23 @@ class Futures:
         self._fetched: deque[tuple[float, str]] = deque()
 
     def add(self, future: Future[Answer | Failure]) -> str:
-        """Its id."""
+        """Add a future, and return its id."""
         now = time.monotonic()
         for ends in (self._ends, self._fetched):
             while ends and ends[0][0] < now:
                 self._futures.pop(ends.popleft()[1], None)
         request_id = uuid.uuid4().hex
-        self._futures[request_id] = future
-        self._ends.append((now + _UNFETCHED_S, request_id))
+        self.restore(request_id, future)
         return request_id
+
+    def restore(self, request_id: str, future: Future[Answer | Failure]) -> None:
+        """Add a future that has an id."""
+        self._futures[request_id] = future
+        self._ends.append((time.monotonic() + _UNFETCHED_S, request_id))
+
+    def done(self) -> dict[str, Answer | Failure]:
+        """Return the answers that are there, by the ids of their requests."""
+        return {name: future.result() for name, future in self._futures.items() if future.done()}
 
     def find(self, request_id: str) -> Future[Answer | Failure] | None:
         """Return the future of a request; None if it does not exist, or its answer was fetched long ago."""
