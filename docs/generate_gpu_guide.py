@@ -47,7 +47,7 @@ PROPOSED, PROPOSED_SIZES = (24, 40, 48, 80), ("8B", "14B", "24B", "32B")
 NO_CARD = "none"
 
 INTRODUCTION = """\
-# GPU guide: what fits
+# GPU guide: how much memory a model needs
 
 <!-- Written by docs/generate_gpu_guide.py from benchmarks/raw/memory*.json and lachesis plan; do not edit. -->
 
@@ -79,7 +79,7 @@ NOT_MEASURED_TEXT = """
 These have no row, so the [GPU guide](../../docs/gpu-guide.md) only plans them:
 """
 CARDS_TEXT = """
-## Which card
+## How much memory: which card
 
 Planned, with `model.gradient_checkpointing` and AdamW. A cell such as `33/37 (40)` has the GB for a context of 1,024
 and of 8,192 tokens, and in brackets the smallest cards (24, 40, 48, 80 or 141 GB) that have them.

@@ -105,6 +105,8 @@ SEARCH_BOOST = {
     "metrics": 0.5,
     "migration": 0.5,
     "public-files": 0.3,
+    "gpu-guide": 2.0,
+    "start/": 1.5,
     "troubleshooting": 2.0,
     "tutorials/": 1.5,
 }
