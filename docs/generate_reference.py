@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
+from lachesis.config.presets import PRESETS
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
@@ -137,8 +138,20 @@ def render() -> str:
         for key in section.keys
         if key.default is None and not key.kinds
     )
-    parts = [INTRODUCTION.replace("{required}", required), *(_section(section) for section in sections)]
+    parts = [INTRODUCTION.replace("{required}", required), *(_section(section) for section in sections), _presets()]
     return "\n".join(parts)
+
+
+def _presets() -> str:
+    rows = [
+        f"| `{name}` | {', '.join(f'`{key}: {value_in_words(value)}`' for key, value in keys.items())} |"
+        for name, keys in PRESETS.items()
+    ]
+    words = (
+        "What `algorithm.preset` stands for. With `dapo` the rewards also get `soft_overlong_punishment`, over the\n"
+    )
+    words += "last fifth of the longest completion."
+    return "\n".join(["## Presets\n", words, "", "| preset | keys |", "|---|---|", *rows, ""])
 
 
 def _section(section: SectionInfo) -> str:

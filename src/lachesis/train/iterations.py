@@ -65,6 +65,13 @@ class OldLogprobStore:
             )
 
     def take(self, batch: Batch, index: int, micro: MicroBatch, *, current: Tensor) -> Tensor:
+        """Return :meth:`known`, and hold it for the other uses of the batch."""
+        old = self.known(batch, index, micro, current=current)
+        if batch.iteration == 0 and batch.num_iterations > 1:
+            self._held.append(old)
+        return old
+
+    def known(self, batch: Batch, index: int, micro: MicroBatch, *, current: Tensor) -> Tensor:
         """Return log π_old of micro-batch ``index``, [N]; ``current`` are the policy's logprobs, detached."""
         if batch.iteration > 0:
             held = self._held[index].to(current.device)
@@ -74,10 +81,7 @@ class OldLogprobStore:
                     remedy="use one and the same batch in all iterations",
                 )
             return held
-        old = torch.where(micro.old_logprobs.isnan(), current, micro.old_logprobs.to(current.dtype))
-        if batch.num_iterations > 1:
-            self._held.append(old)
-        return old
+        return torch.where(micro.old_logprobs.isnan(), current, micro.old_logprobs.to(current.dtype))
 
     def state_dict(self) -> list[Tensor]:
         """Return one tensor for each micro-batch of the batch in use; empty if batches are used once."""

@@ -24,8 +24,10 @@ from lachesis.train.checkpoint import save_model
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
+from lachesis.train.losses.covariance import USES_COVARIANCE, CovarianceCut, covariance_cut
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
+from lachesis.train.losses.ratios import count_rows, gather_terms
 from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
@@ -58,13 +60,15 @@ OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOp
 class StepCounts(NamedTuple):
     """Counts by which a loss is normalized, over the whole optimizer step and all ranks.
 
-    ``entropy_threshold`` and ``num_high_entropy_tokens`` are ``None`` where every token is kept.
+    ``entropy_threshold`` and ``num_high_entropy_tokens`` are ``None`` where every token is kept, and ``covariance``
+    where no token is chosen by it.
     """
 
     num_sequences: int
     num_tokens: int
     entropy_threshold: Tensor | None = None
     num_high_entropy_tokens: float | None = None
+    covariance: CovarianceCut | None = None
 
 
 class Policy(PolicyState, SendsWeights):
@@ -318,18 +322,48 @@ class Policy(PolicyState, SendsWeights):
     def _count(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> StepCounts:
         """Return the counts of the step.
 
-        With an entropy quantile this takes a first pass, because the quantile is over all tokens of the step.
+        An entropy quantile, or a choice by covariance, is over all tokens of the step and takes a first pass.
         """
         num_sequences, num_tokens = self.strategy.sum_counts(batch.num_sequences, batch.num_tokens)
-        counts = StepCounts(num_sequences, num_tokens)
-        if self.options.top_entropy_quantile == 1 or not micro_batches:
+        counts, top = StepCounts(num_sequences, num_tokens), self.options.top_entropy_quantile
+        by_covariance = self.options.loss_type in USES_COVARIANCE and self.custom_loss is None
+        if not micro_batches or (top == 1 and not by_covariance):
             return counts
-        own = torch.cat([self._scored(micro).entropies for micro in micro_batches])
-        entropies = self.strategy.gather_values(own)
-        top = self.options.top_entropy_quantile
+        scored = [self._scored(micro) for micro in micro_batches]
+        if by_covariance:
+            logprobs = [scores.logprobs for scores in scored]
+            counts = counts._replace(covariance=self._covariance(batch, micro_batches, logprobs=logprobs))
+        if top == 1:
+            return counts
+        entropies = self.strategy.gather_values(torch.cat([scores.entropies for scores in scored]))
         threshold = high_entropy_threshold(entropies, mask=torch.ones_like(entropies), top_quantile=top)
         reached = float((entropies >= threshold).sum())
         return counts._replace(entropy_threshold=threshold, num_high_entropy_tokens=reached)
+
+    def _covariance(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], *, logprobs: Sequence[Tensor]
+    ) -> CovarianceCut:
+        """Return what chooses tokens of the whole step by covariance, given the current logprobs of its own."""
+        olds = [
+            self._old.known(batch, index, micro.to(self.device), current=current)
+            for index, (micro, current) in enumerate(zip(micro_batches, logprobs, strict=True))
+        ]
+        gather = self.strategy.gather_values
+        everything = gather(torch.cat([*logprobs]))
+        return covariance_cut(
+            gather_terms(
+                everything,
+                row=torch.arange(len(everything), device=self.device),
+                mask=torch.ones_like(everything),
+                advantages=gather(torch.cat([_of_tokens(micro).to(self.device) for micro in micro_batches])),
+                old_logprobs=gather(torch.cat(olds)),
+                sampling_logprobs=None,
+                ref_logprobs=None,
+                entropies=None,
+                options=self.options,
+            ),
+            self.options,
+        )
 
     def _num_inputs(self, batch: Batch) -> int:
         """Return the tokens of the step that go through the model, over all ranks.
@@ -444,6 +478,12 @@ class Policy(PolicyState, SendsWeights):
 
     def _scores(self, micro: MicroBatch, *, read: Read | None = None) -> TokenLogprobs:
         return loss_token_logprobs(self.transformer, micro, plan=self.plan, read=read)
+
+
+def _of_tokens(micro: MicroBatch) -> Tensor:
+    """Return the advantage of each loss token: [N]."""
+    _, per_token = count_rows(micro.row, micro.advantages)
+    return micro.advantages if per_token else micro.advantages[micro.row]
 
 
 def _numbered(groups: Sequence[Group]) -> list[Group]:

@@ -230,7 +230,8 @@ def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
             "completions a batch has, and environments how many a group"
         )
     names = ["temperature"] if data.evaluates else [n for n in SamplingConfig.model_fields if n not in _COUNTS]
-    if config.algorithm.loss_type != "dr_grpo" and not data.evaluates:
+    by_length = config.algorithm.normalization or config.algorithm.loss_type
+    if by_length not in ("constant_length", "dr_grpo") and not data.evaluates:
         names.append("max_completion_length")
     if keys := changed(config, "sampling", *names):
         yield note(

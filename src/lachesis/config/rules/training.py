@@ -112,17 +112,39 @@ def _weight_update(config: LachesisConfig) -> Iterator[Said]:
         yield note(f"optimizer.weight_update {update} does nothing: model.dtype is float32 already")
 
 
+def _preset(config: LachesisConfig) -> Iterator[Said]:
+    if config.algorithm.preset is not None:
+        from lachesis.config.presets import preset_in_words
+
+        yield note(preset_in_words(config))
+
+
 def _algorithm(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
-    if algorithm.importance_sampling_level == "sequence" and algorithm.loss_type != "grpo":
+    level = algorithm.importance_sampling_level
+    if level != "token" and algorithm.loss_type in _TOKEN_RATIO and algorithm.loss is None:
+        yield problem(
+            f"algorithm.importance_sampling_level {level} does nothing with loss_type {algorithm.loss_type}, which has "
+            "no ratio of a sequence; remove one of them"
+        )
+    elif (
+        level != "token"
+        and (algorithm.loss_type, algorithm.normalization) != ("grpo", None)
+        and (algorithm.normalization != "sequence_mean")
+    ):
         yield warning(
-            f"algorithm.importance_sampling_level sequence with loss_type {algorithm.loss_type} weights "
+            f"algorithm.importance_sampling_level {level} with loss_type {algorithm.loss_type} weights "
             "sequences by their length; GSPO is defined with loss_type grpo"
         )
     if algorithm.aggregation == "normalize_then_sum" and algorithm.scale_rewards != "group":
         yield warning(
             f"algorithm.scale_rewards {algorithm.scale_rewards} does nothing with aggregation "
             "normalize_then_sum, which always divides by the group's and then the batch's deviation"
+        )
+    if algorithm.baseline == "none" and config.pipeline.refill_zero_signal:
+        yield warning(
+            "pipeline.refill_zero_signal replaces groups of equal rewards, and with algorithm.baseline none they teach "
+            "too; remove one of them"
         )
     if algorithm.aggregation == "normalize_then_sum" and algorithm.baseline != "group_mean":
         yield warning("algorithm.baseline does nothing with aggregation normalize_then_sum, which takes off the mean")
@@ -140,6 +162,18 @@ _WITHOUT_CLIP = {
     "cispo": ("epsilon", "delta"),
     "sapo": ("epsilon", "epsilon_high", "delta"),
     "vespo": ("epsilon", "epsilon_high", "delta"),
+    "reinforce": ("epsilon", "epsilon_high", "delta"),
+    "kl_cov": ("epsilon", "epsilon_high", "delta"),
+    "gmpo": ("delta",),
+}
+# Those that have a ratio of each token, or none.
+_TOKEN_RATIO = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+# Keys of one loss type, or of two.
+_OWN_KEYS = {
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "clip_cov": ("cov_share", "cov_low", "cov_high"),
+    "kl_cov": ("cov_share", "cov_kl_coef"),
 }
 
 
@@ -157,10 +191,25 @@ def _loss(config: LachesisConfig) -> Iterator[Said]:
             f"algorithm.epsilon_high {bound:g}: with loss_type cispo it is the bound of the ratio itself, so every "
             f"weight is at most {bound:g}; 5 is usual, and taken if it is unset"
         )
-    for kind in ("sapo", "vespo"):
-        names = [name for name in type(algorithm).model_fields if name.startswith(f"{kind}_")]
-        if algorithm.loss_type != kind and (keys := changed(config, "algorithm", *names)):
-            yield note(f"{', '.join(keys)} do nothing with loss_type {algorithm.loss_type}")
+    used = _OWN_KEYS.get(algorithm.loss_type, ())
+    names = [name for keys in _OWN_KEYS.values() for name in keys if name not in used]
+    if keys := changed(config, "algorithm", *dict.fromkeys(names)):
+        yield note(f"{', '.join(keys)} do nothing with loss_type {algorithm.loss_type}")
+    if algorithm.cov_low >= algorithm.cov_high:
+        yield problem(
+            f"algorithm.cov_low {algorithm.cov_low:g} is not below cov_high {algorithm.cov_high:g}, so no token is "
+            "between them; lower it"
+        )
+    if algorithm.loss_type == "gmpo" and algorithm.top_entropy_quantile < 1:
+        yield problem(
+            "algorithm.top_entropy_quantile with loss_type gmpo: the ratio is of a whole sequence, and tokens cannot "
+            "be left out of it; remove one of them"
+        )
+    if algorithm.loss_type in ("clip_cov", "kl_cov") and algorithm.teacher and algorithm.teacher.estimate == "sampled":
+        yield problem(
+            f"algorithm.teacher.estimate sampled adds to the advantages that loss_type {algorithm.loss_type} chooses "
+            "tokens by; set estimate: exact"
+        )
     unused = changed(config, "algorithm", *_WITHOUT_CLIP.get(algorithm.loss_type, ()))
     if unused and algorithm.loss is None:
         yield warning(
@@ -390,6 +439,7 @@ def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
 TRAINING_RULES: tuple[Rule, ...] = (
     *(_schedule, _optimizer, _learning_rate, _vanishing_updates, _weight_update),
     *(
+        _preset,
         _algorithm,
         _loss,
         _reference,

@@ -20,6 +20,16 @@ from lachesis.config.schema.base import (
 CISPO_EPSILON_HIGH = 5.0
 
 
+PresetName = Literal[
+    "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "rloo", "maxrl", "opo",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "decoupled_ppo",
+]  # fmt: skip
+LossTypeName = Literal[
+    "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "reinforce", "dppo_tv", "dppo_kl",
+    "clip_cov", "kl_cov",
+]  # fmt: skip
+
+
 class TeacherConfig(Section):
     """A teacher that the policy's own samples are shown to (on-policy distillation), beside the rewards."""
 
@@ -87,8 +97,16 @@ class AlgorithmConfig(Section):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
-        default="grpo", description="Loss and normalization."
+    preset: PresetName | None = Field(
+        default=None,
+        description="An algorithm by name, in place of the keys that it stands for, which `lachesis plan` prints; keys "
+        "that are written win.",
+    )
+    loss_type: LossTypeName = Field(default="grpo", description="Loss and normalization.")
+    normalization: Literal["sequence_mean", "sequence_sum", "token_mean", "constant_length"] | None = Field(
+        default=None,
+        description="Mean over sequences of the mean or of the sum of their tokens, mean over all tokens of the step, "
+        "or the sum over sequences x `sampling.max_completion_length`; that of `loss_type` if unset.",
     )
     loss: CustomPart | None = Field(
         default=None,
@@ -102,12 +120,19 @@ class AlgorithmConfig(Section):
     num_iterations: PositiveInt = Field(
         default=1, description="Optimizer steps on each batch, all against the logprobs from before the first."
     )
-    importance_sampling_level: Literal["token", "sequence"] = Field(
-        default="token", description="Ratio per token, or one per sequence (its geometric mean, as in GSPO)."
+    importance_sampling_level: Literal["token", "sequence", "sequence_product"] = Field(
+        default="token",
+        description="Ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO), or their product "
+        "(TRL's RLOO).",
     )
-    epsilon: NonNegativeFloat = Field(default=0.2, description="Ratios are clipped below at 1 - epsilon.")
+    epsilon: NonNegativeFloat = Field(
+        default=0.2,
+        description="Ratios are clipped below at 1 - epsilon; with `gmpo` their logs at -epsilon; with `dppo_tv` and "
+        "`dppo_kl` it bounds the divergence of a token whose A < 0.",
+    )
     epsilon_high: NonNegativeFloat | None = Field(
-        default=None, description="Ratios are clipped above at 1 + epsilon_high; epsilon if unset."
+        default=None,
+        description="The same above, and where A > 0; epsilon if unset.",
     )
     delta: PositiveFloat | None = Field(
         default=None, description="Upper bound of the ratio where it is not clipped; none if unset."
@@ -126,13 +151,16 @@ class AlgorithmConfig(Section):
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
-    scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="What advantages are divided by: the group's deviation, the batch's, or nothing."
+    scale_rewards: Literal["group", "batch", "none", "mean", "tokens", "signal"] = Field(
+        default="group",
+        description="What advantages are divided by: the group's deviation, the batch's, or nothing; the group's mean "
+        "reward (MaxRL); `tokens` whitens them over all tokens of the batch (REINFORCE++); `signal` divides by the "
+        "share of completions whose group's rewards differ (GPG).",
     )
-    baseline: Literal["group_mean", "leave_one_out"] = Field(
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = Field(
         default="group_mean",
-        description="What a reward is compared with: the mean of its group, or of the others in it (RLOO, with "
-        "`scale_rewards: none`).",
+        description="What a reward is compared with: the mean of its group, of the others in it (RLOO, with "
+        "`scale_rewards: none`), the mean weighted by length (OPO), or nothing.",
     )
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."
@@ -166,6 +194,14 @@ class AlgorithmConfig(Section):
     )
     sapo_temperature_pos: PositiveFloat = Field(default=1.0, description="With `sapo`: temperature where A > 0.")
     sapo_temperature_neg: PositiveFloat = Field(default=1.05, description="With `sapo`: temperature where A <= 0.")
+    cov_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="With `clip_cov` and `kl_cov`: share of the step's tokens that is chosen."
+    )
+    cov_low: float = Field(default=1.0, description="With `clip_cov`: tokens of higher covariance may be chosen.")
+    cov_high: float = Field(default=5.0, description="With `clip_cov`: tokens of lower covariance may be chosen.")
+    cov_kl_coef: NonNegativeFloat = Field(
+        default=1.0, description="With `kl_cov`: weight of |log r| of the chosen tokens."
+    )
     vespo_k_pos: NonNegativeFloat = Field(default=2.0, description="With `vespo`: exponent k where A >= 0.")
     vespo_lambda_pos: PositiveFloat = Field(default=3.0, description="With `vespo`: decay lambda where A >= 0.")
     vespo_k_neg: NonNegativeFloat = Field(default=3.0, description="With `vespo`: exponent k where A < 0.")

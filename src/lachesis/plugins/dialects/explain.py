@@ -18,6 +18,7 @@ from lachesis.config.keys import (
     nearest_path,
     value_in_words,
 )
+from lachesis.config.presets import PRESETS
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.atropos import TRAINER
 from lachesis.plugins.dialects.constructors import CONSTRUCTORS
@@ -34,6 +35,9 @@ _ENVIRONMENT_FLAG = (
     "a flag of an Atropos environment, not of the trainer: it goes into services.environment.args, and the "
     "environment's own --help says what it does"
 )
+
+
+_PRESET = "algorithm.preset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, CONSTRUCTORS)
     found = [*by_end, *(found for found in _in_dialects(name, dialects) if found.path not in paths)]
     if found:
         return _answer(key, found)
+    if name in PRESETS:
+        return _answer(key, [_explanation(found, ()) for found in find_keys(_PRESET)])
     if key.strip().startswith("--env."):
         flag = Entry(key.strip().partition("=")[0].removeprefix("--"), note=_ENVIRONMENT_FLAG)
         return _answer(key, [_without_key(TRAINER, flag)])
@@ -116,6 +122,9 @@ def _explanation(key: Key, dialects: Sequence[Dialect], *, dialect: str = "") ->
 
 
 def _aliases(path: str, dialects: Sequence[Dialect]) -> Iterator[Alias]:
+    if path == _PRESET:
+        for name, keys in PRESETS.items():
+            yield Alias("preset", name, note=", ".join(f"{key}: {value_in_words(keys[key])}" for key in keys))
     for dialect in dialects:
         for entry in dialect.by_path.get(path, ()):
             default = None if entry.default is UNSET else value_in_words(entry.default)

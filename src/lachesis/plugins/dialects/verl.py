@@ -5,7 +5,7 @@ Defaults of verl's that differ from ours are written out: https://github.com/vol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lachesis.common.errors import ConfigError
@@ -19,6 +19,12 @@ _MODEL = "actor_rollout_ref.model."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _POLICY_LOSS = f"{_ACTOR}policy_loss."
 AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+_NORMALIZATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant_length",
+}
 GENERATED, STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
 
 # Sections that place processes, save memory, log or profile.
@@ -37,7 +43,7 @@ _NO_INFLUENCE = {
         "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking",
         "entropy_from_logits_chunk_size", "entropy_checkpointing", "calculate_entropy", "use_remove_padding",
         "use_fused_kernels", "use_prefix_grouper", "calculate_sum_pi_squared", "pad_to_length", "rollout_n",
-        "data_loader_seed", "recompute_old_log_prob", "load_weight", "shuffle", "tau_pos", "tau_neg",
+        "data_loader_seed", "recompute_old_log_prob", "load_weight", "shuffle",
         "optim.total_training_steps", "optim.zero_indexed_step", "optim.optimizer_impl",
     ),
     _MODEL: (
@@ -147,6 +153,8 @@ def _loss() -> Iterator[Entry]:
     yield from refused("its sum over a fixed length has no counterpart", f"{_ACTOR}loss_scale_factor")
     for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"):
         yield Entry(f"{_POLICY_LOSS}{name}", treatment="together", note=_BESIDE)
+    yield together(f"{_ACTOR}tau_pos", "algorithm.sapo_temperature_pos", "with loss_mode sapo")
+    yield together(f"{_ACTOR}tau_neg", "algorithm.sapo_temperature_neg", "with loss_mode sapo")
     for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         yield together(f"{_ACTOR}{name}", "algorithm.epsilon")
     yield Entry(f"{_ACTOR}ppo_epochs", "algorithm.num_iterations")
@@ -280,46 +288,96 @@ def _check_truncation(translation: Translation) -> None:
 
 
 def _put_loss(translation: Translation) -> None:
-    estimator = translation.text("algorithm.adv_estimator", "gae")
-    if estimator == "rloo":
-        translation.put("algorithm.baseline", "leave_one_out", "algorithm.adv_estimator")
-    elif estimator != "grpo":
-        needs = "trains a critic, which Lachesis does not have" if estimator == "gae" else "has no counterpart"
-        translation.problem("algorithm.adv_estimator", f"{estimator} {needs}; write grpo or rloo")
-    scaled = translation.switch("algorithm.norm_adv_by_std_in_grpo")
-    translation.put("algorithm.scale_rewards", "none" if scaled is False or estimator == "rloo" else "group",
-                    "algorithm.norm_adv_by_std_in_grpo")  # fmt: skip
-    mode = translation.text(f"{_POLICY_LOSS}loss_mode", "vanilla")
+    _put_advantages(translation)
+    mode, name = translation.text(f"{_POLICY_LOSS}loss_mode", "vanilla").replace("-", "_"), f"{_POLICY_LOSS}loss_mode"
+    low, high = _clip(translation, "low"), _clip(translation, "high")
+    bound = translation.value(f"{_ACTOR}clip_ratio_c", 3.0)
+    if mode in ("vanilla", "gspo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl"):
+        translation.put("algorithm.epsilon", low, f"{_ACTOR}clip_ratio_low")
+        translation.put("algorithm.epsilon_high", high, f"{_ACTOR}clip_ratio_high")
+    if mode in ("vanilla", "dppo_tv", "dppo_kl"):
+        translation.put("algorithm.delta", bound, f"{_ACTOR}clip_ratio_c")
+    if mode == "gspo":
+        translation.put("algorithm.importance_sampling_level", "sequence", name)
+    if mode in _OF_SEQUENCES:
+        translation.put("algorithm.loss_type", _OF_SEQUENCES[mode], name)
+        translation.value(f"{_ACTOR}loss_agg_mode")  # these are means over sequences there, whatever it says
+    elif mode == "vanilla":
+        _put_normalization(translation)
+    elif mode in _OF_TOKENS:
+        translation.put("algorithm.loss_type", _OF_TOKENS[mode], name)
+        _put_normalization(translation, key="algorithm.normalization")
+    else:
+        known = ", ".join(("vanilla", *_OF_SEQUENCES, *_OF_TOKENS))
+        translation.problem(name, f"{mode} has no counterpart; Lachesis has {known}")
+    if mode == "cispo":
+        _put_cispo(translation, low=low, high=high)
+    for key, (ours, default) in _OPTIONS.get(mode, {}).items():
+        translation.put(ours, translation.value(key, default), key)
+    if mode in ("clip_cov", "kl_cov"):
+        translation.warning(name, "verl chooses tokens within each micro-batch, Lachesis of the whole step")
+
+
+_ESTIMATORS: Mapping[str, tuple[str, str]] = {
+    "grpo": ("group_mean", "group"), "grpo_vectorized": ("group_mean", "group"), "rloo": ("leave_one_out", "none"),
+    "rloo_vectorized": ("leave_one_out", "none"), "opo": ("length_weighted", "none"), "maxrl": ("group_mean", "mean"),
+    "reinforce_plus_plus": ("none", "tokens"), "reinforce_plus_plus_baseline": ("group_mean", "tokens"),
+}  # fmt: skip
+_NO_ESTIMATOR = {
+    "gae": "trains a critic, which Lachesis does not have",
+    "gpg": "scales by how many rewards are not 0, which is not the paper's; algorithm.preset: gpg is",
+}
+_OF_SEQUENCES = {"gspo": "grpo", "sapo": "sapo", "geo_mean": "gmpo"}
+_OF_TOKENS = {mode: mode for mode in ("cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")} | {"gpg": "reinforce"}
+_OPTIONS: Mapping[str, Mapping[str, tuple[str, float]]] = {
+    "sapo": {
+        f"{_ACTOR}tau_pos": ("algorithm.sapo_temperature_pos", 1.0),
+        f"{_ACTOR}tau_neg": ("algorithm.sapo_temperature_neg", 1.05),
+    },
+    "clip_cov": {
+        f"{_POLICY_LOSS}clip_cov_ratio": ("algorithm.cov_share", 2e-4),
+        f"{_POLICY_LOSS}clip_cov_lb": ("algorithm.cov_low", 1.0),
+        f"{_POLICY_LOSS}clip_cov_ub": ("algorithm.cov_high", 5.0),
+    },
+    "kl_cov": {
+        f"{_POLICY_LOSS}kl_cov_ratio": ("algorithm.cov_share", 2e-4),
+        f"{_POLICY_LOSS}ppo_kl_coef": ("algorithm.cov_kl_coef", 0.1),
+    },
+}
+
+
+def _put_advantages(translation: Translation) -> None:
+    name = "algorithm.adv_estimator"
+    estimator = translation.text(name, "gae")
+    if estimator not in _ESTIMATORS:
+        reason = _NO_ESTIMATOR.get(estimator, "has no counterpart")
+        translation.problem(name, f"{estimator} {reason}; write one of {', '.join(_ESTIMATORS)}")
+        return
+    baseline, scale = _ESTIMATORS[estimator]
+    if translation.switch("algorithm.norm_adv_by_std_in_grpo") is False and scale == "group":
+        scale = "none"
+    translation.put("algorithm.baseline", baseline, name)
+    translation.put("algorithm.scale_rewards", scale, "algorithm.norm_adv_by_std_in_grpo")
+
+
+def _put_normalization(translation: Translation, *, key: str = "algorithm.loss_type") -> None:
+    """Set the loss type that has verl's aggregation, or the key for the aggregation alone."""
     name = f"{_ACTOR}loss_agg_mode"
     aggregation = translation.text(name, "token-mean")
-    if aggregation not in AGGREGATIONS:
-        translation.problem(name, f"{aggregation} has no counterpart; Lachesis has {', '.join(AGGREGATIONS)}")
-        return
-    low, high = _clip(translation, "low"), _clip(translation, "high")
-    if mode == "cispo":
-        _put_cispo(translation, low=low, high=high, aggregation=aggregation)
-        return
-    if mode not in ("vanilla", "gspo"):
-        translation.problem(f"{_POLICY_LOSS}loss_mode", f"{mode} has no counterpart; Lachesis has vanilla, gspo, cispo")
-        return
-    translation.put("algorithm.loss_type", AGGREGATIONS[aggregation], name)
-    translation.put("algorithm.epsilon", low, f"{_ACTOR}clip_ratio_low")
-    translation.put("algorithm.epsilon_high", high, f"{_ACTOR}clip_ratio_high")
-    if mode == "gspo":
-        translation.put("algorithm.importance_sampling_level", "sequence", f"{_POLICY_LOSS}loss_mode")
-        translation.value(f"{_ACTOR}clip_ratio_c")  # its loss has no second bound
+    if aggregation not in _NORMALIZATIONS:
+        translation.problem(name, f"{aggregation} has no counterpart; Lachesis has {', '.join(_NORMALIZATIONS)}")
+    elif key == "algorithm.loss_type" and aggregation in AGGREGATIONS:
+        translation.put(key, AGGREGATIONS[aggregation], name)
     else:
-        translation.put("algorithm.delta", translation.value(f"{_ACTOR}clip_ratio_c", 3.0), f"{_ACTOR}clip_ratio_c")
+        translation.put("algorithm.normalization", _NORMALIZATIONS[aggregation], name)
 
 
 def _clip(translation: Translation, side: str) -> Any:
     return translation.value(f"{_ACTOR}clip_ratio_{side}", translation.value(f"{_ACTOR}clip_ratio", 0.2))
 
 
-def _put_cispo(translation: Translation, *, low: Any, high: Any, aggregation: str) -> None:
+def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
     """Set CISPO's bound: verl clips the ratio to 1 - low and 1 + high; ours has only the upper bound, as is."""
-    if aggregation != "token-mean":
-        translation.problem(f"{_ACTOR}loss_agg_mode", "with cispo Lachesis has token-mean alone")
     if not all(isinstance(value, int | float) for value in (low, high)):
         translation.problem(f"{_ACTOR}clip_ratio_high", f"expected numbers, got {describe(low)} and {describe(high)}")
         return
@@ -327,7 +385,6 @@ def _put_cispo(translation: Translation, *, low: Any, high: Any, aggregation: st
         translation.problem(
             f"{_ACTOR}clip_ratio_low", f"{low} bounds the ratio from below, which CISPO here does not; write 1 or more"
         )
-    translation.put("algorithm.loss_type", "cispo", f"{_POLICY_LOSS}loss_mode")
     translation.put("algorithm.epsilon_high", 1 + high, f"{_ACTOR}clip_ratio_high")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ EPSILON = 1e-4
 """Added to standard deviations before dividing, as in TRL."""
 
 
-AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int]], list[float]]
-"""From rewards [N][K] (None: the function abstained) and group numbers [N] to advantages [N]."""
+AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int], Sequence[int]], list[float]]
+"""From rewards [N][K] (None: the function abstained), group numbers [N] and loss tokens [N] to advantages [N]."""
 
 
 class Moments(NamedTuple):
@@ -35,11 +35,12 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
     ``weights`` has one number per reward function, all 1 if unset.
     """
 
-    def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int]) -> list[float]:
+    def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int], lengths: Sequence[int]) -> list[float]:
         known = [[math.nan if value is None else value for value in row] for row in rewards]
         advantages = group_advantages(
             torch.tensor(known, dtype=torch.float64),
             group=torch.tensor(group),
+            lengths=torch.tensor(lengths),
             weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
             scale_rewards=algorithm.scale_rewards,
             baseline=algorithm.baseline,
@@ -67,7 +68,8 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | N
         )
     compute = compute or advantage_function(AlgorithmConfig(), weights=None)
     number = [i for i, group in enumerate(groups) for _ in group.samples]
-    advantages = iter([value for _, value in zip(number, compute(rewards, number), strict=True)])
+    lengths = [sample.num_learned for group in groups for sample in group.samples]
+    advantages = iter([value for _, value in zip(number, compute(rewards, number, lengths), strict=True)])
     return [
         replace(
             group,
@@ -84,6 +86,7 @@ def group_advantages(
     rewards: Tensor,
     *,
     group: Tensor,
+    lengths: Tensor | None = None,
     weights: Tensor | None = None,
     scale_rewards: str = "group",
     baseline: str = "group_mean",
@@ -93,19 +96,20 @@ def group_advantages(
 
     - ``sum_then_normalize``: R = Σ_k w_k·r_k, A = R - mean_group(R), divided by std_group(R) + 1e-4
       (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``).
-      With ``baseline="leave_one_out"`` the mean is over the other rewards of the group (RLOO, arXiv 2402.14740):
-      A = R - Σ_{j≠i} R_j/(n - 1), which is (R - mean_group(R))·n/(n - 1).
+      ``baseline`` puts another one in the place of mean_group(R), and ``scale_rewards`` another divisor:
+      :data:`BASELINES` and :data:`SCALES` have their formulas and sources.
     - ``normalize_then_sum``: z_k = (r_k - mean_group(r_k)) / (std_group(r_k) + 1e-4), R = Σ_k w_k·z_k,
       A = (R - mean_batch(R)) / (std_batch(R) + 1e-4), whatever ``scale_rewards`` (GDPO, arXiv 2601.05242).
 
     NaN stands for a reward that a function did not give: it is left out of the sum. A row without any reward
-    is outside all means and deviations, and its advantage is 0. So is the advantage of a row that is the only
-    one scored in its group, as it has nothing to be measured against (in GDPO: that z_k is 0). Equal rewards
+    is outside all means and deviations, and its advantage is 0. So is, with a baseline, that of a row that is the
+    only one scored in its group, as it has nothing to be measured against (in GDPO: that z_k is 0). Equal rewards
     throughout a group give exactly 0 under ``sum_then_normalize``.
 
     Args:
         rewards: float [N, K], NaN where there is none. All rows of the step, on all ranks.
         group: int64 [N], any label per group; groups may interleave and differ in size.
+        lengths: int64 [N], loss tokens of each completion; all alike if ``None``.
         weights: float [K]; all 1 if ``None``.
 
     Returns:
@@ -121,21 +125,90 @@ def group_advantages(
     index = torch.searchsorted(group.unique(), group)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
     whole_batch = torch.zeros_like(index)
     unscored = rewards.isnan().all(dim=1)
+    lengths = torch.ones_like(index) if lengths is None else lengths
 
     if aggregation == "sum_then_normalize":
         total = _weighted_sum(rewards, weights, unscored)
-        of_group = moments(total, index)
-        advantages = total - of_group.mean
-        if baseline == "leave_one_out":
-            count = _group_sum((~unscored).to(total.dtype).unsqueeze(1), index)
-            advantages = advantages * count / (count - 1).clamp(min=1)
-        if scale_rewards != "none":
-            std = of_group.std if scale_rewards == "group" else moments(total, whole_batch).std
-            advantages = advantages / (std + EPSILON)
+        scored = Scored(total, index, whole_batch, lengths.to(total).unsqueeze(1), (~unscored).unsqueeze(1))
+        advantages = SCALES[scale_rewards](BASELINES[baseline](scored), scored)
     else:
         total = _weighted_sum(standardized(rewards, index), weights, unscored)
         advantages = standardized(total, whole_batch)
     return advantages.squeeze(1).masked_fill(unscored, 0.0)
+
+
+class Scored(NamedTuple):
+    """Summed rewards, with what baselines and divisors take: all [N, 1], but the indices [N].
+
+    Attributes:
+        total: rewards, NaN where no function judged.
+        group, batch: number of the group, and 0 throughout.
+        lengths: loss tokens.
+        known: whether any function judged.
+    """
+
+    total: Tensor
+    group: Tensor
+    batch: Tensor
+    lengths: Tensor
+    known: Tensor
+
+    @property
+    def of_group(self) -> Moments:
+        """Return the moments of each row's group."""
+        return moments(self.total, self.group)
+
+
+def leave_one_out(scored: Scored) -> Tensor:
+    """Return R - Σ_{j≠i} R_j/(n - 1) = (R - mean_group(R))·n/(n - 1) (RLOO, arXiv 2402.14740)."""
+    count = _group_sum(scored.known.to(scored.total), scored.group)
+    return (scored.total - scored.of_group.mean) * count / (count - 1).clamp(min=1)
+
+
+def length_weighted(scored: Scored) -> Tensor:
+    """Return R - Σ_j l_j·R_j / Σ_j l_j with the lengths l of the group's completions (OPO, arXiv 2505.23585)."""
+    lengths = scored.lengths * scored.known
+    mean = scored.of_group.mean  # the weighted mean is taken of distances from it, so that equal rewards give 0
+    weighted = _group_sum((lengths * (scored.total - mean)).nan_to_num(nan=0.0), scored.group)
+    return scored.total - mean - weighted / _group_sum(lengths, scored.group).clamp(min=1)
+
+
+def whitened_tokens(advantages: Tensor, scored: Scored) -> Tensor:
+    """Return (A - mean) / sqrt(var + 1e-8) with the moments of all tokens of the batch (REINFORCE++, 2501.03262).
+
+    Each completion counts as often as it has loss tokens; the variance is that of a sample, as in verl.
+    """
+    lengths = scored.lengths * scored.known
+    count = lengths.sum()
+    mean = (lengths * advantages).nansum() / count.clamp(min=1)
+    variance = (lengths * (advantages - mean) ** 2).nansum() / (count - 1).clamp(min=1)
+    return (advantages - mean) * (variance + 1e-8).rsqrt()
+
+
+def over_signal(advantages: Tensor, scored: Scored) -> Tensor:
+    """Return A·B/(B - M), with M of all B completions unjudged or in groups of equal rewards (GPG, 2504.02546)."""
+    differs = scored.known & (scored.of_group.std > 0)
+    return advantages * len(differs) / differs.sum().clamp(min=1)
+
+
+BASELINES: Mapping[str, Callable[[Scored], Tensor]] = {
+    "group_mean": lambda scored: scored.total - scored.of_group.mean,
+    "leave_one_out": leave_one_out,
+    "length_weighted": length_weighted,
+    "none": lambda scored: scored.total,
+}
+"""Rewards less their baseline, by the name in ``algorithm.baseline``: [N, 1]."""
+
+SCALES: Mapping[str, Callable[[Tensor, Scored], Tensor]] = {
+    "group": lambda advantages, scored: advantages / (scored.of_group.std + EPSILON),
+    "batch": lambda advantages, scored: advantages / (moments(scored.total, scored.batch).std + EPSILON),
+    "none": lambda advantages, scored: advantages,
+    # MaxRL, arXiv 2602.02710, with the 1e-6 of its authors' code, and TRL's absolute value.
+    "mean": lambda advantages, scored: advantages / (scored.of_group.mean.abs() + 1e-6),
+    "tokens": whitened_tokens,
+    "signal": over_signal,
+}
+"""Advantages divided by a scale, by the name in ``algorithm.scale_rewards``: [N, 1]."""
 
 
 def standardized(values: Tensor, index: Tensor) -> Tensor:
@@ -181,8 +254,8 @@ def _require_inputs(
     rewards: Tensor, group: Tensor, weights: Tensor | None, scale_rewards: str, baseline: str, aggregation: str
 ) -> None:
     for name, value, allowed in (
-        ("scale_rewards", scale_rewards, ("group", "batch", "none")),
-        ("baseline", baseline, ("group_mean", "leave_one_out")),
+        ("scale_rewards", scale_rewards, tuple(SCALES)),
+        ("baseline", baseline, tuple(BASELINES)),
         ("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum")),
     ):
         if value not in allowed:

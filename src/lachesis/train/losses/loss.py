@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import AlgorithmConfig
-from lachesis.train.losses.ratios import Rows, Terms, gather_terms
+from lachesis.train.losses.covariance import USES_COVARIANCE, CovarianceCut, choose, covariance_cut
+from lachesis.train.losses.ratios import Rows, Terms, gather_terms, sequence_ratio
 
 
 class PolicyLoss(NamedTuple):
@@ -88,6 +89,74 @@ def vespo_weight(terms: Terms, options: AlgorithmConfig) -> Tensor:
     return (lam + k * log_weight - lam * log_weight.exp()).exp()
 
 
+def gmpo(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return -R·A, R the geometric mean of a row's clipped ratios (GMPO, arXiv 2507.20673).
+
+    The bounds are of log r: min(log r, clip(log r, -ε, ε_high)) where A > 0, else the maximum.
+    """
+    inside = terms.log_ratio.clamp(-options.epsilon, options.upper_epsilon)
+    low, high = torch.minimum(terms.log_ratio, inside), torch.maximum(terms.log_ratio, inside)
+    return -sequence_ratio(terms.rows, torch.where(terms.advantages > 0, low, high)) * terms.advantages
+
+
+def reinforce(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return -A·log π, without a ratio (GPG, arXiv 2504.02546)."""
+    return -terms.advantages * terms.logprobs
+
+
+def dppo_tv(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return -keep·sg(min(r, δ))·A·log π, keep as :func:`within_tv` (DPPO, arXiv 2602.04879)."""
+    return _kept_gradient(terms, options, keep=within_tv(terms, options))
+
+
+def dppo_kl(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return -keep·sg(min(r, δ))·A·log π, keep as :func:`within_kl` (DPPO, arXiv 2602.04879)."""
+    return _kept_gradient(terms, options, keep=within_kl(terms, options))
+
+
+@torch.no_grad()
+def within_tv(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return where A pushes a token no further than a total variation of ε from π_old: bool [T].
+
+    Of the token against all others the total variation is |π - π_old|; the bound is ε_high where A > 0.
+    """
+    moved = terms.logprobs.exp() - terms.old.exp()
+    return torch.where(terms.advantages > 0, moved <= options.upper_epsilon, moved >= -options.epsilon)
+
+
+@torch.no_grad()
+def within_kl(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return where A pushes a token no further than KL(π_old ‖ π) = ε, or the token moves back: bool [T].
+
+    The divergence is that of the token against all others; the bound is ε_high where A > 0.
+    """
+    new, old = terms.logprobs.exp(), terms.old.exp()
+    others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()  # 1e-8 as in the authors' code
+    divergence = (1 - old) * others - old * terms.log_ratio
+    up = (divergence <= options.upper_epsilon) | (new <= old)
+    down = (divergence <= options.epsilon) | (new >= old)
+    return torch.where(terms.advantages > 0, up, down)
+
+
+def _kept_gradient(terms: Terms, options: AlgorithmConfig, *, keep: Tensor) -> Tensor:
+    weight = _capped(terms.log_ratio.detach().exp(), options) * keep
+    return -weight * terms.advantages * terms.logprobs
+
+
+def clip_cov(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return PPO's loss, 0 for some tokens of high covariance (Clip-Cov, arXiv 2505.22617).
+
+    Those are drawn as :func:`lachesis.train.losses.covariance.choose` says.
+    """
+    return clipped(terms, options) * ~given(terms.chosen)
+
+
+def kl_cov(terms: Terms, options: AlgorithmConfig) -> Tensor:
+    """Return -r·A, plus coef·|log r| for the tokens of highest covariance (KL-Cov, arXiv 2505.22617)."""
+    penalty = options.cov_kl_coef * given(terms.chosen) * terms.log_ratio.abs()
+    return -terms.log_ratio.exp() * terms.advantages + penalty
+
+
 # --- normalization: what a token weighs, [T] ----------------------------------------------------------------
 
 
@@ -116,6 +185,16 @@ def constant_length(rows: Rows, num_sequences: float, num_tokens: float, max_len
     return rows.mask / (max(num_sequences, 1) * max_length)
 
 
+Normalization = Callable[[Rows, float, float, int | None], Tensor]
+"""The weight of each token, [T], from the step's sequences and tokens and the most tokens of a completion."""
+
+NORMALIZATIONS: Mapping[str, Normalization] = {
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+    "token_mean": token_mean,
+    "constant_length": constant_length,
+}
+
 TokenLoss = Callable[[Terms, AlgorithmConfig], Tensor]
 """The loss of each token, [T], with gradient."""
 
@@ -124,7 +203,7 @@ class LossType(NamedTuple):
     """Loss of a token, and the weight of a token."""
 
     per_token: TokenLoss
-    weight: Callable[[Rows, float, float, int | None], Tensor]
+    weight: Normalization
 
 
 LOSS_TYPES: Mapping[str, LossType] = {
@@ -136,6 +215,12 @@ LOSS_TYPES: Mapping[str, LossType] = {
     "sapo": LossType(sapo, sequence_mean),
     "luspo": LossType(clipped, sequence_sum),
     "vespo": LossType(vespo, token_mean),
+    "gmpo": LossType(gmpo, sequence_mean),
+    "reinforce": LossType(reinforce, token_mean),
+    "dppo_tv": LossType(dppo_tv, token_mean),
+    "dppo_kl": LossType(dppo_kl, token_mean),
+    "clip_cov": LossType(clip_cov, token_mean),
+    "kl_cov": LossType(kl_cov, token_mean),
 }
 
 
@@ -210,6 +295,7 @@ def policy_loss(
     max_completion_length: int | None = None,
     entropy_threshold: Tensor | float | None = None,
     num_high_entropy_tokens: float | None = None,
+    covariance: CovarianceCut | None = None,
     token_loss: TokenLoss | None = None,
 ) -> PolicyLoss:
     """Return the loss of a micro-batch, as its part of the loss of the whole optimizer step.
@@ -226,6 +312,7 @@ def policy_loss(
         max_completion_length: the constant that ``dr_grpo`` divides by.
         entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
             many of its tokens reach it; by default those of this micro-batch, which then is the whole.
+        covariance: what ``clip_cov`` and ``kl_cov`` choose tokens by, likewise.
         token_loss: takes the place of the loss type's ℓ; masks, correction, KL and normalization stay.
 
     Raises:
@@ -245,6 +332,8 @@ def policy_loss(
         options=options,
     )
     per_token, weight = _formulas(options, token_loss)
+    if token_loss is None and options.loss_type in USES_COVARIANCE:
+        terms = terms._replace(chosen=choose(terms, covariance or covariance_cut(terms, options), options))
     loss = _token_losses(terms, options, per_token=per_token)
     kept, num_kept = terms.rows.mask, num_tokens
     if options.top_entropy_quantile < 1:
@@ -259,9 +348,10 @@ def policy_loss(
 
 
 def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossType:
-    """Return the formulas of the loss type, or its weight with another loss of a token."""
+    """Return the formulas of the loss type, with what the options put in their place."""
     named = LOSS_TYPES[options.loss_type]
-    return named if token_loss is None else LossType(token_loss, named.weight)
+    weight = named.weight if options.normalization is None else NORMALIZATIONS[options.normalization]
+    return LossType(token_loss or named.per_token, weight)
 
 
 def _token_losses(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> Tensor:
@@ -314,7 +404,14 @@ def _clip_indicators(terms: Terms, options: AlgorithmConfig, *, per_token: Token
     if per_token is cispo:
         high = (terms.ratio > options.upper_epsilon) & (terms.advantages > 0)
         return {"clipped_fraction": high, "clip_fraction_high": high}
-    return {}
+    if per_token is gmpo:
+        low = (terms.log_ratio < -options.epsilon) & (terms.advantages < 0)
+        high = (terms.log_ratio > options.upper_epsilon) & (terms.advantages > 0)
+        return {"clipped_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
+    if per_token in (dppo_tv, dppo_kl):
+        keep = within_tv if per_token is dppo_tv else within_kl
+        return {"clipped_fraction": ~keep(terms, options)}
+    return {} if terms.chosen is None else {"clipped_fraction": terms.chosen}
 
 
 def _pairs(values: Mapping[str, Tensor], *, weight: Tensor, total: Tensor) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class Terms(NamedTuple):
         log_ratio: log π - log π_old of each token.
         ratio: the importance ratio of the configured level.
         correction: π_old/π_sampler, bounded; ``None`` where there is none.
+        chosen: bool, the tokens that a loss type treats apart by their covariance.
     """
 
     rows: Rows
@@ -78,6 +79,7 @@ class Terms(NamedTuple):
     log_ratio: Tensor
     ratio: Tensor
     correction: Tensor | None
+    chosen: Tensor | None = None
 
 
 def token_ratio(rows: Rows, log_ratio: Tensor) -> Tensor:
@@ -90,7 +92,16 @@ def sequence_ratio(rows: Rows, log_ratio: Tensor) -> Tensor:
     return rows.spread(rows.mean(log_ratio).exp())
 
 
-RATIOS: Mapping[str, Callable[[Rows, Tensor], Tensor]] = {"token": token_ratio, "sequence": sequence_ratio}
+def product_ratio(rows: Rows, log_ratio: Tensor) -> Tensor:
+    """Return r = Π_t π_t/π_old,t, one for all tokens of a row (RLOO, arXiv 2402.14740): [T]."""
+    return rows.spread(rows.sum(log_ratio).exp())
+
+
+RATIOS: Mapping[str, Callable[[Rows, Tensor], Tensor]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_product": product_ratio,
+}
 
 
 def truncate(weight: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -140,6 +140,19 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "sampler_correction_min 3 is not below sampler_correction_max 3",
         ),
         (
+            {"algorithm": {"loss_type": "dppo_tv", "importance_sampling_level": "sequence"}},
+            "importance_sampling_level sequence does nothing with loss_type dppo_tv",
+        ),
+        (
+            {"algorithm": {"loss_type": "gmpo", "top_entropy_quantile": 0.2}},
+            "top_entropy_quantile with loss_type gmpo",
+        ),
+        ({"algorithm": {"loss_type": "clip_cov", "cov_low": 5.0}}, "cov_low 5 is not below cov_high 5"),
+        (
+            {"algorithm": {"loss_type": "kl_cov", "teacher": {"model": "m", "estimate": "sampled"}}},
+            "estimate sampled adds to the advantages that loss_type kl_cov chooses tokens by",
+        ),
+        (
             {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
             "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
         ),
@@ -383,6 +396,18 @@ def test_all_problems_are_told_at_once(build):
             "note",
             "microbatch",
             "one longest sequence (256 tokens)",
+        ),
+        (
+            {"algorithm": {"baseline": "none"}, "pipeline": {"refill_zero_signal": 3}},
+            "warning",
+            "algorithm",
+            "with algorithm.baseline none they teach too",
+        ),
+        (
+            {"algorithm": {"loss_type": "kl_cov", "delta": 4.0}},
+            "warning",
+            "loss",
+            "algorithm.delta does nothing with loss_type kl_cov",
         ),
         (
             {"algorithm": {"importance_sampling_level": "sequence", "loss_type": "dapo"}},

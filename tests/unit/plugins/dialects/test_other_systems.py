@@ -48,6 +48,43 @@ def value(found: dict[str, dict[str, object]], path: str) -> object:
             f"{ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=10 {ACTOR}clip_ratio_high=0.2",
             {"algorithm.loss_type": "cispo", "algorithm.epsilon_high": 1.2},
         ),
+        # What follows is as verl's core_algos.py and actor.yaml have it.
+        (f"{ACTOR}policy_loss.loss_mode=gspo", {"algorithm.loss_type": "grpo", "algorithm.normalization": None}),
+        (
+            f"{ACTOR}policy_loss.loss_mode=clip-cov {ACTOR}policy_loss.clip_cov_lb=2 {ACTOR}clip_ratio=1.0",
+            {"algorithm.loss_type": "clip_cov", "algorithm.cov_share": 2e-4, "algorithm.cov_low": 2,
+             "algorithm.cov_high": 5.0, "algorithm.epsilon": 1.0, "algorithm.normalization": "token_mean"},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=kl_cov {ACTOR}policy_loss.kl_cov_ratio=0.002",
+            {"algorithm.loss_type": "kl_cov", "algorithm.cov_share": 0.002, "algorithm.cov_kl_coef": 0.1},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=geo_mean {ACTOR}clip_ratio_low=0.4 {ACTOR}clip_ratio_high=0.4",
+            {"algorithm.loss_type": "gmpo", "algorithm.epsilon": 0.4, "algorithm.delta": None},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=dppo_tv {ACTOR}clip_ratio_low=0.15 {ACTOR}clip_ratio_high=0.15 "
+            f"{ACTOR}clip_ratio_c=20.0 {ACTOR}loss_agg_mode=seq-mean-token-sum",
+            {"algorithm.loss_type": "dppo_tv", "algorithm.epsilon_high": 0.15, "algorithm.delta": 20.0,
+             "algorithm.normalization": "sequence_sum"},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=sapo",
+            {"algorithm.loss_type": "sapo", "algorithm.sapo_temperature_pos": 1.0},
+        ),
+        (
+            f"{ACTOR}policy_loss.loss_mode=gpg {ACTOR}loss_agg_mode=seq-mean-token-mean",
+            {"algorithm.loss_type": "reinforce", "algorithm.normalization": "sequence_mean"},
+        ),
+        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum", {"algorithm.normalization": "sequence_sum"}),
+        ("algorithm.adv_estimator=opo", {"algorithm.baseline": "length_weighted", "algorithm.scale_rewards": "none"}),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            {"algorithm.baseline": "none", "algorithm.scale_rewards": "tokens"},
+        ),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", {"algorithm.scale_rewards": "tokens"}),
+        ("algorithm.adv_estimator=maxrl", {"algorithm.scale_rewards": "mean"}),
         (
             f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_coef=0.002",
             {"algorithm.beta": 0.002, "algorithm.use_bias_correction_kl": False},
@@ -78,9 +115,10 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
     [
         ("algorithm.adv_estimator=gae", "adv_estimator: gae trains a critic"),
         ("algorithm.adv_estimator=remax", "adv_estimator: remax has no counterpart"),
-        (f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode: clip_cov has no counterpart"),
+        ("algorithm.adv_estimator=gpg", "adv_estimator: gpg scales by how many rewards are not 0"),
+        (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode: bypass_mode has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
-        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum", "loss_agg_mode: seq-mean-token-sum has no counterpart"),
+        (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode: token-sum has no counterpart"),
         (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=mse", "kl_loss_type: mse has no counterpart"),
         ("algorithm.use_kl_in_reward=True", "use_kl_in_reward: KL in the reward"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout_is: write algorithm.sampler_correction"),

@@ -113,3 +113,92 @@ def test_leave_one_out_compares_each_with_the_mean_of_the_others() -> None:
     rewards = torch.tensor([[score] for score in [*scores, 7.0]], dtype=torch.float64)
     found = group_advantages(rewards, group=torch.tensor([*group, 2]), scale_rewards="none", baseline="leave_one_out")
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
+
+
+# --- baselines and scales of the literature, each by its authors' loop over rows --------------------------------------
+
+REWARDS = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.25, 0.0, 0.0]
+GROUPS = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+TOKENS = [3, 9, 4, 1, 2, 2, 5, 8, 6, 1, 7, 3]
+
+
+def _advantages(**options: str) -> list[float]:
+    rewards = torch.tensor(REWARDS, dtype=torch.float64).unsqueeze(1)
+    lengths = torch.tensor(TOKENS)
+    return group_advantages(rewards, group=torch.tensor(GROUPS), lengths=lengths, **options).tolist()
+
+
+def _of_group(row: int, values: list[float] = REWARDS) -> list[float]:
+    return [value for value, group in zip(values, GROUPS, strict=True) if group == GROUPS[row]]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _whitened(values: list[float]) -> list[float]:
+    """verl's `masked_whiten` of values that are repeated for each token."""
+    tokens = [value for value, length in zip(values, TOKENS, strict=True) for _ in range(length)]
+    mean = _mean(tokens)
+    variance = sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+
+
+def test_maxrl_divides_by_the_pass_rate() -> None:
+    """As `compute_maxrl_outcome_advantage` of the authors' verl."""
+    expected = [(r - _mean(_of_group(i))) / (_mean(_of_group(i)) + 1e-6) for i, r in enumerate(REWARDS)]
+    assert _advantages(scale_rewards="mean") == pytest.approx(expected, abs=1e-12)
+
+
+def test_opo_weighs_its_baseline_by_length() -> None:
+    """As `compute_opo_outcome_advantage` of verl."""
+    baselines = [
+        sum(length * reward for length, reward in zip(_of_group(i, TOKENS), _of_group(i), strict=True))  # type: ignore[arg-type]
+        / sum(_of_group(i, TOKENS))  # type: ignore[arg-type]
+        for i in range(len(REWARDS))
+    ]
+    expected = [reward - baseline for reward, baseline in zip(REWARDS, baselines, strict=True)]
+    assert _advantages(baseline="length_weighted", scale_rewards="none") == pytest.approx(expected, abs=1e-12)
+
+
+def test_reinforce_plus_plus_whitens_over_tokens() -> None:
+    """As `compute_reinforce_plus_plus_outcome_advantage` of verl, and its variant with the group's mean."""
+    assert _advantages(baseline="none", scale_rewards="tokens") == pytest.approx(_whitened(REWARDS), abs=1e-12)
+    centered = [reward - _mean(_of_group(i)) for i, reward in enumerate(REWARDS)]
+    assert _advantages(scale_rewards="tokens") == pytest.approx(_whitened(centered), abs=1e-12)
+
+
+def test_gpg_makes_up_for_groups_that_tell_nothing() -> None:
+    """TRL's `GPGTrainer`, eq. 7 of the paper: 8 of 12 completions are in groups whose rewards differ."""
+    expected = [(reward - _mean(_of_group(i))) * 12 / 8 for i, reward in enumerate(REWARDS)]
+    assert _advantages(scale_rewards="signal") == pytest.approx(expected, abs=1e-12)
+
+
+def test_leave_one_out_of_several_rewards_is_that_of_trl_s_rloo() -> None:
+    """`RLOOTrainer`: weighted rewards are summed without those that abstained, then each against the others' mean."""
+    rewards = _rewards([[1.0, 2.0], [0.0, None], [None, None], [0.5, -1.0]])
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    advantages = group_advantages(
+        rewards, group=torch.zeros(4, dtype=torch.int64), weights=weights, baseline="leave_one_out",
+        scale_rewards="none",
+    )  # fmt: skip
+    total = [2.0, 0.0, 0.0]
+    expected = [total[i] - (sum(total) - total[i]) / 2 for i in range(3)]
+    assert advantages.tolist() == pytest.approx([expected[0], expected[1], 0.0, expected[2]], abs=1e-12)
+
+
+@pytest.mark.parametrize("scale_rewards", ["mean", "tokens", "signal"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted"])
+def test_what_no_function_judged_stays_outside_of_every_scale(baseline: str, scale_rewards: str) -> None:
+    judged = _rewards([[1.0], [0.0], [0.0], [1.0]])
+    more = _rewards([[1.0], [0.0], [None], [0.0], [1.0]])
+    options = {"baseline": baseline, "scale_rewards": scale_rewards}
+    without = group_advantages(
+        judged, group=torch.zeros(4, dtype=torch.int64), lengths=torch.tensor([1, 2, 3, 4]), **options
+    )
+    with_it = group_advantages(
+        more, group=torch.zeros(5, dtype=torch.int64), lengths=torch.tensor([1, 2, 99, 3, 4]), **options
+    )
+    factor = 5 / 4 if scale_rewards == "signal" else 1  # which makes up for completions without a judgement, too
+    assert with_it[2] == 0
+    torch.testing.assert_close(with_it[[0, 1, 3, 4]], factor * without)

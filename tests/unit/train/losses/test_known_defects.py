@@ -317,7 +317,7 @@ class TestWiring:
         group = group_of([(8, 9), (10, 11)], advantages=[0.0, 0.0], finish=["stop", "length"])
         rewarded = tuple(replace(s, rewards=(r,), reward=r) for s, r in zip(group.samples, (1.0, 0.0), strict=True))
 
-        def compute(rewards, number) -> list[float]:
+        def compute(rewards, number, lengths) -> list[float]:
             found = group_advantages(torch.tensor(rewards, dtype=torch.float64), group=torch.tensor(number))
             return found.tolist()
 

@@ -17,12 +17,15 @@ from lachesis.common.errors import ConfigError, TrainingError
 from lachesis.config.document import Document
 from lachesis.config.load import validate
 from lachesis.config.schema import AlgorithmConfig
+from lachesis.train.losses.covariance import covariance_cut
 from lachesis.train.losses.loss import LOSS_TYPES, PolicyLoss, high_entropy_threshold, policy_loss
+from lachesis.train.losses.ratios import gather_terms
 from tests.losses import loss_options
 from tests.paths import GOLDEN
 
 RECORDED = json.loads(gzip.decompress((GOLDEN / "trl-1.16-losses.json.gz").read_bytes()))
 FIXTURE, CASES = RECORDED["fixture"], RECORDED["cases"]
+TRL_LOSSES = sorted({case["config"]["loss_type"] for case in CASES})
 NAMES = sorted({case["name"] for case in CASES} - {"accum", "model"})
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 OURS = {
@@ -192,7 +195,7 @@ def _select(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(16,), (8, 8), (5, 11), (1,) * 16, (2, 3, 4, 7)], ids=str)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRL_LOSSES)
 def test_micro_batches_add_up_to_trl_whatever_the_split(loss_type: str, sizes: tuple[int, ...]) -> None:
     """For bnpo the value of a whole step is dapo's."""
     whole = "dapo" if loss_type == "bnpo" else loss_type
@@ -246,6 +249,7 @@ def test_all_options_at_once_add_up(loss_type: str, level: str) -> None:
     threshold = high_entropy_threshold(inputs["entropies"], mask=inputs["mask"], top_quantile=0.3)
     reached = ((inputs["entropies"] >= threshold) & (inputs["mask"] > 0)).sum().item()
     counts |= {"entropy_threshold": threshold, "num_high_entropy_tokens": reached}
+    counts["covariance"] = covariance_cut(gather_terms(**inputs, options=options), options)
     parts = [_loss(_select(inputs, rows), **counts) for rows in torch.arange(16).split([3, 1, 7, 5])]
     total = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(total, whole.loss)
@@ -278,7 +282,7 @@ def _scored_by_tiny_model(temperature: float) -> tuple[tuple[Tensor, ...], Tenso
     return tuple(model.parameters()), chosen[completion], entropies[completion]
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", TRL_LOSSES)
 def test_agrees_with_trl_through_a_model(loss_type: str) -> None:
     cases = [c for c in CASES if c["name"] == "model" and c["config"]["loss_type"] == loss_type]
     assert len(cases) == 6

@@ -27,7 +27,7 @@ from tests.unit.train.losses.test_loss import CASES, FIXTURE, _options
 from tests.unit.train.test_policy import make_policy
 
 # A token correction for vespo, which takes no other; the modes have cases of their own.
-COMMON = {"sampler_correction": "token_truncate"}
+COMMON = {"sampler_correction": "token_truncate", "cov_share": 0.2, "cov_low": 0.01}
 TRAINER = {"old_logprobs": "trainer"}
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # what is set: options of the loss, of packing, of the reference
