@@ -25,7 +25,7 @@ from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
 
 MAX_POINTS = 2000
 MAX_BARS = 400
-# A line of so many steps that varies by no more than this share is a number.
+# A line of so many steps that varies by no more than this share of itself is a number.
 _FLAT_STEPS, _FLAT = 5, 1e-3
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
@@ -141,9 +141,14 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
 
 
 def _is_flat(values: Sequence[float | None], *, least: float) -> bool:
-    """Return True if a line says no more than its last value: it varies by a thousandth of itself, or of ``least``."""
+    """Return True if a line says no more than its last value.
+
+    It varies by a thousandth of itself, or by a twentieth of ``least``, the smallest range that its axis covers.
+    """
     known = [value for value in values if value is not None]
-    return len(known) >= _FLAT_STEPS and max(known) - min(known) <= _FLAT * max(least, max(map(abs, known)))
+    if len(known) < _FLAT_STEPS:
+        return False
+    return max(known) - min(known) <= max(_FLAT * max(map(abs, known)), least / 20)
 
 
 def chart_of(plan: ChartPlan) -> dict[str, Any]:
