@@ -20,6 +20,7 @@ import pandas
 import pytest
 
 import lachesis
+from lachesis.common.errors import DataError, StopRequested
 from lachesis.metrics.sinks.tape import read_groups
 from lachesis.plugins.checks.doctor import write_proof
 from lachesis.run.requests import ask, is_asked
@@ -139,6 +140,33 @@ def test_one_that_is_stopped_is_gone_on_with(keys: dict[str, Any]):
         lachesis.train(**keys)
     again = lachesis.load(run.directory, data=frame, rewards=slow, run={"steps": stopped.steps + 2})
     assert again.start(resume=True).wait(LONG_S).steps == stopped.steps + 2
+
+
+def test_its_model_is_asked_while_it_goes_on(keys: dict[str, Any]):
+    keys["run"] = {"steps": 1000}
+    run = lachesis.train(**keys)
+    with pytest.raises(DataError, match=r"prompts\[0\]"):
+        run.sample("")
+    assert len(run.sample("ab", n=3, max_tokens=4, temperature=0.5, timeout_s=LONG_S)) == 3
+    run.stop()
+    assert not run.wait().finished
+    with pytest.raises(StopRequested, match="the run has ended"):
+        run.sample("ab")
+
+
+def test_it_ends_when_its_evaluations_get_no_better_and_has_kept_the_best(keys: dict[str, Any]):
+    """The held-out reward rises once, after the second step, and never again."""
+
+    def once(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        return [float(trainer_state.global_step >= 2)] * len(completions)
+
+    keys |= {"rewards": [once], "run": {"steps": 100}, "data": {"path": ROWS, "eval_size": 4}}
+    keys["evaluation"] = {"every_steps": 1, "patience": 2}
+    keys["checkpoint"] = {"keep_best": True}
+    summary = lachesis.train(**keys).wait()
+    assert summary.finished and 3 <= summary.steps <= 6
+    best = json.loads((summary.run_dir / "best" / "lachesis.json").read_text())["step"]
+    assert best == summary.steps - 2 and (summary.run_dir / "final").is_dir()
 
 
 def test_others_may_ask_it_for_a_checkpoint_and_to_stop(keys: dict[str, Any]):

@@ -35,6 +35,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
     "Train": {
         "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
         "run": Command("plugins.atropos.commands.grpo", "Start API, engine, environment and trainer, and stop them."),
+        "sweep": Command("plugins.sweep.commands", "Train with several values of keys, in turn, and compare the runs."),
         "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
         "cluster": Command(
             "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."

@@ -21,7 +21,7 @@ from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, Dep
 from lachesis.common.objects import Given
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole
-from lachesis.common.types import EvalResult, Group
+from lachesis.common.types import EvalResult, Group, Message
 from lachesis.common.world import find_world
 from lachesis.config.load import LoadedConfig
 from lachesis.config.objects import RewardArgument, load_objects
@@ -189,6 +189,42 @@ class Run:
         else:
             _ONE_AT_A_TIME.release()
             ended.set_result(summary)
+        self._close_questions()
+
+    def _close_questions(self) -> None:
+        from lachesis.run.questions import questions_of  # imports torch
+
+        questions_of(self.directory).close()
+
+    def sample(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        n: int = 1,
+        max_tokens: int = 256,
+        timeout_s: float | None = None,
+        **params: Any,
+    ) -> list[str]:
+        """Return ``n`` completions by the model as it is between two steps, while the run goes on.
+
+        Args:
+            prompt: a text, or messages, which go through the chat template.
+            timeout_s: longest wait for the step that is under way; no limit if unset.
+            **params: of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
+
+        Raises:
+            ConfigError: the run was not started by this handle.
+            StopRequested: the run has ended.
+            DataError: the messages are malformed.
+            TimeoutError: the step is longer than ``timeout_s``.
+        """
+        from lachesis.run.questions import questions_of  # imports torch
+
+        self._require_started()
+        answer = questions_of(self.directory).ask([prompt], n=n, max_tokens=max_tokens, **params)
+        if self.done:
+            self._close_questions()
+        return [sample.text for sample in answer.result(timeout_s)[0].samples]
 
     def wait(self, timeout_s: float | None = None) -> RunSummary:
         """How the run ended, once it has. Ctrl-C asks it to stop after its step, and waits for that.

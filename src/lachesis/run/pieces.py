@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,14 +21,12 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.model import NoAdapterConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
-from lachesis.rollouts.datasets.formats import Problem
-from lachesis.rollouts.datasets.rendering import render, tokenize
-from lachesis.rollouts.generation import text_decoder
 from lachesis.run.context import ALONE
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.parts import build_policy, check_custom_parts
+from lachesis.run.questions import sample_prompts
 from lachesis.run.train import build_parts, run_place
 from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
@@ -65,32 +63,16 @@ class Pieces:
             DataError: a prompt is empty, or messages are malformed, or the tokenizer has no chat template for them.
             EngineError, DeadlineExceeded: as :meth:`Engine.sample`.
         """
-        tokenizer = self.policy.tokenizer
-        places = [f"prompts[{index}]" for index in range(len(prompts))]
-        rendered = [
-            render(
-                Problem(place, 0, "prompts", prompt if isinstance(prompt, str) else list(prompt), {}),
-                tokenizer=tokenizer,
-                template_kwargs=self.config.data.chat_template_kwargs,
-            )
-            for place, prompt in zip(places, prompts, strict=True)
-        ]
-        token_ids = tokenize(places, rendered, tokenizer)
-        groups = self.engine.sample(token_ids, n=n, max_tokens=max_tokens, seed=seed, **further)
-        decode = text_decoder(tokenizer)
-        return [
-            replace(
-                group,
-                prompt=replace(group.prompt, text=prompt.text, messages=prompt.messages),
-                samples=tuple(
-                    replace(sample, text=text)
-                    for sample, text in zip(
-                        group.samples, decode([one.completion_ids for one in group.samples]), strict=True
-                    )
-                ),
-            )
-            for prompt, group in zip(rendered, groups, strict=True)
-        ]
+        return sample_prompts(
+            prompts,
+            engine=self.engine,
+            tokenizer=self.policy.tokenizer,
+            template_kwargs=self.config.data.chat_template_kwargs,
+            n=n,
+            max_tokens=max_tokens,
+            seed=seed,
+            **further,
+        )
 
     def close(self) -> None:
         """Stop the engine and whatever else was started. Idempotent."""

@@ -59,6 +59,7 @@ from lachesis.run.parts import (
     with_activations,
 )
 from lachesis.run.pulse import Pulse, pulses_felt
+from lachesis.run.questions import questions_of, sample_prompts
 from lachesis.run.requests import RequestedPause, either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import load_data, rewarder_of, template_findings
@@ -66,7 +67,7 @@ from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
 from lachesis.train.best import BestModel
 from lachesis.train.checkpoint import CheckpointManager
-from lachesis.train.loop import Evaluation, Trainer
+from lachesis.train.loop import Evaluation, PausePoint, Trainer
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
@@ -298,10 +299,27 @@ def build_trainer(
         checkpoints=checkpoints,
         telemetry=telemetry,
         stop_requested=stop_requested,
-        pause=pause,
+        pause=_answering(config, pause, run=run, parts=parts),
         best=_best_model(config, run=run, policy=policy, start=start),
     )
     return trainer, start
+
+
+def _answering(config: LachesisConfig, pause: RequestedPause, *, run: RunDirectory, parts: Parts) -> PausePoint:
+    """The pause point of a run that also answers questions to its model."""
+    questions = questions_of(run.path)
+    sample = partial(
+        sample_prompts,
+        engine=parts.side.bridge.engine,
+        tokenizer=parts.policy.loaded.tokenizer,
+        template_kwargs=config.data.chat_template_kwargs,
+    )
+
+    def between_steps(step: int, meanwhile: Callable[[], None]) -> None:
+        questions.answer(sample)
+        pause(step, meanwhile)
+
+    return between_steps
 
 
 def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, start: int) -> BestModel | None:
