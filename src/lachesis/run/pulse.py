@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from lachesis.common.deadline import paused_s
+from lachesis.common.deadline import Deadline, paused_s, waits_now
 from lachesis.common.errors import LachesisError
 from lachesis.engines.serving.session import read_session
 
@@ -24,6 +24,10 @@ logger = logging.getLogger("lachesis")
 LOOK_S = 1.0
 # How long a server may leave a question about its health open.
 SILENCE_S = 4.0
+# How much longer than twice the longest one before a transfer may take; and the first one of a run.
+LATE_S, FIRST_TRANSFER_S = 4.0, 30.0
+# The names of their waits begin so (:mod:`lachesis.bridges.base`).
+TRANSFER = "the transfer of weight version"
 
 
 @dataclass(slots=True)
@@ -91,6 +95,37 @@ def _is_stopped(process: psutil.Process) -> bool:
         return False
 
 
+@dataclass(slots=True)
+class TransferPulse:
+    """Whether a transfer of weights takes much longer than those before it: its engine answers, and does not go on."""
+
+    _longest_s: float = 0.0
+    _under_way: Deadline | None = None
+    _seconds: float = 0.0
+    _told: bool = False
+
+    def look(self) -> None:
+        """Say once that the transfer is late, and that it goes on or has ended."""
+        found = next((one.deadline for one in waits_now() if one.deadline.name.startswith(TRANSFER)), None)
+        if found is not self._under_way:
+            if self._told:
+                logger.warning("the transfer has ended, after %.0f s", self._seconds)
+            self._longest_s = max(self._longest_s, self._seconds)
+            self._under_way, self._seconds, self._told = found, 0.0, False
+        if found is None:
+            return
+        self._seconds = found.counted_s()
+        usual_s = 2 * self._longest_s + LATE_S if self._longest_s else FIRST_TRANSFER_S
+        if self._seconds > usual_s and not self._told:
+            self._told = True
+            logger.warning(
+                "%s has taken %.0f s, and the longest before it %.1f s; see the engine's log (logs/engine.log)",
+                found.name,
+                self._seconds,
+                self._longest_s,
+            )
+
+
 def server_pulse(url: str) -> Pulse:
     """The pulse of an inference server, whose session says which process it is where it runs on this machine."""
 
@@ -121,6 +156,7 @@ def pulses_felt(find: Callable[[], Sequence[Pulse]], *, every_s: float = LOOK_S)
 
     def watch() -> None:
         while True:
+            transfer.look()
             pulses = {pulse.name: pulse for pulse in find()}
             found_now.clear()
             found_now.update(pulses)
@@ -132,6 +168,7 @@ def pulses_felt(find: Callable[[], Sequence[Pulse]], *, every_s: float = LOOK_S)
                 return
 
     found_now: dict[str, Pulse] = {}
+    transfer = TransferPulse()
     watcher = threading.Thread(target=watch, name="lachesis-pulses", daemon=True)
     watcher.start()
     try:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from lachesis.common.deadline import Deadline
 from lachesis.run import pulse
 from lachesis.run.pulse import Pulse, pulses_felt
 from tests.waiting import until
@@ -77,6 +78,19 @@ def test_one_that_is_silent_elsewhere_is_told(server, caplog: pytest.LogCaptureF
         process.wait()
         time.sleep(0.5)
     assert len(caplog.messages) == 2, "that it is gone is told by whoever lost a request"
+
+
+def test_a_transfer_that_hangs_is_told_though_the_engine_answers(caplog: pytest.LogCaptureFixture, monkeypatch):
+    monkeypatch.setattr(pulse, "LATE_S", 0.3)
+    caplog.set_level(logging.WARNING)
+    with pulses_felt(list, every_s=0.02):
+        for seconds in (0.1, 0.15, 0.9):
+            with Deadline(f"{pulse.TRANSFER} 3 and its proof", 300.0).waiting():
+                time.sleep(seconds)
+            time.sleep(0.1)
+        until(lambda: any("the transfer has ended" in message for message in caplog.messages))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith("the transfer of weight version 3 and its proof has taken")
 
 
 def test_what_is_not_up_yet_is_not_silent(caplog: pytest.LogCaptureFixture):
