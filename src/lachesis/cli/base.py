@@ -19,6 +19,7 @@ import typer
 from rich.text import Text
 
 from lachesis.cli.commands import Commands
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.common.errors import LachesisError, StopRequested, TrainingError
 from lachesis.common.terminal import SafeConsole
 from lachesis.common.types import Finding
@@ -151,13 +152,6 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     for line in rest:
         error_console.print(f"  {line}")
     sys.exit(code)
-
-
-def hide_progress_bars() -> None:
-    """Hide the progress bars of transformers, shown while weights are loaded and saved."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
 
 
 @contextmanager

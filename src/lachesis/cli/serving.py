@@ -13,7 +13,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_bars, printed_log
+from lachesis.cli.base import PASS_ON, Overrides, app, console, printed_log
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of

@@ -16,12 +16,12 @@ from lachesis.cli.base import (
     app,
     conclude,
     console,
-    hide_progress_bars,
     live_page,
     shown,
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
 from lachesis.config.smoke import trial

@@ -1,4 +1,4 @@
-"""Import-time log messages of libraries, about which a user can do nothing."""
+"""Import-time log messages and progress bars of libraries, which would stand among our own lines."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def without_chatter() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def hide_progress_bars() -> None:
+    """Hide the progress bars of transformers, shown while weights are loaded and saved."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, LachesisError
 from lachesis.common.objects import Given
 from lachesis.common.run_files import run_paths
@@ -181,7 +182,9 @@ class Run:
             from lachesis.run.start import start_run
 
             context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
-            summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite)
+            # Bars would share lines with the progress.
+            imported = hide_progress_bars if console else lambda: None
+            summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             _ONE_AT_A_TIME.release()
             logger.error("%s", error)

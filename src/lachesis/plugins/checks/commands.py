@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lachesis.cli.base import Overrides, app, console, hide_progress_bars, print_findings
+from lachesis.cli.base import Overrides, app, console, print_findings
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.config.load import load_config
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from lachesis.cli.base import app, console, hide_progress_bars, shown
+from lachesis.cli.base import app, console, shown
+from lachesis.common.chatter import hide_progress_bars
 
 ModelFormat = Literal["safetensors", "gguf"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lachesis.cli.base import app, console, hide_progress_bars
+from lachesis.cli.base import app, console
 from lachesis.cli.serving import with_options
+from lachesis.common.chatter import hide_progress_bars
 from lachesis.plugins.tinker.options import TinkerOptions
 
 
