@@ -183,7 +183,7 @@ class Run:
 
             context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
             # Bars would share lines with the progress.
-            imported = hide_progress_bars if console else lambda: None
+            imported = hide_progress_bars if console is not None else lambda: None
             summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             _ONE_AT_A_TIME.release()
