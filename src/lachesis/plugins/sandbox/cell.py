@@ -210,7 +210,8 @@ def _enter(cell: Cell, control: socket.socket) -> None:
 def _view(cell: Cell) -> View:
     view = python_view()
     etc = (*_ETC, *(_ETC_OF_NETWORK if cell.port is None else ()))
-    given = (*view.readable, *etc, str(_ROOT / "lachesis"), *cell.readable)
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    given = (*view.readable, *etc, *packages, str(_ROOT / "lachesis"), *cell.readable)
     linked = [place for place, _ in view.links]
     readable = outermost([path for path in given if os.path.exists(path) and not in_any(path, linked)])
     writable = ((f"{cell.box}/tmp", view.scratch), (cell.box, HOME))
