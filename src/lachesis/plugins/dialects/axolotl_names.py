@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lachesis.plugins.dialects.axolotl_rest import axolotl_rest
 from lachesis.plugins.dialects.convert import (
     OPTIMIZERS,
     SCHEDULES,
@@ -14,7 +13,7 @@ from lachesis.plugins.dialects.convert import (
 )
 from lachesis.plugins.dialects.distributed import CONTEXTS, TENSOR, fsdp_option_entries, scaling_entries
 from lachesis.plugins.dialects.grpo import grpo_entries, transformers_entries
-from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing, refused, together
+from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing, read_names, refused, together
 
 
 def _model() -> Iterator[Entry]:
@@ -37,7 +36,7 @@ def _model() -> Iterator[Entry]:
     )
     yield Entry("revision_of_model", "model.revision")
     yield Entry("chat_template_kwargs", "data.chat_template_kwargs")
-    yield from axolotl_rest()
+    yield from read_names("axolotl", "rest")
     yield together("adapter", "adapter.kind", "qlora is lora on model.quantization nf4")
     yield together("lora_r", "adapter.r")
     yield together("lora_alpha", "adapter.alpha")

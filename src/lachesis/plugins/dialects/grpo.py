@@ -26,8 +26,17 @@ from lachesis.plugins.dialects.convert import (
     scale_rewards,
     top_k,
 )
-from lachesis.plugins.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
-from lachesis.plugins.dialects.transformers_names import shared_names
+from lachesis.plugins.dialects.hub import hub_names
+from lachesis.plugins.dialects.table import (
+    UNSET,
+    Entry,
+    Translation,
+    cannot,
+    nothing,
+    read_names,
+    refused,
+    together,
+)
 
 _PROCESSES = "num_processes"
 _EPSILON = 0.2  # of TRL's GRPOConfig
@@ -130,7 +139,8 @@ def transformers_entries() -> Iterator[Entry]:
     yield Entry("save_total_limit", "checkpoint.keep_last")
     yield together(_PROCESSES, "batch.prompts_per_step", "processes that an optimizer step is counted for")
     yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
-    yield from shared_names()
+    yield from read_names("transformers", "shared")
+    yield from hub_names()
 
 
 def note_paging(translation: Translation, name: str) -> None:

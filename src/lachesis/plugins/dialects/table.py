@@ -6,8 +6,10 @@ that need several of their keys together are translated by code of the dialect, 
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError, nearest
@@ -17,6 +19,9 @@ from lachesis.config.document import FROM_PYTHON, Document, Place, describe, dot
 
 Convert = Callable[[Any], Any]
 Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]
+
+NAMES = Path(__file__).parent / "names"
+_OF_ROWS: tuple[Treatment, ...] = ("together", "nothing", "cannot", "refused")
 
 UNSET: Any = object()
 """No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
@@ -71,6 +76,16 @@ def cannot(note: str, *names: str) -> Iterator[Entry]:
 
 def refused(note: str, *names: str, fine: tuple[Any, ...] = ()) -> Iterator[Entry]:
     return (Entry(name, treatment="refused", note=note, fine=fine) for name in names)
+
+
+def read_names(file: str, section: str) -> Iterator[Entry]:
+    """Yield the entries of a section of ``names/FILE.toml``, whose rows have names of one treatment and one note."""
+    document: dict[str, Any] = tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
+    for row in document[section]:
+        treatment: Treatment = next(one for one in _OF_ROWS if one in row)
+        for name in row[treatment]:
+            fine = tuple(row.get("fine", ()))
+            yield Entry(name, row.get("key", ""), treatment, note=row.get("note", ""), fine=fine)
 
 
 class Dialect:

@@ -45,12 +45,11 @@ from lachesis.plugins.dialects.grpo import (
     put_strategy,
     transformers_entries,
 )
-from lachesis.plugins.dialects.hub import put_hub
+from lachesis.plugins.dialects.hub import put_hub, transformers_hub_names
 from lachesis.plugins.dialects.mixtures import put_datasets
-from lachesis.plugins.dialects.open_r1_names import open_r1_names, supervised_names
+from lachesis.plugins.dialects.open_r1_names import open_r1_names
 from lachesis.plugins.dialects.open_r1_rewards import put_open_r1_rewards
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
-from lachesis.plugins.dialects.transformers_names import transformers_names
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, nothing, read_names, refused, together
 
 _PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -338,62 +337,13 @@ def _engine_names() -> Iterator[Entry]:
 
 
 def _without_counterpart() -> Iterator[Entry]:
-    yield from transformers_names()
-    yield from supervised_names()
-    yield from nothing("Lachesis finds a free port (bridge.init_method)", "vllm_group_port")
-    yield from nothing(
-        "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
-        *("attn_implementation", "pad_to_multiple_of", "use_cache"),
-    )
-    yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
-    yield from nothing(
-        "the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss", "use_liger"
-    )
-    yield from nothing("devices talk by gloo on CPUs and NCCL on GPUs", "ddp_backend")
-    yield from nothing("weights are gathered for each transfer to the engine", "ds3_gather_for_generation")
-    yield from nothing("matrix products are as precise as torch's default", "tf32")
-    yield from nothing("logs/ of the run directory has all that is logged", "log_level")
-    yield from nothing("evaluation decodes as many at once as the engine takes", "per_device_eval_batch_size")
-    yield from nothing(
-        "lines come each logging.every_steps steps, the first included", "logging_first_step", "logging_strategy"
-    )
-    yield from nothing(
-        "`lachesis train` trains, and evaluates where there are held-out problems", "do_train", "do_eval"
-    )
-    yield from nothing("the tape has every completion", "log_unique_prompts")
-    yield from nothing("evaluation is before and after the run in any case", "eval_on_start")
+    yield from read_names("transformers", "alone")
+    yield from transformers_hub_names()
+    yield from read_names("trl", "supervised")
+    yield Entry("dataset_num_proc", "data.processes")
+    yield from read_names("trl", "without_counterpart")
     yield from scaling_entries()
     yield together("fsdp_config", "distributed.reshard_after_forward", "FSDP's options, or a JSON file of them")
-    yield from cannot("write distributed.shard_size for a mesh of devices", "parallelism_config")
-    yield from cannot("the embedded engine has one way to decode", "use_transformers_paged", "cache_implementation")
-    yield from nothing(
-        "the embedded engine takes new completions in as others end",
-        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
-    )
-    yield from nothing("vLLM finds it out", "vllm_model_impl", "vllm_enable_prefix_caching")
-    yield from nothing("tools are no part of a configuration (source.rollout_func)", "max_tool_calling_iterations")
-    yield from cannot(
-        "the head's products are in model.dtype; logprobs are made of them in float32", "cast_lm_head_to_fp32"
-    )
-    yield from cannot("completions stay in the run's directory", "log_completions_hub_repo")
-    yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
-    yield from cannot("the router's loss is not added", "router_aux_loss_coef")
-    yield from nothing("datasets are read whole; prompts are small", "dataset_streaming", "streaming")
-    yield from nothing("all buffers stay on their device", "ignore_bias_buffers")
-    yield from refused("name the model in reward_funcs", "reward_model_name_or_path")
-    yield from refused("4 bits are nf4 here; remove it", "bnb_4bit_quant_type", fine=("nf4",))
-    yield from cannot("constants of quantized blocks stay in float32", "use_bnb_nested_quant")
-    yield from nothing("how quantized weights are stored is bitsandbytes' choice", "bnb_4bit_quant_storage")
-    yield from nothing("the task is language modelling", "lora_task_type")
-    yield from refused(
-        "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
-        *("lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
-    )
-    yield from nothing(
-        "of accelerate's launcher; several devices train with torchrun",
-        *("accelerate_config", "config_file", "num_machines", "machine_rank", "main_process_port", "main_process_ip"),
-        "mixed_precision",
-    )
 
 
 TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))
