@@ -12,7 +12,7 @@ from typing import Any
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
 from lachesis.plugins.dialects.convert import module_names, nonzero
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 
 # Of what OpenRLHF calls by two names the new one comes first.
 _SETS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
@@ -64,63 +64,6 @@ _TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
     (("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"), "engine.tensor_parallel_size"),
     (("eval.dataset", "eval_dataset"), "data.eval_path"),
 )
-_REFUSED: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
-    (("reward.model_name_or_path", "reward_pretrain"), "a reward model is rewards.models", ()),
-    (("train.agent_func_path", "train.agent_path", "agent_func_path"), "its agents have another interface", ()),
-    (("reward.normalize_enable", "normalize_reward"), "rewards are taken as they are", ()),
-    (("reward.clip_range", "reward_clip_range"), "rewards are taken as they are", ([-10, 10], [-10.0, 10.0])),
-    (
-        ("reward.overlong_buffer_len", "overlong_buffer_len"),
-        "write soft_overlong_punishment in rewards.functions, and take this out",
-        (),
-    ),
-    (("reward.stop_properly_penalty_coef",), "write it in a reward function", ()),
-    (("algo.kl.target", "kl_target"), "the weight of the KL is fixed here", ()),
-    (
-        ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"),
-        "write algorithm.sampler_correction and its bounds, and take this out",
-        (),
-    ),
-    (("actor.aux_loss_coef", "aux_loss_coef"), "the balancing loss of a mixture has no counterpart", ()),
-    (("actor.optim",), "AdamW is what is common", ("adam",)),
-    (("train.async_enable", "async_train"), "write pipeline.async_prefetch and max_staleness, and take this out", ()),
-    (("train.partial_rollout_enable",), "write pipeline keys, and take this out", ()),
-    (("train.enable_ema", "enable_ema"), "has no counterpart", ()),
-    (("ds.load_in_4bit", "load_in_4bit"), "write model.quantization: nf4", ()),
-    (("ds.lora.dropout", "lora_dropout"), "write adapter.dropout", ()),
-    (("data.prompt_probs", "prompt_data_probs"), "datasets are taken whole; write data.more", ()),
-    (("data.input_template", "input_template"), "write the prompts as they are to be asked", ()),
-    (("data.max_samples", "max_samples"), "write split: train[:N] in data", (100000000, 1e8)),
-    (("algo.advantage.lambd", "lambd"), "belongs to a critic", (1, 1.0)),
-    (("algo.advantage.gamma", "gamma"), "rewards of a completion come at its end", (1, 1.0)),
-    (("critic.freezing_steps", "freezing_actor_steps"), "belongs to a critic", (-1,)),
-)
-# Names, and beginnings of names, that place processes, save memory, log, or belong to a critic.
-_NO_INFLUENCE = (
-    "actor_num_nodes", "actor_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node", "reward_num_nodes",
-    "reward_num_gpus_per_node", "critic_num_nodes", "critic_num_gpus_per_node", "colocate_actor_ref",
-    "colocate_critic_reward", "colocate_all_models", "vllm_sync_backend", "vllm_sync_with_ray",
-    "enable_prefix_caching", "enforce_eager", "vllm_enable_sleep", "vllm_is_truncated_threshold", "async_queue_size",
-    "logging_steps", "ckpt_path", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_num", "max_ckpt_mem",
-    "load_checkpoint", "use_ds_universal_ckpt", "local_rank", "zero_stage", "deepcompile", "bf16", "ema_beta", "zpg",
-    "adam_offload", "actor_init_on_gpu", "attn_implementation", "flash_attn", "use_liger_kernel", "grad_accum_dtype",
-    "overlap_comm", "gradient_checkpointing_use_reentrant", "disable_fast_tokenizer", "deepspeed_enable_sleep",
-    "ds_tensor_parallel_size", "packing_samples", "use_dynamic_batch", "rollout_max_tokens_per_gpu",
-    "train_max_tokens_per_gpu", "save_path", "vllm_generate_batch_size", "rollout_tasks_per_gpu",
-    "micro_rollout_batch_size", "micro_train_batch_size", "ptx_coef", "value_clip", "full_determinism",
-    "save_value_network", "critic_learning_rate", "kl_horizon", "overlong_penalty_factor", "ring_attn_size",
-    "ring_head_stride", "value_head_prefix", "ref_reward_offload", "critic_pretrain", "prompt_split", "eval_split",
-    "eval_temperature", "eval_n_samples_per_prompt", "label_key", "use_wandb", "wandb_org", "wandb_group",
-    "wandb_project", "wandb_run_name", "use_tensorboard", "perf", "use_ms", "remote_rm_url", "prompt_data_split",
-    "actor.num_nodes", "actor.num_gpus_per_node", "actor.gradient_checkpointing_reentrant", "reward.remote_url",
-    "reward.offload", "reward.num_nodes", "reward.num_gpus_per_node", "reward.overlong_penalty_factor",
-    "data.label_key", "data.prompt_split", "data.disable_fast_tokenizer", "data.dataloader_num_workers",
-    "rollout.micro_batch_size", "rollout.vllm_generate_batch_size", "rollout.max_tokens_per_gpu",
-    "train.micro_batch_size", "train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.async_queue_size",
-    "train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward", "train.ema_beta",
-    "train.full_determinism_enable", "algo.kl.horizon", "algo.advantage.is_correction_threshold",
-    "algo.advantage.is_correction_type",
-)  # fmt: skip
 _OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
 GENERATED, STEP = ("rollout.batch_size", "rollout_batch_size"), ("train.batch_size", "train_batch_size")
 
@@ -132,11 +75,7 @@ def _entries() -> Iterator[Entry]:
     for names, path in _TOGETHER:
         for name in names:
             yield Entry(name, path, "together")
-    for names, reason, fine in _REFUSED:
-        for name in names:
-            yield Entry(name, treatment="refused", note=reason, fine=fine)
-    for name in _NO_INFLUENCE:
-        yield Entry(name, treatment="together", note="no influence on what is trained")
+    yield from read_names("openrlhf", "rest")
 
 
 OPENRLHF = Dialect("OpenRLHF", list(_entries()), open_sections=_OPEN, prefix="--")
