@@ -25,6 +25,7 @@ from lachesis.plugins.atropos import evaluate as env_eval
 from lachesis.plugins.atropos import services as launch
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.run import find
+from lachesis.plugins.sweep.commands import read_sweep
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -258,6 +259,10 @@ def test_configurations_parse(code: Code, tmp_path: Path):
     data = yaml.safe_load(code.text)
     assert isinstance(data, dict), code.text
     path = tmp_path / "config.yaml"
+    if "config" in data:
+        path.write_text(code.text)
+        assert read_sweep(path).keys
+        return
     if set(data) <= ENVIRONMENT_SECTIONS:
         path.write_text(code.text)
         parse_options(["--config", str(path)], env_class=find("gsm8k").config_class)
