@@ -18,6 +18,30 @@ ROWS = re.findall(
     r"^\| `([^`]+)` \| `((?:lachesis|torchrun) [^`]+)` \|$", (ROOT / "docs/commands.md").read_text(), re.M
 )
 
+MORE = [
+    (
+        "axolotl train config.yaml --launcher torchrun -- --nproc_per_node=2",
+        "torchrun --nproc-per-node 2 -m lachesis train config.yaml",
+    ),
+    (
+        "accelerate launch --num_processes 2 -m axolotl.cli.train config.yaml",
+        "torchrun --nproc-per-node 2 -m lachesis train config.yaml",
+    ),
+    ("accelerate launch -m axolotl.cli.train config.yaml", "lachesis train config.yaml"),
+    (
+        "trl grpo --config config.yaml --reward_funcs a.b c.d",
+        'lachesis train config.yaml \'--set=reward_funcs=["a.b", "c.d"]\'',
+    ),
+    (
+        "trl grpo --config config.yaml --no_gradient_checkpointing",
+        "lachesis train config.yaml --set=gradient_checkpointing=false",
+    ),
+    (
+        "trl vllm-serve --model M --tensor_parallel_size 4 --port 8001",
+        "lachesis serve --port 8001 --model M --tensor-parallel-size 4",
+    ),
+]
+
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch):
@@ -32,7 +56,7 @@ def split(there: str) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
-@pytest.mark.parametrize(("there", "here"), ROWS)
+@pytest.mark.parametrize(("there", "here"), [*ROWS, *MORE])
 def test_the_page_says_what_they_become(there: str, here: str):
     assert command_for(*split(there)) == shlex.split(here)
 
