@@ -27,7 +27,7 @@ TARGET = Path(__file__).with_name("metrics.md")
 INTRODUCTION = """\
 # Metrics and health
 
-<!-- Written by docs/generate_metrics.py from src/lachesis/metrics/names.py and health/; do not edit. -->
+<!-- Written by docs/generate_metrics.py from src/lachesis/metrics/metrics.toml and health/; do not edit. -->
 
 Each step is a line of `metrics.jsonl` in the run directory, and goes to every sink that is on. A metric that was not
 measured is left out: a missing number is not 0. Seconds of a checkpoint count with the step after it.
