@@ -179,7 +179,9 @@ def on_config(config: Any) -> Any:
     project = [{TITLES.get(path, path): site_path(path)} for path in PROJECT]
     config.nav = [{"Overview": "index.md"}, *kinds, {"Project": project}]
     config.copyright = f"Lachesis {_version()}, MIT license"
-    config.repo_url = _repository()
+    if (address := _repository()) is not None:
+        config.repo_url = address
+        config.repo_name = address.removeprefix("https://").partition("/")[2]
     return config
 
 
