@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lachesis.cli import app
 from tests.paths import DOCS, ROOT
 
 
@@ -80,3 +84,33 @@ class TestSeveralFiles:
         )
         with pytest.raises(ValueError, match=r"memory\.json lacks date, context_bytes"):
             guide.kept(tmp_path)
+
+
+@pytest.mark.parametrize("page", ["one-gpu", "eight-gpus"])
+def test_what_plan_says_on_a_page_of_an_audience_is_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Files of the page are written, its `lachesis plan` run, and the text block after each is in what it says."""
+    monkeypatch.chdir(tmp_path)
+    said, compared = "", 0
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", (DOCS / "start" / f"{page}.md").read_text(), re.M | re.S):
+        if language == "yaml":
+            (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+        elif language == "bash" and text.startswith("lachesis plan") and "config.yaml" not in text:
+            result = CliRunner().invoke(app, shlex.split(text.splitlines()[0])[1:])
+            assert result.exit_code == 0, result.output
+            said = result.output
+        elif language == "text":
+            compared += 1
+            assert [line for line in text.splitlines() if line not in said.splitlines()] == []
+    assert compared
+
+
+def test_the_catalogue_of_recipes_has_the_memory_that_plan_counts():
+    recipes = ROOT / "recipes"
+    rows = re.findall(r"\]\((gsm8k/\S+)\) \| \S+ GPUs? of (\d+) GB \| (\S+) GB", (recipes / "README.md").read_text())
+    assert len(rows) == 5
+    for file, card, memory in rows:
+        flags = ["--gpus", "8", "--card", card] if "8x" in file else ["--fit", card]
+        result = CliRunner().invoke(app, ["plan", str(recipes / file), "--device", "cuda", *flags])
+        assert f"it fits as it is: {memory} GB of {card}" in result.output or f" {memory} GB: fits" in result.output
