@@ -19,7 +19,7 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
 
 import lachesis.engines.vllm.launch
-from lachesis.engines.vllm.fork_cleanup import leave_to_server
+from lachesis.engines.vllm.launch import leave_to_server
 from tests import imports
 
 __all__ = ["imports", "lachesis", "vllm"]

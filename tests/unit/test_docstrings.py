@@ -12,7 +12,6 @@ ROOT = Path(lachesis.__file__).parent
 # Rooms whose docstrings are still to be rewritten; pyproject.toml leaves ruff's D rules off for the same.
 TO_DO = (
     "rollouts/call_batcher.py",
-    "rollouts/custom.py",
     "rollouts/episodes.py",
     "rollouts/evaluate.py",
     "rollouts/judge.py",
@@ -22,8 +21,6 @@ TO_DO = (
     "rollouts/tools/conversation.py",
     "rollouts/tools/player.py",
     "rollouts/tools/toolbox.py",
-    "rollouts/turn_server.py",
-    "run/",
 )
 # Words that open a fragment, such as "Whether somebody has." or "Those that were generated."
 FRAGMENTS = {"By", "How", "If", "Of", "That", "Their", "Them", "There", "They", "Those", "What", "When", "Where"}

@@ -1,4 +1,4 @@
-"""A package of a third party adds a command, a reward and a sink by entry points alone."""
+"""A package of a third party adds a command, a reward, a sink, rollouts and an engine by entry points alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.common.contracts import load_part
+from lachesis.config.load import load_config
+from lachesis.config.schema import CustomEngineConfig, LocalSourceConfig
+from lachesis.engines.build import custom_engine
 from lachesis.metrics.custom import custom_sinks
+from lachesis.rollouts.base import ROLLOUTS
 from lachesis.rollouts.rewards.loading import ImportPath, load_named
 
 CODE = """
-from lachesis import Sink
+from lachesis import Engine, Sink
 
 def short(completions, **columns):
     return [-float(len(text)) for text in completions]
@@ -25,6 +30,18 @@ class Note(Sink):
 
     def write(self, record):
         (self.run_dir / "note").write_text(str(record.step))
+
+class Fixed(Engine):
+    def __init__(self, trained, *, token):
+        self.trained, self.token = trained, token
+
+    def refuse(self, *given, **named):
+        raise NotImplementedError
+
+    generate = canary = set_version = health = pause = resume = close = refuse
+
+def walk(prompts, trainer, *, turns=1):
+    return {"turns": turns}
 """
 COMMANDS = """
 from lachesis.cli.base import app, console
@@ -42,6 +59,12 @@ short = looms:short
 
 [lachesis.sinks]
 note = looms:Note
+
+[lachesis.engine]
+fixed = looms:Fixed
+
+[lachesis.rollout_function]
+walk = looms:walk
 """
 
 
@@ -64,6 +87,21 @@ def test_a_reward_and_a_sink_are_found_by_name(package: Path, tmp_path: Path):
     assert load_named(ImportPath("short", tmp_path))(completions=["ab", "a"]) == [-2.0, -1.0]
     (sink,) = custom_sinks(["note"], run_dir=tmp_path, settings={}, resume_step=None)
     assert type(sink).__name__ == "Note"
+
+
+def test_an_engine_and_rollouts_have_sections_with_arguments_of_their_own(package: Path, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {steps: 1}\nmodel: {path: model}\ndata: {path: rows.jsonl}\nrewards: {functions: [short]}\n"
+        "sampling: {max_completion_length: 4}\nbridge: {kind: in_process}\n"
+        "engine: {kind: custom, function: {function: fixed, kwargs: {token: 7}}}\n"
+        "source: {kind: local, rollout_func: {function: walk, kwargs: {turns: 3}}}\n"
+    )
+    config = load_config(tmp_path / "config.yaml").config
+    assert isinstance(config.engine, CustomEngineConfig) and isinstance(config.source, LocalSourceConfig)
+    engine = custom_engine(config.engine, "the trained model")  # type: ignore[arg-type]
+    assert (type(engine).__name__, engine.trained, engine.token) == ("Fixed", "the trained model", 7)  # type: ignore[attr-defined]
+    assert config.source.rollout_func is not None
+    assert load_part(config.source.rollout_func, ROLLOUTS)([], None) == {"turns": 3}
 
 
 def test_a_command_runs_and_is_in_the_help(package: Path):

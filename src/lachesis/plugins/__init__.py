@@ -28,7 +28,6 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "wandb": "sinks.wandb:WandbSink",
         "trackio": "sinks.trackio:TrackioSink",
         "mlflow": "sinks.mlflow:MlflowSink",
-        "opentelemetry": "sinks.otel:OpenTelemetrySink",
     },
 }
 

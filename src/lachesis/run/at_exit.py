@@ -45,7 +45,7 @@ def say(words: str) -> None:
 
 
 def hold_exit(run: Started) -> None:
-    """From now on the program's end waits for this run; after an error it stops the run first."""
+    """Make the program's end wait for this run, or stop the run first after an error."""
     _register()
     _started.add(run)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -66,7 +66,7 @@ def _register() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: it has no run, and SIGTERM ends it as any process."""
+    """Forget the run in a forked child, which SIGTERM ends as any process."""
     _started.clear()
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -146,11 +146,11 @@ def _interrupts_counted() -> Iterator[list[int]]:
 
 
 def _ended_by() -> BaseException | None:
-    """The error that has ended the program; at a prompt the last one has not."""
+    """Return the error that ended the program; None at a prompt, which goes on after an error."""
     return None if hasattr(sys, "ps1") or sys.flags.interactive else getattr(sys, "last_value", None)
 
 
 def _end_at_once(number: int) -> None:
-    """As a program that does not handle the signal; a run's servers end with it."""
+    """End as a program that does not handle the signal; a run's servers end with it."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -28,7 +28,7 @@ _REPEATS = re.compile(r"EngineDeadError|See (?:root cause|stack trace)|Engine co
 
 
 class LastWords:
-    """What a server has printed of errors: the last one, and whether its engine has died."""
+    """Last error that a server has printed, and whether its engine has died."""
 
     def __init__(self) -> None:
         self.error = ""
@@ -44,13 +44,13 @@ class LastWords:
 
     @property
     def sentence(self) -> str:
-        """The engine's own last error; empty unless it has died of one."""
+        """Last error of the engine; empty unless it has died of one."""
         return self.error if self.engine_died else ""
 
 
 @contextmanager
 def heard_output(words: LastWords) -> Iterator[int]:
-    """Within it a thread reads what this process and its children print, and passes it on to where it went.
+    """Read in a thread what this process and its children print, and pass it on to its destination.
 
     Yields:
         The descriptor of the standard error as it was.
@@ -92,7 +92,7 @@ def _pass_on(source: int, target: int, words: LastWords) -> None:
 
 @contextmanager
 def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int = 2) -> Iterator[list[int]]:
-    """Within it the first SIGTERM or SIGINT begins a time after which this process and its children are killed.
+    """Limit the time from the first SIGTERM or SIGINT until this process and its children are killed.
 
     The signal goes to the handlers that are, or will be, installed for it: of whoever serves. What these wait for, or
     whether they return, does not matter.
@@ -164,7 +164,7 @@ def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -
 
 
 def _children() -> list[psutil.Process]:
-    """All that this process has started, and what these have."""
+    """Return all processes that this one has started, and their descendants."""
     try:
         return psutil.Process().children(recursive=True)
     except psutil.Error:

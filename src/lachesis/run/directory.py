@@ -60,7 +60,7 @@ class RunDirectory:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files of the run by name."""
+        """Paths of the run's files by name."""
         return run_paths(self.path)
 
     def begin(self, *, resume: bool) -> None:
@@ -111,7 +111,7 @@ class RunDirectory:
 def live_file(
     path: Path, *, every_s: float = 1.0, engines: Callable[[], Sequence[EngineRow]] = tuple
 ) -> Iterator[None]:
-    """Within it a thread looks every ``every_s`` seconds what this process waits for, and writes it to ``live.json``.
+    """Write to ``live.json`` what this process waits for, every ``every_s`` seconds, from a thread.
 
     So is how several ``engines`` stand. It is written when one of these changes, also while the caller is blocked, and
     removed at the end. A process that is killed leaves it behind: what it waited for last.
@@ -170,17 +170,17 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequ
 
 
 def run_directory(config: LachesisConfig) -> Path:
-    """The absolute path of the run's directory."""
+    """Return the absolute path of the run's directory."""
     return Path(os.path.abspath(config.run.directory))
 
 
 def engine_log(directory: Path) -> Path:
-    """Where servers write until the run directory is there: beside it."""
+    """Return the log of servers until the run directory exists: a file beside it."""
     return Path(os.path.abspath(directory.parent)) / f".{directory.name}.engine.log"
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """What to raise where a run directory cannot be written."""
+    """Return the error to raise if a run directory cannot be written."""
     if isinstance(error, FileNotFoundError) and not path.is_dir():
         return _removed(path)
     return CheckpointError(
@@ -207,7 +207,7 @@ def _empty(path: Path) -> None:
 
 @contextmanager
 def only_trainer(path: Path) -> Iterator[None]:
-    """Within it no other process on this file system trains in the directory, whether it is there yet or not.
+    """Keep other processes on this file system from training in the directory, which need not exist yet.
 
     A lock beside the directory says so, or on it where nothing can be written beside it. It ends with the process.
 
@@ -303,7 +303,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
 
 
 def _has_no_step(run: RunDirectory) -> bool:
-    """Whether a run ended before its first step, and nothing is there but what it wrote until then."""
+    """Return True if a run ended before its first step and left nothing but its files until then."""
     state, files = run.state, run.files
     if state.get("status") in UNDER_WAY and state.get("host") != socket.gethostname():
         return False  # it may go on there
@@ -316,7 +316,7 @@ def _has_no_step(run: RunDirectory) -> bool:
 
 
 def _has_metrics(path: Path) -> bool:
-    """The state is written once a second, the metrics at each step."""
+    """Return True if a step is in the metrics, which are written at each step and state.json once a second."""
     return path.is_file() and bool(read_metrics(path).steps)
 
 
@@ -331,7 +331,7 @@ def _refuse_running(run: RunDirectory) -> None:
 
 
 def _is_alive(pid: int, began: float | None) -> bool:
-    """Whether the process that began a run is there: a pid may belong to another program by now, begun later.
+    """Return True if the process that began a run still runs; its pid may belong to a later program by now.
 
     One that was killed has ended, also where nobody collects it, as in a container whose first process does not.
     """
@@ -347,7 +347,7 @@ def _is_alive(pid: int, began: float | None) -> bool:
 
 
 def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
-    """What state.json says; where it is damaged and not ``needed``, nothing, and a warning says so."""
+    """Return the content of state.json; if it is damaged and not ``needed``, nothing, with a warning."""
     try:
         state = json.loads(path.read_text())
         if is_object(state):
@@ -399,7 +399,7 @@ class LogFile(logging.FileHandler):
 
 
 def reason_of(failure: BaseException) -> str:
-    """What ended the run, in words."""
+    """Describe what ended the run."""
     if isinstance(failure, KeyboardInterrupt):
         return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
     return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"

@@ -35,7 +35,7 @@ def build_engine_side(
     pack_buckets: PackBuckets[Policy] | None = None,
     canary_prompt: Sequence[int] = (),
 ) -> EngineSide:
-    """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
+    """Build the bridge with its engine: one in this process once the policy exists, servers before this returns.
 
     Args:
         sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
@@ -76,7 +76,7 @@ def build_engine_side(
 
 
 def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
-    """The engine in this process, around the policy's model or a whole one beside a policy whose model is sharded."""
+    """Build the engine in this process, around the policy's model or, beside a sharded policy, a whole one."""
     trained = TrainedModel(
         model=loaded.transformer,
         tokenizer=loaded.tokenizer,
@@ -88,7 +88,7 @@ def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
 
 @contextmanager
 def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bool) -> Iterator[None]:
-    """Within it a run is built: one that fails here has changed no weights, so the next one may claim its servers.
+    """Release the claimed servers if the block, which builds a run, fails: it has changed no weights.
 
     Args:
         config: of the run; servers that it starts itself end with it.

@@ -1,4 +1,4 @@
-"""Where a run's batches come from: the way from the source that its configuration names to packed batches."""
+"""Feeds of a run: from the source that its configuration names to packed batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,27 +28,15 @@ from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunContext, RunPlace
-from lachesis.run.sources import (
-    build_episodes,
-    build_source,
-    generated_ahead,
-    load_answers,
-)
+from lachesis.run.sources import build_episodes, build_source, generated_ahead, load_answers
 from lachesis.train.batch import Batch
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
-from lachesis.train.model.loading import (
-    context_length,
-    eos_token_ids,
-)
+from lachesis.train.model.loading import context_length, eos_token_ids
 from lachesis.train.pack import pack_batch, pack_rollouts
 from lachesis.train.policy import Policy
 from lachesis.train.sft import StartedFeed, demonstrations
-
-if TYPE_CHECKING:
-    pass
-
 
 Teach = Callable[[Sequence[Group]], Sequence[Group]]
 """Function that adds what a teacher outside the trainer says of groups."""
@@ -57,7 +44,7 @@ Teach = Callable[[Sequence[Group]], Sequence[Group]]
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Where a run's batches come from, what evaluates in place of the held-out problems, and what is kept of them."""
+    """Feed of a run, its evaluator in place of the held-out problems, and its store of finished rollouts."""
 
     feed: Feed[Batch]
     reward_names: Sequence[str]
@@ -77,7 +64,7 @@ def build_rollouts(
     place: RunPlace,
     context: RunContext,
 ) -> Rollouts:
-    """The way from the source that the configuration names to packed batches."""
+    """Build the feed of packed batches from the source that the configuration names."""
     engine = side.bridge.engine
     if isinstance(config.source, EpisodesSourceConfig):
         episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
@@ -122,7 +109,7 @@ def build_feed(
     kept: KeptRollouts | None,
     teach: Teach = list,
 ) -> Feed[Batch]:
-    """The way from problems to packed batches."""
+    """Build the feed of packed batches from problems."""
     source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
     return feed_from(source, config, policy=policy, kept=kept, teach=teach)
 
@@ -135,7 +122,7 @@ def feed_from(
     kept: KeptRollouts | None,
     teach: Teach = list,
 ) -> Feed[Batch]:
-    """The way from the groups of a source to packed batches."""
+    """Build the feed of packed batches from the groups of a source."""
     pipeline = config.pipeline
     pack_groups = partial(pack_rollouts, config=config, policy=policy)
     collector = Collector(
@@ -172,7 +159,7 @@ def feed_from(
 
 
 def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy) -> Feed[Batch]:
-    """The feed with a supervised start before it, where ``run.stages`` has one.
+    """Return the feed with a supervised start before it, if ``run.stages`` has one.
 
     Args:
         problems: with the answers, where ``sft.path`` names no other data.
@@ -203,7 +190,7 @@ def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[
 def repeated(
     feed: Feed[Batch], config: LachesisConfig, *, pack: Pack, score: Callable[[Batch], Batch] = lambda batch: batch
 ) -> Feed[Batch]:
-    """The steps of each batch; a checkpoint looks the same whether it is one or several."""
+    """Return the feed of each batch's steps; a checkpoint looks the same whether it is one or several."""
     return RepeatedFeed(
         feed,
         num_iterations=config.algorithm.num_iterations,
@@ -220,7 +207,7 @@ def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
 
 
 def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
-    """Sets the advantages of a step's groups."""
+    """Return the function that sets the advantages of a step's groups."""
     if config.algorithm.advantage is not None:
         return custom_assigner(
             load_custom_advantage(config.algorithm.advantage),
@@ -232,12 +219,12 @@ def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], li
 
 
 def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
-    """Which groups can be learned from, by how their rewards become advantages."""
+    """Return the test for groups to learn from, by how their rewards become advantages."""
     return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
 
 
 def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
-    """What is finished and not trained on yet, over a restart, in a file; nothing where no batch is generated ahead."""
+    """Return the store of finished, untrained rollouts over a restart; None if no batch is generated ahead."""
     if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
         return None
     return KeptRollouts(RecordStore(path))

@@ -20,7 +20,7 @@ _CHANGES = pydantic.TypeAdapter(FleetChanges)
 
 
 def fleet_members(config: LachesisConfig, *, directory: Path) -> Callable[[], Sequence[str]] | None:
-    """Which servers the run in a directory is to have, asked anew at each call; ``None`` where they stay as they are.
+    """Return a function that reads the servers a run is to have; None if they cannot change.
 
     They do where the run starts them itself, and where trainer and engine share memory. The function raises
     ConfigError and EngineUnreachable as :func:`~lachesis.engines.addresses.addresses`, DataError as :func:`changes`.
@@ -31,7 +31,7 @@ def fleet_members(config: LachesisConfig, *, directory: Path) -> Callable[[], Se
 
 
 def changes(run_dir: Path) -> FleetChanges:
-    """What was asked of a run so far. Raises DataError where its file is not what this package writes."""
+    """Read what was asked of a run so far. Raises DataError if its file was not written by this package."""
     path = run_paths(run_dir)["fleet"]
     try:
         return _CHANGES.validate_json(path.read_bytes())

@@ -44,7 +44,7 @@ def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
 
 
 def starts_engine(config: LachesisConfig) -> bool:
-    """Whether the run starts servers of its own."""
+    """Return True if the run starts servers of its own."""
     return config.engine.place != "trainer" and config.engine.kind != "http"
 
 
@@ -73,7 +73,7 @@ class LaunchedEngine:
 def launched_engine(
     loaded: LoadedConfig, *, resume: bool, overwrite: bool, console: Console | None
 ) -> Iterator[LaunchedEngine]:
-    """Within it the run's servers come up, after ``run.setup``. Where nobody takes them, nothing is left of them.
+    """Start the run's servers after ``run.setup``; if no caller takes them, they end and leave nothing.
 
     Raises:
         ConfigError: a rule forbids the configuration, or the run may not have its directory.
@@ -103,7 +103,7 @@ def _end(launched: LaunchedEngine, *, log_path: Path) -> None:
 
 
 def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -> LaunchedEngine:
-    """The servers that the run is to start, on their way up; none where they run already.
+    """Start the servers of the run; there are none if they run already.
 
     Args:
         directory: the run's.

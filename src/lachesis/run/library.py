@@ -86,7 +86,7 @@ def load(
     rewards: RewardArgument | None = None,
     **keys: Any,
 ) -> Run:
-    """A run that is checked and not started: ``load("config.yaml").start()``.
+    """Return a checked run that is not started: ``load("config.yaml").start()``.
 
     ``load("runs/NAME")`` is a handle on the run in that directory, to look at it or to ``start(resume=True)``.
 
@@ -142,12 +142,12 @@ class Run:
 
     @property
     def config(self) -> LachesisConfig:
-        """All keys, with their defaults."""
+        """Configuration with all keys and their defaults."""
         return self._loaded.config
 
     @property
     def directory(self) -> Path:
-        """The run directory; nothing is there before the start."""
+        """Run directory; empty before the start."""
         return self.config.run.directory
 
     def start(self, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> Run:
@@ -230,7 +230,7 @@ class Run:
         return [sample.text for sample in answer.result(timeout_s)[0].samples]
 
     def wait(self, timeout_s: float | None = None) -> RunSummary:
-        """How the run ended, once it has. Ctrl-C asks it to stop after its step, and waits for that.
+        """Wait for the end and return how the run ended. Ctrl-C asks it to stop after its step, and waits for that.
 
         Raises:
             DeadlineExceeded: it goes on after ``timeout_s`` seconds; it is not disturbed.
@@ -241,7 +241,7 @@ class Run:
         return self._require_started().result()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """As :meth:`wait`, but a run that failed raises nothing: :attr:`error` has what ended it."""
+        """Wait as :meth:`wait` does, but raise nothing if the run failed: :attr:`error` has its error."""
         ended = self._require_started()
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         interrupted = False
@@ -268,17 +268,17 @@ class Run:
 
     @property
     def stops(self) -> bool:
-        """Whether it was asked to stop."""
+        """True if the run was asked to stop."""
         return self._asked_to_stop.is_set()
 
     @property
     def done(self) -> bool:
-        """Whether it was started by this handle, and has ended."""
+        """True if the run was started by this handle and has ended."""
         return self._ended is not None and self._ended.done()
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it, where it has failed; :meth:`wait` raises it."""
+        """Error that ended the run, if it failed; :meth:`wait` raises it."""
         return self._ended.exception() if self._ended is not None and self._ended.done() else None
 
     @property
@@ -288,13 +288,13 @@ class Run:
 
     @property
     def log(self) -> MetricsLog:
-        """The lines of metrics.jsonl until now; none before the first."""
+        """Lines of metrics.jsonl until now; none before the first."""
         path = run_paths(self.directory)["metrics"]
         return read_metrics(path) if path.exists() else MetricsLog((), ())
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """A row a step: ``step``, ``time`` (seconds since 1970), all values, and those of the evaluation after it.
+        """Table with a row per step: ``step``, ``time`` (seconds since 1970), all values, and the evaluation after it.
 
         Evaluations are under ``evaluation/NAME``; that from before the first step is row 0.
 
@@ -312,7 +312,7 @@ class Run:
 
     @property
     def rollouts(self) -> pandas.DataFrame:
-        """A row a completion of the steps that are on the tape: prompt, text, reward, advantage and so on.
+        """Table with a row per completion on the tape: prompt, text, reward, advantage and so on.
 
         ``reward/NAME`` are those of each function, in the order of the configuration.
 
@@ -329,7 +329,7 @@ class Run:
         return _pandas("rollouts").DataFrame(rows)
 
     def groups(self, step: int) -> list[Group]:
-        """The groups of a step as records, with tokens and logprobs. Raises DataError where the tape has none."""
+        """Return the groups of a step, with tokens and logprobs. Raises DataError if the tape has none."""
         return read_groups(tape_path(run_paths(self.directory)["rollouts"], step))
 
     @property
@@ -341,7 +341,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The directory with the model, or the adapter, that the run saved at its end.
+        """Directory of the model, or the adapter, that the run saved at its end.
 
         Raises:
             DataError: it has not.
@@ -390,7 +390,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Waits for the end; after an error in the block the run is stopped, and that error is the one raised."""
+        """Wait for the end; after an error in the block stop the run, and let that error pass."""
         if self._ended is None:
             return
         if error is None:
@@ -415,7 +415,7 @@ class Run:
 
 @contextmanager
 def _python_words() -> Generator[None]:
-    """Within it a remedy that names flags of the command line names the arguments."""
+    """Name arguments in place of command-line flags in the remedy of an error."""
     try:
         yield
     except ConfigError as error:

@@ -35,12 +35,7 @@ from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.losses.custom import LOSS, load_custom_loss
 from lachesis.train.losses.custom_advantage import ADVANTAGE
-from lachesis.train.model.loading import (
-    LoadedModel,
-    WeightSource,
-    load_model,
-    load_teacher,
-)
+from lachesis.train.model.loading import LoadedModel, WeightSource, load_model, load_teacher
 from lachesis.train.optim.custom import OPTIMIZER, SCHEDULE
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharding import build_sharded_optimizer
@@ -102,12 +97,12 @@ def policy_of(
 
 
 def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
-    """Whether decoder layers are compiled, for a model that computes on ``device``."""
+    """Return True if decoder layers are compiled, for a model that computes on ``device``."""
     return config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda")
 
 
 def build_checkpoints(config: LachesisConfig, *, run_dir: Path, policy: Policy, feed: Feed[Batch]) -> RunCheckpoints:
-    """What saves the run and goes on from it.
+    """Build the manager that saves the run and resumes it.
 
     Raises:
         ConfigError: ranks are to write into the run's directory, and some of them do not have it.
@@ -162,7 +157,7 @@ def build_evaluation(
 
 
 def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
-    """With ``model.activations`` decided, which is said; ``devices`` train together."""
+    """Decide ``model.activations: auto`` for ``devices`` that train together, and log it."""
     if config.model.kept_activations != "auto":
         return config
     device = resolve_device(config.model.device)
@@ -177,14 +172,14 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
 
 
 def run_meter(config: LachesisConfig, device: torch.device) -> GpuMeter | None:
-    """Of the trainer's device and of its engine's; None without a GPU. Close it."""
+    """Return the meter of the trainer's and the engine's GPUs, to be closed; None without a GPU."""
     visible = [_name(number) for number in range(torch.cuda.device_count())] if device.type == "cuda" else []
     own = [] if device.index is None or not visible else [visible[device.index]]
     return gpu_meter([*own, *_engine_gpus(config, visible)])
 
 
 def gpu_meter(gpus: Sequence[str], *, machine: str = "") -> GpuMeter | None:
-    """A meter of these, named as in ``CUDA_VISIBLE_DEVICES``; None without any, or where nothing is known of them."""
+    """Return a meter of GPUs named as in ``CUDA_VISIBLE_DEVICES``; None if there are none or NVML is missing."""
     if not gpus:
         return None
     try:
@@ -196,12 +191,12 @@ def gpu_meter(gpus: Sequence[str], *, machine: str = "") -> GpuMeter | None:
 
 
 def rank_meter(device: torch.device, *, machine: str) -> GpuMeter | None:
-    """Of a follower's own device alone."""
+    """Return the meter of a follower's GPU."""
     return gpu_meter([_name(device.index)] if device.type == "cuda" else [], machine=machine)
 
 
 def _engine_gpus(config: LachesisConfig, visible: Sequence[str]) -> Sequence[str]:
-    """Of the servers that the run starts; without ``engine.devices`` each sees what the trainer sees."""
+    """Return the GPUs of servers that the run starts; without ``engine.devices`` each sees the trainer's."""
     engine = config.engine
     if isinstance(engine, VllmEngineConfig):
         if engine.devices is not None:
@@ -211,7 +206,7 @@ def _engine_gpus(config: LachesisConfig, visible: Sequence[str]) -> Sequence[str
 
 
 def _name(number: int) -> str:
-    """That of torch's device of this number, which counts the visible ones only."""
+    """Return the name of torch's device of this number, which counts the visible ones only."""
     return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 

@@ -34,7 +34,7 @@ from lachesis.train.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """What a loop is made of; ``close`` it, or use it in a ``with`` block.
+    """Parts of a loop; ``close`` them, or use them in a ``with`` block.
 
     ``feed`` gives packed batches of scored groups; it is there where the configuration has data and rewards, or
     environments.
@@ -93,7 +93,7 @@ def parts(
     rewards: RewardArgument | None = None,
     **keys: Any,
 ) -> Pieces:
-    """The policy with its engine and the bridge between them, built as a configuration says; nothing trains yet.
+    """Build the policy, its engine and the bridge between them as configured; nothing trains yet.
 
     No run directory is made: what is measured and kept is up to the loop. With a learning rate that does not depend on
     the number of steps, ``run.steps`` may be left out.
@@ -121,7 +121,7 @@ def parts(
 
 
 def _feeds(config: LachesisConfig) -> bool:
-    """Whether there is a source of groups. Raises ConfigError where there is half of one."""
+    """Return True if there is a source of groups. Raises ConfigError if there is half of one."""
     if config.source.kind == "atropos":
         return True
     has_data, has_rewards = config.data.path is not None, bool(config.rewards.functions)
@@ -135,7 +135,7 @@ def _feeds(config: LachesisConfig) -> bool:
 
 
 def _directory(config: LachesisConfig) -> RunDirectory:
-    """Where servers and bridges that save exchange files with this process."""
+    """Return the directory where servers and bridges that save exchange files with this process."""
     run = RunDirectory(config.run.directory)
     if config.engine.place != "trainer":
         run.path.mkdir(parents=True, exist_ok=True)

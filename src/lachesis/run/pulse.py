@@ -58,7 +58,7 @@ class Pulse:
         self.trouble = found
 
     def _stopped(self) -> str:
-        """Which of its processes a signal has stopped, and how it goes on."""
+        """Say which of its processes a signal has stopped, and how it goes on."""
         pid = self.pid()
         if pid is None:
             return ""
@@ -74,7 +74,7 @@ class Pulse:
         return f"is stopped by a signal, and the run waits for it; it goes on with: kill -CONT {number}"
 
     def _silent(self, client: httpx.Client) -> str:
-        """That it takes connections and says nothing. One that is gone is told by whoever lost a request."""
+        """Say that it accepts connections and does not answer; a lost request reports one that is gone."""
         if self.health_url is None:
             return ""
         before = paused_s()
@@ -127,7 +127,7 @@ class TransferPulse:
 
 
 def server_pulse(url: str) -> Pulse:
-    """The pulse of an inference server, whose session says which process it is where it runs on this machine."""
+    """Return the pulse of an inference server; its session names the process if it runs on this machine."""
 
     def pid() -> int | None:
         try:
@@ -141,7 +141,7 @@ def server_pulse(url: str) -> Pulse:
 
 @contextmanager
 def pulses_felt(find: Callable[[], Sequence[Pulse]], *, every_s: float = LOOK_S) -> Iterator[None]:
-    """Within it a thread for each of the things found looks after it every ``every_s`` seconds.
+    """Check each pulse from a thread of its own every ``every_s`` seconds while the block runs.
 
     Args:
         find: what there is now; what is equal by name is the same.

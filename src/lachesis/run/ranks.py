@@ -49,20 +49,20 @@ _FIRST_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """What rank 0 has beyond a run of one process."""
+    """Means of rank 0 to lead the other ranks."""
 
     world: World
     job: Job
     leader: Leader
 
     def build_policy(self, config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
-        """The policy of all ranks, built by all at once. ``weights`` has to be None, as rules demand."""
+        """Build the policy on all ranks at once. ``weights`` has to be None, as rules demand."""
         assert weights is None, "config.rules.distributed refuses bridges that share weights"
         with self.leader.turn(BUILD, config.model_dump(mode="json"), what="building the policy"):
             return _build_policy(config, self.world, self.job, make=partial(LeadingPolicy, leader=self.leader))
 
     def pack_buckets(self, config: LachesisConfig) -> PackBuckets[Policy] | None:
-        """How ranks pack what the engine's workers beside them read; None where those are elsewhere."""
+        """Return how ranks pack what engine workers beside them read; None if the workers are elsewhere."""
         return _pack_buckets if is_colocated(config, ranks=self.world.size) else None
 
 
@@ -116,7 +116,7 @@ def follow(world: World, *, end_process: Callable[[LachesisError], None]) -> Non
 def _build(
     world: World, job: Job, control: ControlGroup, closing: ExitStack, data: Mapping[str, Any]
 ) -> tuple[Policy, int]:
-    """The policy of a follower, and the run's seed; ``closing`` gets what has to be closed."""
+    """Build the policy of a follower and return it with the run's seed; ``closing`` closes what it opens."""
     config = LachesisConfig.model_validate(data)
     set_up(config)
     # On the leader's machine a GPU is known by its number alone, as there is one machine for most.

@@ -63,7 +63,7 @@ def config_options(
     port: int | None = None,
     arguments: Sequence[str] = (),
 ) -> tuple[ServeOptions, LoadedConfig]:
-    """The server that a training configuration names, in any dialect.
+    """Return the options of the server that a training configuration names, in any dialect.
 
     Its model and adapter are the configuration's. In Axolotl's keys the server is the section ``vllm:``, in ours
     ``engine``: where that is ``http``, vLLM is served at its address.
@@ -118,7 +118,7 @@ def config_options(
 def _vllm_at(
     urls: Sequence[str], theirs: Mapping[str, Any], *, port: int | None
 ) -> tuple[schema.VllmEngineConfig, dict[str, Any]]:
-    """vLLM at one of the addresses, by Axolotl's section ``vllm:``, and its flags that are no key of ours."""
+    """Return vLLM at one of the addresses by Axolotl's section ``vllm:``, and its flags that are not our keys."""
     host, taken = _address(urls, port=port)
     engine = schema.VllmEngineConfig(host=str(theirs.get("host") or host), port=taken)
     shared = (schema.VllmEngineConfig.model_fields.keys() & theirs.keys()) - {"host", "port"}
@@ -133,7 +133,7 @@ def _vllm_at(
 
 
 def vllm_arguments(options: ServeOptions) -> list[str]:
-    """The options as arguments of :mod:`lachesis.engines.vllm.launch`; what the user gave beyond them comes last."""
+    """Return the options as arguments of :mod:`lachesis.engines.vllm.launch`; the user's own come last."""
     if options.device not in (None, "auto"):
         raise ConfigError(
             f"--device {options.device} goes with --engine embedded",
@@ -147,7 +147,7 @@ def vllm_arguments(options: ServeOptions) -> list[str]:
 
 
 def ready_line(session: Session, model: str) -> str:
-    """What is said once a server is able to serve."""
+    """Return the line that announces a server that is able to serve."""
     where = session_path(session.port)
     return f"serving {model} at {session.url} (session {session.session_id}, token in {where})"
 
@@ -251,7 +251,7 @@ def _when_healthy(url: str, announce: Callable[[], None]) -> None:
 
 
 def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
-    """The section ``vllm:`` of an Axolotl file, whose keys have been checked."""
+    """Return the section ``vllm:`` of an Axolotl file, whose keys have been checked."""
     from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
 
     document = read_document(path)

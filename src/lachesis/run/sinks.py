@@ -1,4 +1,4 @@
-"""What a run's steps are told to: files, consoles, dashboards, and the health rules."""
+"""Sinks of a run's steps: files, consoles, dashboards, and the health rules."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def build_sinks(
 def _services(
     config: LachesisConfig, *, run: RunDirectory, resume_step: int | None, completions: CompletionPicker | None
 ) -> list[Sink]:
-    """The services for experiments that the configuration names."""
+    """Build the sinks of services for experiments that the configuration names."""
     wandb, trackio, mlflow = config.logging.wandb, config.logging.trackio, config.logging.mlflow
     shared: dict[str, Any] = {
         "run_name": config.run.name,
@@ -102,8 +102,6 @@ def _services(
         sinks.append(load("sinks", "trackio")(trackio, **shared))
     if mlflow is not None:
         sinks.append(load("sinks", "mlflow")(mlflow, run_dir=run.path, **shared))
-    if config.logging.opentelemetry is not None:
-        sinks.append(load("sinks", "opentelemetry")(config.logging.opentelemetry, run_name=config.run.name))
     return sinks
 
 
@@ -131,7 +129,7 @@ def is_wanted(config: WandbConfig) -> bool:
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:
-    """From where on a run says that samples are old, and that trainer and engine disagree.
+    """Return the limits above which a run reports old samples, and disagreement of trainer and engine.
 
     The first is later where the configuration wants older ones, the second where only one side rounds its products
     or its base weights.
@@ -153,7 +151,7 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
 def _completion_picker(
     config: LachesisConfig, *, reward_names: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> CompletionPicker | None:
-    """Which completions people are shown; ``None`` where none are."""
+    """Return the picker of completions to show; None if none are shown."""
     count, decode = config.logging.completions, text_decoder(tokenizer)
     if count == 0:
         return None

@@ -1,4 +1,4 @@
-"""Where a run's rollouts come from, by its sections: the data, the rewards, and who plays."""
+"""Sources of a run's rollouts by its sections: the data, the rewards, and the players."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
-from lachesis.train.model.loading import (
-    context_length,
-    eos_token_ids,
-    load_tokenizer,
-)
+from lachesis.train.model.loading import context_length, eos_token_ids, load_tokenizer
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
@@ -110,13 +106,13 @@ def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None
 
 
 def load_answers(config: LachesisConfig) -> list[Prompt]:
-    """What ``sft.path`` names, read as problems are. Raises as :func:`load_data`."""
+    """Load ``sft.path`` as problems are loaded. Raises as :func:`load_data`."""
     assert config.sft.path is not None
     return _loader(config)(Dataset(config.sft.path))
 
 
 def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
-    """Reads the problems of datasets. Raises as :func:`load_data`."""
+    """Return the function that loads the problems of datasets. Raises as :func:`load_data`."""
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:
         raise ConfigError(
@@ -143,7 +139,7 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
 
 
 def reward_workers(config: LachesisConfig) -> int | None:
-    """How many processes call rewards; ``None``: one, where that changes nothing for them.
+    """Return how many processes call rewards; None stands for one, if that changes nothing for them.
 
     A function shares what its module has in memory with other functions of a configuration, such as tools or a rollout
     function, and those that get environments get objects of this process: both stay in it.
@@ -159,7 +155,7 @@ def reward_workers(config: LachesisConfig) -> int | None:
 
 
 def _module_of(spec: str) -> str:
-    """The module or file of a function's import path, without what differs between the ways to write it."""
+    """Return the module or file of a function's import path in one spelling."""
     module = spec.rpartition(":")[0] or spec.rpartition(".")[0]
     return module.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
 
@@ -217,7 +213,7 @@ def template_findings(
 
 
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
-    """The reward functions and models, by name."""
+    """Build the reward functions and models by name."""
     rewards = config.rewards
     if rewards.sandbox != "auto":  # which is what holds where nothing else is said, here or in the environment
         from lachesis.plugins.sandbox.choice import use_sandbox
@@ -232,7 +228,7 @@ def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
 
 
 def build_rewarder(config: LachesisConfig) -> Rewarder:
-    """The reward functions with their weights."""
+    """Build the rewarder: the reward functions with their weights."""
     return Rewarder(
         build_reward_functions(config),
         weights=config.rewards.weights,
@@ -247,7 +243,7 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
 def rewarder_of(
     config: LachesisConfig, *, problems: Sequence[Prompt], held_out: Sequence[Prompt], closing: ExitStack
 ) -> Rewarder | None:
-    """What scores samples; None where environments score their own, and there is nothing else to score."""
+    """Build the scorer of samples; None if environments score their own and nothing else needs scores."""
     environments = config.source.kind not in ("local", "agent")
     judges = config.source.kind == "steps" and config.rewards.functions
     if environments and not held_out and not judges:
@@ -261,7 +257,7 @@ def rewarder_of(
 
 
 def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptStream:
-    """The order in which training meets the problems. Raises DataError where a curriculum has no such column."""
+    """Build the order of problems in training. Raises DataError if a curriculum lacks its column."""
     data = config.data
     return PromptStream(
         problems,
@@ -316,7 +312,7 @@ def build_source(
 
 
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
-    """With an end token of the configuration's own, which an engine on a server does not know."""
+    """Return the sampling parameters with the configuration's end token, which a server does not know."""
     params = replace(config.sampling.params(), routed_experts=config.algorithm.router_replay)
     token = config.model.special_tokens.get("eos_token")
     if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):
@@ -326,7 +322,7 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
 
 
 def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None) -> Turns | None:
-    """Who plays completions of several turns; nobody where they are of one."""
+    """Build the player of completions of several turns; None if they have one turn."""
     if isinstance(config.source, schema.AgentSourceConfig):
         judged_by = frozenset[str]() if rewarder is None else rewarder.named_columns
         return load("sources", "agent")(config, policy=policy, engine=engine, judged_by=judged_by)
@@ -335,7 +331,7 @@ def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine, rewa
 
 
 def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
-    """The turns of rollouts with the tools of the configuration."""
+    """Build the turns of rollouts with the tools of the configuration."""
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.LocalSourceConfig)
     toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)
@@ -354,7 +350,7 @@ def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> To
 def build_episodes(
     config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
-    """The environment of ``source`` over the run's engine, and the evaluation on its held-out tasks, if any.
+    """Build the source of ``source``'s environment, and the evaluation on its held-out tasks, if any.
 
     Raises:
         DependencyError: its library is not installed.

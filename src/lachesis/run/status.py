@@ -348,7 +348,7 @@ def _seconds(values: Mapping[str, float]) -> str:
 
 
 def _engine_texts(engines: Sequence[NamedEngine]) -> list[str]:
-    """A table: a row for each engine, its columns below one another."""
+    """Return a table with a row for each engine and aligned columns."""
     rows = [
         (
             engine.url,
@@ -373,7 +373,7 @@ def _wait_texts(status: RunStatus, *, now: float) -> list[str]:
 
 
 def _wait(wait: NamedWait, *, now: float | None) -> str:
-    """In words; without ``now`` it is over, and nobody knows since when."""
+    """Describe a wait; without ``now`` it is over, and its length is unknown."""
     beside = " (in the background)" if wait.background else ""
     if now is None:
         return f"{wait.name}{beside}"

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -70,15 +69,12 @@ from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Evaluation, PausePoint, Trainer
 from lachesis.train.policy import Policy
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("lachesis")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a run ended. ``evaluations`` are those on held-out problems, from before the first step on.
+    """End of a run. ``evaluations`` are those on held-out problems, from before the first step on.
 
     ``pushed`` is the commit of the hub that has its model, where the configuration asks for that.
     """
@@ -221,7 +217,7 @@ def _pulses(side: EngineSide, companions: Companions | None) -> list[Pulse]:
 
 @contextmanager
 def engine_losses(side: EngineSide) -> Iterator[None]:
-    """Within it the death of an engine that took the weights with it is an EngineLost."""
+    """Raise EngineLost if an engine dies within the block and takes the weights with it."""
     try:
         yield
     except EngineLost:
@@ -233,7 +229,7 @@ def engine_losses(side: EngineSide) -> Iterator[None]:
 
 
 def _can_resume(directory: Path, *, restarts: int) -> bool:
-    """Whether a run that torchrun has started again has a checkpoint to go on from."""
+    """Return True if a run that torchrun has started again has a checkpoint to resume from."""
     found = _has_checkpoint(directory)
     where = "from its last checkpoint" if found else "from the start, for it had no checkpoint yet"
     logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", restarts, where)
@@ -241,13 +237,13 @@ def _can_resume(directory: Path, *, restarts: int) -> bool:
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    """Whether there is one to go on from. Raises CheckpointError where all are damaged."""
+    """Return True if there is a checkpoint to resume from. Raises CheckpointError if all are damaged."""
     return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).newest() is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of before its directory is touched."""
+    """Parts of a run, built before its directory is touched."""
 
     place: RunPlace
     side: EngineSide
@@ -270,7 +266,7 @@ def build_trainer(
     pause: RequestedPause,
     gpus: Callable[[], Metrics] = dict,
 ) -> tuple[Trainer, int]:
-    """The loop over the parts of a run, and where it starts."""
+    """Build the loop over the parts of a run, and return it with its first step."""
     policy = parts.policy
     checkpoints = build_checkpoints(config, run_dir=run.path, policy=policy, feed=parts.feed)
     start = checkpoints.restore() if resume else 0
@@ -323,7 +319,7 @@ def _answering(config: LachesisConfig, pause: RequestedPause, *, run: RunDirecto
 
 
 def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, start: int) -> BestModel | None:
-    """Keeps the best model, and ends a run that does not improve, where the configuration wants either."""
+    """Return what keeps the best model and ends a run that does not improve, if the configuration wants either."""
     if not config.checkpoint.keep_best and config.evaluation.patience is None:
         return None
 
@@ -401,7 +397,7 @@ def build_parts(
 
 
 def run_place(run: RunDirectory) -> RunPlace:
-    """Where the run meets its engine. A resumed run has the name under which it claimed engines before."""
+    """Return where the run meets its engine. A resumed run keeps the name under which it claimed engines."""
     directory = Path(os.path.abspath(run.path))
     return RunPlace(
         directory=directory,
@@ -433,7 +429,7 @@ def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, s
 def begin_run(
     run: RunDirectory, *, resume: bool, engines: Callable[[], Sequence[EngineRow]] = tuple
 ) -> Iterator[Console]:
-    """Within it the run directory is this run's. What is logged (by libraries too) and an error go into its log.
+    """Take the run directory for the block, and write log messages (of libraries too) and an error to its log.
 
     Yields a console that writes into that log.
     """

@@ -1,4 +1,4 @@
-"""What the trainer does while the engine starts, so that the first step comes soon after that is up.
+"""Work of the trainer while the engine starts, so that the first step comes soon after.
 
 A pass on a short model: what it compiles and loads is there for the first step. And the policy itself is built, where
 it needs nothing of the engine.
@@ -19,12 +19,7 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import compiles, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
-from lachesis.train.model.loading import (
-    WeightSource,
-    context_length,
-    load_tokenizer,
-    made_trainable,
-)
+from lachesis.train.model.loading import WeightSource, context_length, load_tokenizer, made_trainable
 from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.pack import pack_batch
 from lachesis.train.policy import Policy
@@ -50,19 +45,19 @@ class EarlyPolicy:
     built: Policy | None = None
 
     def begin(self) -> None:
-        """What can be done without the engine."""
+        """Do what needs no engine."""
         if self.alone:
             warm_up(self.config)
             if needs_no_engine(self.config):
                 self.built = self.build(self.config)
 
     def finish(self, *, weights: WeightSource | None) -> Policy:
-        """The policy, on the engine's ``weights`` where it gives them."""
+        """Return the policy, on the engine's ``weights`` if it gives them."""
         return self.build(self.config, weights=weights) if self.built is None else self.built
 
 
 def needs_no_engine(config: LachesisConfig) -> bool:
-    """Whether the policy can be built before the engine is up, and takes no memory that the engine counts as free."""
+    """Return True if the policy can be built before the engine, outside memory that the engine counts as free."""
     own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
     return not takes_engine_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
 
@@ -91,7 +86,7 @@ def pass_once(policy: Policy, config: LachesisConfig) -> None:
 
 
 def short_policy(config: LachesisConfig, *, device: torch.device) -> Policy:
-    """A policy as ``config`` has it, over a model with few layers."""
+    """Build a policy as ``config`` has it, over a model with few layers."""
     loaded = made_trainable(
         _short_model(config, device=device),
         load_tokenizer(config.model),
@@ -130,7 +125,7 @@ def shorten(config: PretrainedConfig) -> None:
 
 
 def _group(start: int, *, longest: int, vocab_size: int) -> Group:
-    """A prompt and completions of several lengths, together at most ``longest``."""
+    """Return a prompt and completions of several lengths, together at most ``longest`` tokens."""
     prompt = _tokens(longest // 5 + start, start=start, vocab_size=vocab_size)
     samples = []
     for number, share in enumerate((0.3, 0.45, 0.75)):

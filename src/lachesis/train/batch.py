@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, compress, repeat, zip_longest
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lachesis.common.errors import TrainingError
+from lachesis.common.teacher_logprobs import NO_TOKEN, TaughtTokens
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
 from lachesis.train.route_tensors import Stretch, routed_tensor
-from lachesis.train.teacher_tensors import Said, taught_tensors
 
 T = TypeVar("T")
 Objective = Literal["policy", "sft"]
@@ -444,3 +444,32 @@ def collect(parts: Sequence[Sequence[T]]) -> list[T]:
     missing = object()
     rounds = zip_longest(*parts, fillvalue=missing)
     return [item for items in rounds for item in items if item is not missing]  # type: ignore[misc]
+
+
+Said: TypeAlias = tuple[TaughtTokens | None, int]
+"""What was said of a completion, and of which of its tokens; ``None`` where nothing was."""
+
+
+def taught_tensors(said_of: Sequence[Said]) -> dict[str, Tensor]:
+    """Return ``taught_ids``, ``taught_logprobs`` [M, K] and ``taught_sampled`` [M]; empty without teacher logprobs.
+
+    K is that of the completion with the most candidates.
+    """
+    places: dict[int, list[int]] = {}
+    records: dict[int, TaughtTokens] = {}
+    for number, (taught, _) in enumerate(said_of):
+        if taught is not None:
+            records[id(taught)] = taught
+            places.setdefault(id(taught), []).append(number)
+    if not records:
+        return {}
+    width = max(taught.ids.shape[1] for taught in records.values())
+    ids = torch.full((len(said_of), width), NO_TOKEN, dtype=torch.int64)
+    logprobs, sampled = torch.zeros(len(said_of), width), torch.full((len(said_of),), math.nan)
+    for key, taught in records.items():
+        rows = places[key]
+        which, known = [said_of[number][1] for number in rows], taught.ids.shape[1]
+        ids[rows, :known] = torch.from_numpy(taught.ids[which].astype("int64"))
+        logprobs[rows, :known] = torch.from_numpy(taught.logprobs[which])
+        sampled[rows] = torch.from_numpy(taught.sampled[which])
+    return {"taught_ids": ids, "taught_logprobs": logprobs, "taught_sampled": sampled}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lachesis.metrics.histogram import Histogram, histogram
+from lachesis.metrics.sinks.jsonl import Histogram, histogram
 
 
 def test_each_value_is_in_one_range_and_the_ends_are_in():

@@ -168,11 +168,6 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")
     trackio: TrackioConfig | None = Field(default=None, description="Log to Trackio.")
     mlflow: MlflowConfig | None = Field(default=None, description="Log to MLflow.")
-    opentelemetry: str | None = Field(
-        default=None,
-        description="Send spans of each step's phases and its values to the OpenTelemetry collector at this address "
-        "(OTLP over HTTP), such as `http://127.0.0.1:4318`.",
-    )
     sinks: list[CustomPart] = Field(
         default_factory=list[CustomPart],
         description="Import paths or `FILE.py:NAME` of sinks of your own, which are told of each step.",

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +24,6 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams,
 from lachesis.engines.base import Finished
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
-from lachesis.engines.http.prefixes import PrefixHits
 from lachesis.engines.serving.backend import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.metrics.meters import BusyTime
@@ -383,3 +383,27 @@ def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
     if len(cached) != n:
         raise ValueError(f"cached tokens of {len(cached)} completions, asked for {n}")
     return [None if tokens is None else int(tokens) for tokens in cached]
+
+
+class PrefixHits:
+    """Counts prompt tokens, and those of them that were cached, by engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counted: dict[str, Mean] = {}
+
+    def add(self, url: str, cached_tokens: Iterable[int | None], *, prompt_tokens: int) -> None:
+        """Count an answer: the tokens of a prompt that each completion found in the cache, where known."""
+        known = [cached for cached in cached_tokens if cached is not None]
+        if not known:
+            return
+        answer = Mean(sum(known), prompt_tokens * len(known))
+        with self._lock:
+            before = self._counted.get(url)
+            self._counted[url] = answer if before is None else before.merge(answer)
+
+    def take(self) -> dict[str, Mean]:
+        """Since the last call, of each engine that said it."""
+        with self._lock:
+            counted, self._counted = self._counted, {}
+        return counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -25,14 +26,13 @@ from lachesis.engines.serving.backend import (
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
-    Refused,
     TensorInfo,
 )
+from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
 from lachesis.engines.serving.session import Session
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.cuts import add_workers
-from lachesis.engines.vllm.drafts import check_drafted
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
@@ -429,3 +429,21 @@ class ServedVllm:
                 remedy="look at the server's log",
             ) from error
         return [read_answer(text) for text in answers]
+
+
+# Mean difference, in nats, of one logprob computed token by token and at once. In 16 bits a hundredth is usual.
+_DRAFTED_TOLERANCE = 0.25
+
+
+def check_drafted(sampled: Sequence[float], read: Sequence[float], *, kind: str) -> None:
+    """Raise Refused unless logprobs [T] that came with sampled tokens are those [T] that the model has for them.
+
+    ``kind`` names the engine.
+    """
+    off = statistics.fmean(abs(one - other) for one, other in zip(sampled, read, strict=True))
+    if not off <= _DRAFTED_TOLERANCE:  # nor where it is NaN
+        raise Refused(
+            f"with speculative decoding {kind} samples from another policy than the model: logprobs of its tokens are "
+            f"{off:.2g} nats off those that the model gives them, where {_DRAFTED_TOLERANCE:g} would do",
+            remedy="remove engine.speculative (--speculative-config)",
+        )

@@ -10,6 +10,9 @@ import argparse
 import importlib
 import os
 import re
+import signal
+import socket
+import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +24,10 @@ from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
 from lachesis.common.hub import mentions
 from lachesis.common.imports import without
-from lachesis.common.nvidia import DRIVER
-from lachesis.engines.vllm.fork_cleanup import leave_to_server
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
+
+# Stands where the driver is loaded.
+DRIVER = Path("/dev/nvidiactl")
 
 OLDEST = (0, 26)
 ENTRY_POINT = "lachesis"
@@ -270,6 +274,32 @@ def _environment(
     if roots:
         child[ROOTS_VARIABLE] = os.pathsep.join(os.path.abspath(root) for root in roots)
     return child, warnings
+
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def leave_to_server() -> None:
+    """Give up the server's sockets and signal handlers; call it in the forked process, on the thread that forked.
+
+    A connection to a server that is gone must be refused rather than wait at a socket that its engine holds, and a
+    signal to the engine must not reach the server's event loop.
+    """
+    signal.set_wakeup_fd(-1)
+    for name in os.listdir(_DESCRIPTORS):
+        _close_if_listening(int(name))
+
+
+def _close_if_listening(descriptor: int) -> None:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:  # it is gone: that of the directory itself, which has been read
+        return
+    if listens:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, Finding, StepRecord
-from lachesis.metrics.histogram import Histogram, histogram
 from lachesis.metrics.hub import Sink
 
 
@@ -152,3 +151,29 @@ def _malformed(path: Path, number: int, reason: str) -> DataError:
         f"{path}, line {number}: not a line of metrics ({reason})",
         remedy="remove the line, or restore the file; the rest of it is not needed to train",
     )
+
+
+BINS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of values in equal ranges from ``low`` to ``high``; the last range includes its upper end."""
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+def histogram(values: Iterable[float | None], *, bins: int = BINS) -> Histogram | None:
+    """Return the histogram of the known, finite values: one range if all are equal, None if there is no value."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    if low == high:
+        return Histogram(low, high, (len(known),))
+    import numpy as np  # commands that only read metrics start without it
+
+    counts, _ = np.histogram(known, bins=bins)
+    return Histogram(low, high, tuple(counts.tolist()))

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,14 @@ from lachesis.common.imports import installed_version
 from lachesis.common.version import __version__
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.checks.findings import Check
+from lachesis.plugins.checks.disk import try_disk
+from lachesis.plugins.checks.findings import Check, attempted, failure
+from lachesis.plugins.checks.network import try_ports, try_servers
+from lachesis.plugins.checks.ranks import try_ranks
 from lachesis.plugins.checks.tiny_model import write_tiny_model
-from lachesis.plugins.checks.trials import trials
+from lachesis.plugins.checks.transfer import try_transfer
 from lachesis.run.train import train
 
 if TYPE_CHECKING:
@@ -251,3 +256,14 @@ def write_proof(directory: Path) -> Path:
 def _version_check(package: str) -> Check:
     version = installed_version(package)
     return Check(package, version or "not installed: run make install, or pip install lachesis", failed=version is None)
+
+
+def trials(config: LachesisConfig) -> Iterator[Check]:
+    """Yield one check after the other; a failure of one keeps no other from being tried."""
+    for subject, several in (("servers", try_servers), ("ports", try_ports)):
+        try:
+            yield from several(config)
+        except LachesisError as error:
+            yield failure(subject, error)
+    for subject, one in (("disk speed", try_disk), ("two ranks", try_ranks), ("bridge", try_transfer)):
+        yield attempted(subject, partial(one, config))

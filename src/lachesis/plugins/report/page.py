@@ -6,10 +6,13 @@ It loads nothing else, so it opens from disk and can be sent around.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
@@ -20,7 +23,6 @@ from lachesis.metrics.sinks.jsonl import StepLine
 from lachesis.plugins.report import data as report_data
 from lachesis.plugins.report import rollouts as report_rollouts
 from lachesis.plugins.report.charts import charts, timing
-from lachesis.plugins.report.configuration import key_lines, key_parts
 from lachesis.plugins.report.data import read_run, result_sentence, run_seconds, setting
 from lachesis.web.pages import render_page
 
@@ -133,3 +135,30 @@ def _with_rewards(rollouts: list[dict[str, Any]], steps: Sequence[StepLine]) -> 
     """Add to the rollouts of a step the distribution of all its rewards, if it was recorded."""
     spread = {line.step: asdict(line.rewards) for line in steps if line.rewards is not None}
     return [entry | {"rewards": spread.get(entry["step"])} for entry in rollouts]
+
+
+_DOTTED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)")
+
+
+def key_lines(text: str) -> list[tuple[str, str]]:
+    """Return each line of a YAML text, and the dotted key that begins in it, or ""."""
+    root = yaml.compose(text)
+    keys: dict[int, str] = {}
+    for line, key in _keys(root, ""):
+        keys.setdefault(line, key)
+    return [(line, keys.get(number, "")) for number, line in enumerate(text.splitlines())]
+
+
+def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[int, str]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        yield key.start_mark.line, name
+        yield from _keys(value, f"{name}.")
+
+
+def key_parts(sentence: str, keys: Collection[str]) -> list[tuple[str, str]]:
+    """Split a sentence into parts: the text of each, and the key that it names, or ""."""
+    parts = ((part, part if part in keys else "") for part in _DOTTED.split(sentence))
+    return [(text, key) for text, key in parts if text]

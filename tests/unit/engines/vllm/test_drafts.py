@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.engines.serving.bodies import Refused
-from lachesis.engines.vllm.drafts import check_drafted
+from lachesis.engines.vllm.backend import check_drafted
 
 
 def test_tokens_that_come_with_other_logprobs_than_the_models_are_refused():

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from lachesis.engines.vllm.fork_cleanup import leave_to_server
+from lachesis.engines.vllm.launch import leave_to_server
 
 FORK = get_context("fork")
 

@@ -11,8 +11,15 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
-from lachesis.engines.vllm.fork_cleanup import leave_to_server
-from lachesis.engines.vllm.launch import check_installed, main, may_need_torchao, needless, plan_launch, usual_variables
+from lachesis.engines.vllm.launch import (
+    check_installed,
+    leave_to_server,
+    main,
+    may_need_torchao,
+    needless,
+    plan_launch,
+    usual_variables,
+)
 from lachesis.engines.vllm.plugin import adapter_roots
 
 

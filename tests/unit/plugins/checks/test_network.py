@@ -19,9 +19,9 @@ from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.operations import ServerInfo
 from lachesis.plugins.atropos.api.server import ServerOptions, build_app
 from lachesis.plugins.checks import network
+from lachesis.plugins.checks.doctor import trials
 from lachesis.plugins.checks.findings import Check
 from lachesis.plugins.checks.network import try_ports, try_servers
-from lachesis.plugins.checks.trials import trials
 from tests.ports import free_port
 from tests.threads import Thread as AppThread
 from tests.unit.engines.fake_server import FakeServer
@@ -187,7 +187,7 @@ class TestPorts:
 
 def test_addresses_that_cannot_be_found_keep_nothing_else_from_being_tried(monkeypatch: pytest.MonkeyPatch):
     for name in ("try_disk", "try_ranks", "try_transfer"):
-        monkeypatch.setattr(f"lachesis.plugins.checks.trials.{name}", lambda config: Check("other", "tried"))
+        monkeypatch.setattr(f"lachesis.plugins.checks.doctor.{name}", lambda config: Check("other", "tried"))
     found = list(trials(over("file:/nowhere/at/all")))
     assert [check.failed for check in found] == [True, True, False, False, False]
     assert "/nowhere/at/all of engine.urls cannot be read" in found[0].message

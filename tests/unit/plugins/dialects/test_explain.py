@@ -4,8 +4,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.keys import all_keys
-from lachesis.plugins.dialects.constructors import CONSTRUCTORS
-from lachesis.plugins.dialects.explain import Alias, explain
+from lachesis.plugins.dialects.explain import CONSTRUCTORS, Alias, explain
 from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing
 
 TRAINER = Dialect(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lachesis.engines.http.prefixes import PrefixHits
+from lachesis.engines.http.dispatch import PrefixHits
 from lachesis.metrics.values import Mean
 
 
