@@ -97,7 +97,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 @dataclass(slots=True)
 class TransferPulse:
-    """Whether a transfer of weights takes much longer than those before it: its engine answers, and does not go on."""
+    """Watch over a transfer of weights that takes much longer than those before it, as its engine does not go on."""
 
     _longest_s: float = 0.0
     _under_way: Deadline | None = None

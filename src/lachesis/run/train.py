@@ -302,7 +302,7 @@ def build_trainer(
 
 
 def _answering(config: LachesisConfig, pause: RequestedPause, *, run: RunDirectory, parts: Parts) -> PausePoint:
-    """The pause point of a run that also answers questions to its model."""
+    """Return the pause point of a run that also answers questions to its model."""
     questions = questions_of(run.path)
     sample = partial(
         sample_prompts,
