@@ -135,7 +135,7 @@ def load_reward(spec: str) -> Reward:
     file, _, function = spec.rpartition(":")
     module_spec = importlib.util.spec_from_file_location("benchmark_rewards", file)
     if module_spec is None or module_spec.loader is None:
-        raise SystemExit(f"{file} is no Python file")
+        raise SystemExit(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     return getattr(module, function)

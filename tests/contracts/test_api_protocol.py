@@ -538,7 +538,7 @@ def test_strict_sets_aside_what_no_trainer_could_use(tmp_path: Path) -> None:
             "scores has 3 entries, tokens has 4": {"scores": [1.0] * 3},
             "masks[0] has 2 entries, tokens[0] has 3": {"masks": [[1, 2]] * 4},
             "inference_logprobs[0] has 1 entry, tokens[0] has 3": {"inference_logprobs": [[-1.0]] * 4},
-            "inference_logprobs[0][2] is 1.0, which is no logprob, where the mask trains": {
+            "inference_logprobs[0][2] is 1.0, which is not a logprob, where the mask trains": {
                 "inference_logprobs": [[1.0, -0.5, 1.0]] * 4
             },
             "env_id 12 was never registered": {"env_id": 12},

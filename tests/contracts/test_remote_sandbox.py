@@ -158,7 +158,7 @@ def test_requests_that_come_too_fast_are_made_again(server: Machines):
 
 def test_a_machine_that_says_nothing_is_no_fault_of_the_code(server: Machines):
     server.silent = True
-    with pytest.raises(SandboxError, match="does not say what came of a program: MemoryError: no more"):
+    with pytest.raises(SandboxError, match="does not report the result of a program: MemoryError: no more"):
         run(sandbox(server), "")
 
 
@@ -169,7 +169,7 @@ def test_a_machine_that_says_nothing_is_no_fault_of_the_code(server: Machines):
 )
 def test_an_outcome_that_the_program_has_forged_is_none(server: Machines, said: str):
     server.forged = f"lachesis-outcome:{said}"
-    with pytest.raises(SandboxError, match="does not say what came of a program, but something else"):
+    with pytest.raises(SandboxError, match="reports something other than the result of a program"):
         run(sandbox(server), "")
 
 

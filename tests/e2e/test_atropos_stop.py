@@ -59,7 +59,7 @@ def test_a_signal_ends_the_wait_for_a_batch(tmp_path: Path):
         job.processes["trainer"].send_signal(signal.SIGINT)
         assert job.wait_trainer(timeout_s=START_S) == 128 + signal.SIGINT, job.log("trainer")
         job.processes["api"].send_signal(signal.SIGCONT)
-        assert "stopped by SIGINT after step 0; go on with: lachesis train" in job.log("trainer")
+        assert "stopped by SIGINT after step 0; resume with: lachesis train" in job.log("trainer")
         assert "error:" not in job.log("trainer")
         assert (state(job.run_dir)["status"], state(job.run_dir)["step"]) == ("stopped", 0)
         assert checkpoints(job.run_dir) == ["step_000000"]
@@ -70,7 +70,7 @@ def test_a_signal_ends_the_wait_for_a_batch(tmp_path: Path):
         job.wait_step(1, timeout_s=START_S)
         job.processes["trainer"].send_signal(signal.SIGTERM)
         assert job.wait_trainer(timeout_s=START_S) == 128 + signal.SIGTERM, job.log("trainer")
-        assert "stopped by SIGTERM after step 1; go on with: lachesis train" in job.log("trainer")
+        assert "stopped by SIGTERM after step 1; resume with: lachesis train" in job.log("trainer")
         assert (state(job.run_dir)["status"], state(job.run_dir)["step"]) == ("stopped", 1)
         assert checkpoints(job.run_dir)[-1] == "step_000001"
         assert (job.run_dir / "report.html").is_file()

@@ -127,7 +127,7 @@ DATASET = [
 REWARDS = [
     Bad("missing file", sets("rewards.functions=[none.py:f]"), 2, ("none.py",)),
     Bad("missing function", reward_file("def exact(completions): ...\n", "exakt"), 2, ("exakt", "exact")),
-    Bad("no Python", reward_file("def right(:\n"), 2, ("bad.py", "SyntaxError")),
+    Bad("not a Python", reward_file("def right(:\n"), 2, ("bad.py", "SyntaxError")),
     Bad("import error", reward_file("import no_such_package\n"), 2, ("no_such_package",)),
     Bad(
         "a column that there is not",

@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_the_terminal_in_order(tmp_path: Path):
     assert terminal.close() == 130, shown
     assert "Traceback" not in shown
     assert "stopping after this step, with a checkpoint" in shown
-    assert re.search(r"stopped by SIGINT after step \d+; go on with: lachesis train .* --resume", shown)
+    assert re.search(r"stopped by SIGINT after step \d+; resume with: lachesis train .* --resume", shown)
     assert terminal._bytes.count(b"\x1b[?25h") >= terminal._bytes.count(b"\x1b[?25l"), "the cursor is shown again"
     assert state(tmp_path / "runs" / "proof")["status"] == "stopped"
 

@@ -209,7 +209,7 @@ def test_a_sink_and_a_rule_that_fail_are_dropped_by_name(tmp_path: Path, caplog:
         for one in said
     )
     assert any(
-        re.search(r"health rule \S*mine.py:broken raised AttributeError.*\(mine.py:13\); it is asked no", one)
+        re.search(r"health rule \S*mine.py:broken raised AttributeError.*\(mine.py:13\); it is off from", one)
         for one in said
     )
 

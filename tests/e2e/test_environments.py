@@ -240,7 +240,7 @@ def test_calculator_on_a_real_server(url: str, tmp_path: Path) -> None:
         (["arithmetik", "serve"], "unknown environment 'arithmetik' -> did you mean arithmetic?"),
         (["arithmetic", "server"], "did you mean serve?"),
         (["arithmetic", "serve", "--env.grop_size", "4"], "did you mean --env.group_size?"),
-        (["json.JSONDecoder", "serve"], "is no environment"),
+        (["json.JSONDecoder", "serve"], "is not an environment"),
         (["arithmetic", "process", "--env.tokenizer_name=/nowhere"], "no tokenizer can be loaded from '/nowhere'"),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
     assert outcome.code == code, outcome.err
     assert "stopping after this step, with a checkpoint" in outcome.err
     assert not outcome.errors
-    hint = f"stopped by {name} after step {step}; go on with: lachesis train {config} '--set=run.name=told to stop'"
+    hint = f"stopped by {name} after step {step}; resume with: lachesis train {config} '--set=run.name=told to stop'"
     run_dir = directory / "runs" / "told to stop"
     model = f"its last checkpoint as a model: lachesis export '{run_dir.relative_to(tmp_path)}'"
     assert outcome.out.splitlines()[-2:] == [model, f"{hint} --resume"]

@@ -95,14 +95,14 @@ def test_a_run_with_a_page_is_paused_saves_a_checkpoint_meanwhile_and_goes_on(tm
         wait_for(lambda: checkpoints(run_dir) == [f"step_{at:06d}"], "a checkpoint")
         status = read_status(run_dir)
         assert (status.state, status.step) == ("paused", at) and at < 40
-        assert press("resume") == "asked; it goes on"
+        assert press("resume") == "requested; it resumes"
         assert trainer.wait(LONG_S) == 0, log.read_text()
     finally:
         trainer.kill()
         trainer.wait()
     assert read_status(run_dir).state == "finished"
-    assert f"paused after step {at}, as was asked" in (run_dir / "logs" / "trainer.log").read_text()
-    assert f"goes on with step {at + 1} after a pause of " in log.read_text()
+    assert f"paused after step {at}, as requested" in (run_dir / "logs" / "trainer.log").read_text()
+    assert f"resumed with step {at + 1} after a pause of " in log.read_text()
 
 
 def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path: Path):

@@ -323,8 +323,8 @@ def test_what_is_not_served_is_refused_in_words(served: Served, patient: Any):
             base_model="other"
         ).result(),
         "the rank 0 of the adapter": lambda: served.run(rank=0),
-        "no name of a checkpoint": lambda: patient.save_state("..").result(),
-        "no path of a checkpoint": lambda: served.client.create_training_client_from_state("tinker://x/y").result(),
+        "not a name of a checkpoint": lambda: patient.save_state("..").result(),
+        "not a path of a checkpoint": lambda: served.client.create_training_client_from_state("tinker://x/y").result(),
         "there is no checkpoint": lambda: served.client.create_training_client_from_state(
             "tinker://x/weights/y"
         ).result(),

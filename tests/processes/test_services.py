@@ -202,7 +202,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
 
 
 def test_an_address_of_the_api_that_is_none_is_said_before_anything_starts():
-    with pytest.raises(ConfigError, match="no address of a rollout API"):
+    with pytest.raises(ConfigError, match="not an address of a rollout API"):
         Services(config(99999))
 
 

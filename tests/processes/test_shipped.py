@@ -88,5 +88,5 @@ def test_a_right_answer_that_is_none():
         finally:
             await scorer.close()
 
-    with pytest.raises(DataError, match="no mathematical expression"):
+    with pytest.raises(DataError, match="not a mathematical expression"):
         asyncio.run(work())

@@ -82,7 +82,7 @@ def test_ranks_of_which_one_is_killed_start_again_by_themselves(tmp_path: Path, 
         finally:
             run.kill()
             run.wait()
-    where = "from the last checkpoint" if checkpoint else "from the start, for there is no checkpoint yet"
+    where = "from the last checkpoint" if checkpoint else "from the start, as there is no checkpoint yet"
     assert f"the ranks are started again, {where}" in log.read_text()
     assert [line.step for line in metrics(run_dir).steps] == list(range(1, STEPS + 1))
     assert groups(run_dir) == groups(run_here(config, *ALONE).run_dir)

@@ -273,10 +273,10 @@ class TestLookingAtRuns:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--find", "("], "no regular expression"),
+            (["--find", "("], "not a regular expression"),
             (["--diff", "1", "2"], "say which with --prompt"),
             (["--cause", "crash"], "add --failed"),
-            (["1:1"], "no place of a rollout"),
+            (["1:1"], "not a place of a rollout"),
             (["--steps", "1-"], "neither a step"),
         ],
     )
@@ -296,7 +296,7 @@ class TestLookingAtRuns:
             conclude(summary, [], ["lachesis", "train", "config.yaml"])
         assert exit_.value.exit_code == 0
         said = capsys.readouterr().out
-        assert "stopped by request after step 4; go on with: lachesis train config.yaml --resume" in said
+        assert "stopped by request after step 4; resume with: lachesis train config.yaml --resume" in said
 
 
 class TestHelp:
@@ -339,4 +339,4 @@ def test_the_size_of_a_card_is_taken_as_people_write_it(lachesis_command: Comman
     assert len({answer.out for answer in said}) == 1
     for size in ("0.5", "large"):
         answer = lachesis_command("plan", *flags, "--fit", size)
-        assert answer.code == 2 and f"{size!r} is no size of a card" in answer.err
+        assert answer.code == 2 and f"{size!r} is not a size of a card" in answer.err

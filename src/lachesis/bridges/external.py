@@ -270,10 +270,10 @@ class ExternalBridge(Bridge[PolicyT]):
         try:
             urls = self._servers.members()
         except LachesisError as error:
-            logger.warning("the engines stay as they are: %s", error)
+            logger.warning("the engines are unchanged: %s", error)
             return
         if not urls:
-            logger.warning("the engines stay as they are: engine.urls names none now")
+            logger.warning("the engines are unchanged: engine.urls names no engine now")
             return
         self.engine.set_members(urls, deadline=Deadline("giving engines back", _GREETING_S))
 

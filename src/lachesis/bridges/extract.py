@@ -185,7 +185,7 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
     stacked = [pair.parameter for pair in pairs if pair.stacked]
     if stacked:
         raise ModelError(
-            f"the adapter changes {len(stacked)} parameters that are no linear layers, {stacked[0]!r} among them, and "
+            f"the adapter changes {len(stacked)} parameters that are not linear layers, {stacked[0]!r} among them, and "
             "inference engines take adapters of linear layers",
             remedy="set adapter.targets to linear layers (q_proj, k_proj, v_proj, o_proj), or send the merged weights "
             "with bridge.kind broadcast",

@@ -85,7 +85,7 @@ class FleetProof:
         if not proved:
             raise failures[0]
         for failure in failures:
-            logger.warning("an engine is left out, others go on: %s", failure.message)
+            logger.warning("an engine is left out, others continue: %s", failure.message)
         self._engine.fleet.require(version)
         return max(proved, key=lambda one: (bool(one.doubt), one.ratio))
 

@@ -198,7 +198,7 @@ class SyncProof:
         if standing is not None:
             unused = " although it holds the adapter: it does not use it" if self._evidence == "adapter" else ""
             return (
-                f"after the transfer of version {version} the engine computes what it computed at version {standing}"
+                f"after the transfer of version {version} the engine still computes as at version {standing}"
                 f"{unused}; the trainer's logprobs have moved since, to {_brief(expected)}, and the engine's are "
                 f"{_brief(reading.logprobs)}"
             )

@@ -67,7 +67,7 @@ Overrides = Annotated[
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")]
-Ui = Annotated[bool, typer.Option("--ui", help="Show the run on a live page as long as it goes on.")]
+Ui = Annotated[bool, typer.Option("--ui", help="Show the run on a live page while it runs.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -202,7 +202,7 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
         name, code = (signal.Signals(stop[0]).name, EXIT_SIGNALLED + stop[0]) if stop else ("request", 0)
         if summary.steps:
             console.print(f"its last checkpoint as a model: lachesis export {shlex.quote(shown(summary.run_dir))}")
-        console.print(f"stopped by {name} after step {summary.steps}; go on with: {shlex.join(command)} --resume")
+        console.print(f"stopped by {name} after step {summary.steps}; resume with: {shlex.join(command)} --resume")
         raise typer.Exit(code)
     if summary.pushed is not None:
         console.print(f"pushed: {summary.pushed}")

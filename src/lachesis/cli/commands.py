@@ -26,11 +26,9 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         ),
         "doctor": Command("plugins.checks.commands", "Check the installation, and prove that training learns."),
         "plan": Command(
-            "plugins.planning.commands", "Say what a run will do and the memory it takes; --fit says what fits."
+            "plugins.planning.commands", "Show a run's steps and memory beforehand; --fit finds settings that fit."
         ),
-        "explain": Command(
-            "plugins.dialects.commands.keys", "Say what a key or flag means, ours or another trainer's."
-        ),
+        "explain": Command("plugins.dialects.commands.keys", "Explain a key or flag, ours or another trainer's."),
     },
     "Train": {
         "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
@@ -40,15 +38,11 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "cluster": Command(
             "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."
         ),
-        "fleet": Command(
-            "cli.fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."
-        ),
+        "fleet": Command("cli.fleet", "Add an inference server to a running run, or remove one: fleet add, drain."),
     },
     "Look": {
-        "status": Command("cli.inspection", "Say how a run stands and what it waits for."),
-        "watch": Command(
-            "plugins.report.commands", "Show runs while they go on, and those that have ended, on a live page."
-        ),
+        "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),
+        "watch": Command("plugins.report.commands", "Show current and finished runs on a live page."),
         "report": Command("plugins.report.commands", "Write report.html of a run anew."),
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
         "rollouts": Command(
@@ -69,7 +63,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "push": Command(
             "plugins.export.commands", "Upload a run's model to the Hugging Face hub, with a card of its figures."
         ),
-        "data": Command("plugins.checks.commands", "Look for what is wrong with a dataset: data check."),
+        "data": Command("plugins.checks.commands", "Find problems of a dataset: data check."),
         "rewards": Command(
             "plugins.checks.commands", "Try reward functions on right and wrong answers: rewards check."
         ),

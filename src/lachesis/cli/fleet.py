@@ -11,11 +11,11 @@ from lachesis.cli.base import app, console
 from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
 
-fleet_app = typer.Typer(help="Inference servers of a run that goes on.", no_args_is_help=True)
+fleet_app = typer.Typer(help="Inference servers of a running run.", no_args_is_help=True)
 app.add_typer(fleet_app, name="fleet")
 
 Url = Annotated[str, typer.Argument(help="Address of the server, as http://HOST:PORT.")]
-Run = Annotated[Path | None, typer.Option("--run", help="The run directory; if unset the one in runs/ that goes on.")]
+Run = Annotated[Path | None, typer.Option("--run", help="The run directory; if unset the running one in runs/.")]
 
 
 @fleet_app.command()
@@ -46,5 +46,9 @@ def _going_on() -> Path:
     going_on = [path for path in found if read_status(path).goes_on]
     if len(going_on) == 1:
         return going_on[0]
-    what = f"{len(going_on)} runs go on ({', '.join(map(str, going_on))})" if going_on else "no run in runs/ goes on"
+    what = (
+        f"{len(going_on)} runs are running ({', '.join(map(str, going_on))})"
+        if going_on
+        else "no run in runs/ is running"
+    )
     raise ConfigError(what, remedy="name the run with --run RUN_DIR")

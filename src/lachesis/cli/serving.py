@@ -67,7 +67,7 @@ def vllm_serve(
     ] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Directory or hub id, in place of a file; on port 8000.")] = None,
-    engine: Annotated[EngineName | None, typer.Option(help="What generates, instead of what the file says.")] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="Engine, instead of the file's.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
     ] = None,

@@ -99,7 +99,7 @@ class Part:
             except Exception as failure:
                 raise (error or self.contract.error)(
                     f"{self.title} raised {describe_exception(failure, _file_of(self.function))}",
-                    remedy=f"mend it; what it is given is written in {PAGE}",
+                    remedy=f"correct it; its arguments are described in {PAGE}",
                 ) from failure
 
         return call

@@ -31,7 +31,7 @@ def server_url(url: str) -> str:
     Raises:
         ConfigError: ``url`` is not the address of a server.
     """
-    wrong = ConfigError(f"{url!r} is no address of an inference server", remedy="write it as http://127.0.0.1:9001")
+    wrong = ConfigError(f"{url!r} is not an address of an inference server", remedy="write it as http://127.0.0.1:9001")
     try:
         parts = urlsplit(url.strip())
         _ = parts.port  # read for its ValueError: a port beyond 65535, or none at all

@@ -120,7 +120,7 @@ def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
     if found is None:
         known = ", ".join(entry_point_names(group)) or "none"
         raise ConfigError(
-            f"{name!r} is no entry point of the group {group} of any installed package",
+            f"{name!r} is not an entry point of the group {group} of any installed package",
             remedy=f"write FILE.py:NAME or module.NAME, or install the package that has it (there are: {known})",
         )
     with _import_errors(name, file=None):
@@ -128,7 +128,7 @@ def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(
             f"the entry point {name!r} of {group} is a {type(function).__name__}, no function",
-            remedy="mend the package",
+            remedy="correct the package",
         )
     return function
 
@@ -157,7 +157,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
         return _load_of_package(spec, file)
     plan = importlib.util.spec_from_file_location(name, file)
     if plan is None or plan.loader is None:
-        raise ConfigError(f"{spec!r}: {file} is no Python file", remedy="name a file that ends in .py")
+        raise ConfigError(f"{spec!r}: {file} is not a Python file", remedy="name a file that ends in .py")
     module = importlib.util.module_from_spec(plan)
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
     with _import_errors(spec, file=str(file)), _first_on_path(_around_package(file)), _first_on_path(file.parent):

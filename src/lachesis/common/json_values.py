@@ -36,7 +36,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """
     value = read_json(body)
     if not is_object(value):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if b"\\u" in body:
         try:
             to_json(value)

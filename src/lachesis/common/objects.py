@@ -69,7 +69,7 @@ def given(spec: str) -> Any:
     found = _KNOWN.get(spec)
     if found is None:
         raise ConfigError(
-            f"{spec!r} is an object that a Python program gave, and this process has not got it",
+            f"{spec!r} is an object that a Python program passed, and this process does not have it",
             remedy="give it again from Python (lachesis.load), or write it in a file and name that file",
         )
     return found.value

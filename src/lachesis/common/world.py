@@ -38,7 +38,7 @@ def world_size(environment: Mapping[str, str]) -> int:
     text = environment.get("WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"WORLD_SIZE is {text!r}, which is no number of processes",
+            f"WORLD_SIZE is {text!r}, which is not a number of processes",
             remedy=f"unset it, or start several devices with {HOW_TO_START}",
         )
     return int(text)

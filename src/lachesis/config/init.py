@@ -14,7 +14,7 @@ _CONFIG = """\
 run:
   name: first               # results are in runs/first; report.html there shows what happened
   steps: 100                # optimizer steps
-  setup: model.py:prepare   # makes the small model below; remove it for a model of your own
+  setup: model.py:prepare   # makes the small model below; remove it for your own model
 
 model:
   path: .model              # or a directory or hub id, as Qwen/Qwen2.5-0.5B-Instruct

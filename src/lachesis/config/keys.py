@@ -151,7 +151,7 @@ def unknown_key_hint(
     """Return a hint for the unknown key ``name`` in ``section``, whose variant is ``kind``."""
     info = find_section(section, root)
     if info is None:
-        return f"{section} has no keys of its own"
+        return f"{section} has no keys"
     parent, dot, last = join(section, name).rpartition(".")
     if dot and "." in name and find_keys(f"{parent}.{last}", root):
         return f"write {last} in a line below {parent.rpartition('.')[2]}:, indented"

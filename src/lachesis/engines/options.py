@@ -44,7 +44,7 @@ class ServeOptions(BaseModel):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="A further name that it is asked for by, beside addresses and this machine's own; may be repeated.",
+        description="Host name that requests may use, besides addresses and this machine's own; may be repeated.",
     )
     arguments: tuple[str, ...] = Field(default=(), exclude=True)
 

@@ -117,14 +117,14 @@ def _sentence(who: str, occasion: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return (
-            f"the disk is full{where}: {who} failed at {occasion} and is off for the rest of this run; "
-            "training goes on, but free some space before the next checkpoint"
+            f"the disk is full{where}: {who} failed at {occasion} and is off for the rest of this run; training "
+            "continues, but free some space before the next checkpoint"
         )
     if isinstance(error, LachesisError):
-        return f"{error.message}; {who} is off for the rest of this run, while training goes on ({occasion})"
+        return f"{error.message}; {who} is off for the rest of this run, and training continues ({occasion})"
     reason = " ".join(str(error).split()) or "no message"
     return (
-        f"{who} failed at {occasion} and is off for the rest of this run, while training goes on: "
+        f"{who} failed at {occasion} and is off for the rest of this run, and training continues: "
         f"{type(error).__name__}: {reason}"
     )
 

@@ -59,7 +59,7 @@ class Collector:
         taken: list[Group] = []
         while len(taken) < count:
             taken += self.source.next_groups(count - len(taken), deadline=deadline)
-            deadline.check(f"{have + len(taken)} groups are there")
+            deadline.check(f"{have + len(taken)} groups are complete")
         return taken
 
     def requeue(self) -> None:

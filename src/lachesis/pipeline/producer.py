@@ -125,7 +125,7 @@ class AsynchronousFeed(Feed[BatchT]):
 
     def _where(self) -> str:
         there, generating = len(self._line.finished), len(self._calls)
-        return f"{there} of {self._line.size} groups are there, {generating} others are being generated and scored"
+        return f"{there} of {self._line.size} groups are there, {generating} others are in progress"
 
     def _send(self) -> None:
         """Request all groups that may be generated and are not yet under way."""

@@ -269,19 +269,19 @@ def _notes(
     uses = steps_per_batch(config)
     if batches.steps is not None and batches.steps % uses:
         fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=uses)))
-        yield f"{batches.steps} steps are no multiple of the {uses} steps of a generation; {fitting} are"
+        yield f"{batches.steps} steps are not a multiple of the {uses} steps of a generation; {fitting} are"
     prompts = prompts_per_generation(config)
     if batches.problems and batches.problems % prompts:
         fitting = " or ".join(map(str, nearest_divisors(batches.problems, prompts)))
         yield (
-            f"{batches.problems} problems are no multiple of the {prompts} prompts that are generated at once, so a "
+            f"{batches.problems} problems are not a multiple of the {prompts} prompts that are generated at once, so a "
             f"batch spans two epochs; {fitting} divide them"
         )
     if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
         group = config.sampling.num_generations
         fitting = " or ".join(map(str, nearest_multiples(batches.completions, of=group)))
         yield (
-            f"source.batch_size {batches.completions} is no multiple of sampling.num_generations {group}: groups of "
+            f"source.batch_size {batches.completions} is not a multiple of sampling.num_generations {group}: groups of "
             f"that size would not fit; {fitting} is (the environment says how large groups are)"
         )
     rows = config.batch.micro_batch_size

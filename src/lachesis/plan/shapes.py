@@ -159,7 +159,7 @@ def unknown_shape(config: LachesisConfig) -> tuple[str, str]:
         )
     return (
         f"{path} has no config.json here and the hub has not given one",
-        "name a local directory, or download its config.json where there is a network",
+        "name a local directory, or download its config.json on a machine with network access",
     )
 
 
@@ -176,7 +176,7 @@ def _parse(content: str, *, where: str) -> ModelShape:
     except ValueError as error:
         raise ConfigError(f"cannot read {where}: {error}", remedy="give a model directory that is whole") from error
     if not is_object(data):
-        raise ConfigError(f"{where} is no mapping", remedy="give a model directory that is whole")
+        raise ConfigError(f"{where} is not a mapping", remedy="give a model directory that is whole")
     text = data.get("text_config", data)
     try:
         return _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))

@@ -308,7 +308,7 @@ class WorkerPool:
             if isinstance(error, WorkerError) and error.reason == "timeout":
                 raise DeadlineExceeded(
                     f"start of {len(missing)} {self._name} took longer than {self._start_s:g} s, imports included",
-                    remedy="find out what the modules of the functions do when they are imported",
+                    remedy="check what the modules of the functions do on import",
                 ) from error
             raise
 

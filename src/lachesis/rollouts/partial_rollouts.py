@@ -90,7 +90,7 @@ class KeptRollouts:
         try:
             entries, damaged = self._store.read()
         except OSError as error:
-            logger.warning("what was kept of unfinished groups cannot be read, so they begin anew: %s", error)
+            logger.warning("the records of unfinished groups cannot be read, so they begin anew: %s", error)
             return
         for entry in entries:
             try:
@@ -98,7 +98,7 @@ class KeptRollouts:
             except (KeyError, TypeError, ValueError):  # of another version
                 damaged += 1
         if damaged:
-            logger.warning("%d records of unfinished groups are damaged: what they were of begins anew", damaged)
+            logger.warning("%d records of unfinished groups are damaged: these groups begin anew", damaged)
         self._resumed = bool(entries)
 
     def begin(self, *, finished: Iterable[int], unfinished: Iterable[int], done: int) -> None:

@@ -143,7 +143,7 @@ def _keep_live(
                 _write_live(path, waits, loop=loop, engines=rows)
             except OSError as error:
                 logger.warning(
-                    "%s cannot be written, so `lachesis status` does not know what is waited for: %s", path, error
+                    "%s cannot be written, so `lachesis status` cannot show what the run waits for: %s", path, error
                 )
                 return
             said, said_at = saying, time.monotonic()
@@ -191,7 +191,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
 
 def _removed(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"the run directory {path} was removed while the run went on",
+        f"the run directory {path} was removed during the run",
         remedy="leave it where it is until the run has ended; start anew, for its checkpoints are gone",
     )
 
@@ -284,7 +284,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         run.state = _read_state(run.files["state"], needed=not (goes_by_checkpoints or overwrite))
         _refuse_running(run)
     elif goes_by_checkpoints:
-        logger.warning("%s is missing: the run goes on by its checkpoints", run.files["state"])
+        logger.warning("%s is missing: the run resumes from its checkpoints", run.files["state"])
         holds_run = True
     if resume:
         if not holds_run:
@@ -297,7 +297,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         if not overwrite and not _has_no_step(run):
             raise ConfigError(
                 f"{path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
-                remedy="go on with --resume, start anew with --overwrite, or choose another run.name",
+                remedy="resume with --resume, start anew with --overwrite, or choose another run.name",
             )
     return run
 
@@ -358,9 +358,9 @@ def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
     if needed:
         raise ConfigError(
             f"{path} cannot be read: {reason}",
-            remedy="go on from the checkpoints with --resume if there are any, or start anew with --overwrite",
+            remedy="resume from the checkpoints with --resume if there are any, or start anew with --overwrite",
         )
-    logger.warning("%s is damaged (%s): what it said is not taken into account", path, reason)
+    logger.warning("%s is damaged (%s), and is ignored", path, reason)
     return {}
 
 

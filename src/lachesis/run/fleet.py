@@ -61,7 +61,7 @@ def drain(run_dir: Path, url: str) -> str:
     before = changes(run_dir)
     members = addresses(config.urls, before)
     if url not in members:
-        raise ConfigError(f"{url} is no engine of {run_dir}", remedy=f"its engines are {', '.join(members)}")
+        raise ConfigError(f"{url} is not an engine of {run_dir}", remedy=f"its engines are {', '.join(members)}")
     if members == [url]:
         raise ConfigError(f"{url} is the only engine of {run_dir}", remedy="add another one first")
     _write(run_dir, before.with_drained(url))

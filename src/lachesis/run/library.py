@@ -168,7 +168,7 @@ class Run:
             claim_run(self.directory, resume=resume, overwrite=overwrite)
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             raise ConfigError(
-                "this process is training already, and a process trains one run at a time",
+                "this process is training already, and a process trains one run at once",
                 remedy="wait() for that run or stop() it, or start this one in another process",
             )
         self._asked_to_stop.clear()
@@ -362,7 +362,7 @@ class Run:
             LachesisError: another of its subclasses, where nothing was trained or a part cannot be built.
         """
         if self._ended is not None and not self._ended.done():
-            raise ConfigError("the run goes on, and this process does one at a time", remedy="wait() for it, or stop()")
+            raise ConfigError("the run is running, and a process does one at once", remedy="wait() for it, or stop()")
         from lachesis.run.pieces import evaluate_model  # imports torch
 
         final = run_paths(self.directory)["final"]

@@ -54,7 +54,7 @@ class Pulse:
             self._since = time.monotonic()
             logger.warning("%s %s", self.name, found)
         elif self.trouble and not found:
-            logger.warning("%s goes on, after %.0f s", self.name, time.monotonic() - self._since)
+            logger.warning("%s has resumed after %.0f s", self.name, time.monotonic() - self._since)
         self.trouble = found
 
     def _stopped(self) -> str:
@@ -71,7 +71,7 @@ class Pulse:
         if not stopped:
             return ""
         number = " ".join(map(str, stopped))
-        return f"is stopped by a signal, and the run waits for it; it goes on with: kill -CONT {number}"
+        return f"is stopped by a signal, and the run waits for it; resume it with: kill -CONT {number}"
 
     def _silent(self, client: httpx.Client) -> str:
         """Say that it accepts connections and does not answer; a lost request reports one that is gone."""

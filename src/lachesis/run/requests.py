@@ -73,13 +73,13 @@ class RequestedPause:
         """
         if not is_asked(self.run.path, "pause"):
             return
-        logger.warning("paused after step %d, as was asked; `lachesis watch %s` lets it go on", step, self.run.path)
+        logger.warning("paused after step %d, as requested; `lachesis watch %s` resumes it", step, self.run.path)
         self.run.update(status="paused", step=step)
-        wait = Deadline("the pause that somebody has asked for", None)
+        wait = Deadline("the requested pause", None)
         with wait.waiting(), paused():
             while is_asked(self.run.path, "pause"):
                 self.watch()
                 meanwhile()
                 time.sleep(self.look_s)
         self.run.update(status="running")
-        logger.warning("goes on with step %d after a pause of %s", step + 1, format_seconds(wait.elapsed_s()))
+        logger.warning("resumed with step %d after a pause of %s", step + 1, format_seconds(wait.elapsed_s()))

@@ -95,7 +95,7 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
     )
     if not sleeps(config) and config.engine.gpu_memory_utilization is None:
         raise ConfigError(
-            words, remedy="set engine.enable_sleep_mode: true, or give the engine GPUs of its own (engine.devices)"
+            words, remedy="set engine.enable_sleep_mode: true, or give the engine separate GPUs (engine.devices)"
         )
     logger.warning(
         "%s: take more GPUs, model.activations: recompute, or distributed.cpu_offload: true, which keeps weights and "

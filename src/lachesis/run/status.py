@@ -198,7 +198,7 @@ def _read_state(run_dir: Path, path: Path) -> _StateFile:
     facts = _read(path, _StateFile)
     if facts is None:
         raise ConfigError(
-            f"{run_dir} is no run directory: it has no state.json",
+            f"{run_dir} is not a run directory: it has no state.json",
             remedy="give run.dir/run.name of a configuration; a new run that still loads its model has none yet",
         )
     return facts
@@ -237,10 +237,10 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
     if condition == "gone":
         return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
     if condition == "suspended":
-        return "suspended", f"a signal has stopped the process; it goes on with: kill -CONT {pid}"
+        return "suspended", f"a signal has stopped the process; resume it with: kill -CONT {pid}"
     return (
         state,
-        "somebody has asked for it; it goes on with the button of `lachesis watch`" if state == "paused" else "",
+        "it was requested; resume it with the button of `lachesis watch`" if state == "paused" else "",
     )
 
 

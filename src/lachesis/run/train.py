@@ -138,8 +138,8 @@ def train(
                 raise
             logger.warning("%s", lost.message)
             resume = _has_checkpoint(directory)
-            where = "from its last checkpoint" if resume else "from the start, for it had no checkpoint yet"
-            logger.warning("the run goes on %s, with a new engine (%d of %d)", where, restart, most)
+            where = "from its last checkpoint" if resume else "from the start, as it had no checkpoint yet"
+            logger.warning("the run resumes %s, with a new engine (%d of %d)", where, restart, most)
             overwrite = not resume
         else:
             if hub is None or not summary.finished:
@@ -231,8 +231,8 @@ def engine_losses(side: EngineSide) -> Iterator[None]:
 def _can_resume(directory: Path, *, restarts: int) -> bool:
     """Return True if a run that torchrun has started again has a checkpoint to resume from."""
     found = _has_checkpoint(directory)
-    where = "from its last checkpoint" if found else "from the start, for it had no checkpoint yet"
-    logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", restarts, where)
+    where = "from its last checkpoint" if found else "from the start, as it had no checkpoint yet"
+    logger.warning("torchrun has restarted all ranks (restart %d): the run resumes %s", restarts, where)
     return found
 
 

@@ -38,7 +38,7 @@ class BestModel:
         if self.patience is not None and self.without_better >= self.patience and self.best is not None:
             self.ended = True
             logger.warning(
-                "the run ends: the evaluations of %d steps in a row are no better than that of step %d "
+                "the run ends: the evaluations of %d steps in a row are not better than that of step %d "
                 "(mean reward %.4g, evaluation.patience)",
                 self.without_better,
                 self.best.step,

@@ -317,7 +317,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if state["cuda"] else 0
     if devices != len(state["cuda"]):
         logger.warning(
-            "random states of %d CUDA devices were saved and there are %d: the run goes on, not bitwise",
+            "random states of %d CUDA devices were saved and there are %d: the run continues, but not bitwise",
             len(state["cuda"]),
             devices,
         )
@@ -437,7 +437,7 @@ def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
             raise _disk_full(target, needed=needed, free=free) from error
         raise CheckpointError(
             f"{target} cannot be written: {first_line(error)}",
-            remedy="check the directory, its permissions and what is being saved",
+            remedy="check the directory and its permissions",
         ) from error
 
 

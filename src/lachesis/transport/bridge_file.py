@@ -215,7 +215,7 @@ def write_channel_file(
 def _section(path: Path, document: Mapping[str, Any], key: str) -> dict[str, Any]:
     section: object = document.get(key) or {}
     if not is_object(section) or not all(is_object(entry) for entry in section.values()):
-        raise _damaged(path, TypeError(f"{key} is no object of objects"))
+        raise _damaged(path, TypeError(f"{key} is not an object of objects"))
     return section
 
 
@@ -261,7 +261,7 @@ def _check_owner(path: Path) -> None:
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise EngineError(
             f"{path} belongs to another user, or anyone may write to it",
-            remedy="remove it, or use a directory of your own (bridge.config_path, LOGDIR)",
+            remedy="remove it, or use your own directory (bridge.config_path, LOGDIR)",
         )
 
 

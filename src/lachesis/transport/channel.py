@@ -220,7 +220,7 @@ class Channel:
             self._links.send({"refused": problem} if problem else {"accepted": self.updates})
         if problem is not None:
             raise EngineError(
-                f"the trainer's update {self.updates} is not what this engine was told to expect: {problem}",
+                f"the trainer's update {self.updates} is not what this engine expects: {problem}",
                 remedy="announce to /nccl/start_receiver the tensors that are sent",
             )
         if "stop" in (go := self._next(deadline, "the first bucket")):

@@ -139,7 +139,7 @@ def parse_init_method(init_method: str) -> tuple[str, int]:
         parts = urlsplit(init_method)
         if parts.scheme == "tcp" and parts.path in ("", "/") and parts.hostname and parts.port is not None:
             return parts.hostname, parts.port
-    raise EngineError(f"init_method {init_method!r} is no tcp://HOST:PORT", remedy="as in tcp://localhost:29500")
+    raise EngineError(f"init_method {init_method!r} is not tcp://HOST:PORT", remedy="as in tcp://localhost:29500")
 
 
 class Links:

@@ -202,7 +202,7 @@ def parse_dtype(text: str) -> torch.dtype:
     """
     dtype = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype")
+        raise ValueError(f"{text!r} is not a dtype")
     return dtype
 
 

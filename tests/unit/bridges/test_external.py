@@ -331,7 +331,7 @@ def test_members_that_cannot_be_learned_change_nothing(tmp_path, caplog: pytest.
     bridge = adapters_to(engine, tmp_path, members=unknown)
     bridge.prepare(lambda: FakePolicy(lora=True))
     bridge.sync(0)
-    assert engine.fleet.admitted == engine.urls and "the engines stay as they are" in caplog.text
+    assert engine.fleet.admitted == engine.urls and "the engines are unchanged" in caplog.text
     bridge.close()
 
 

@@ -215,7 +215,7 @@ class TestMixtures:
 
     def test_engines_take_none_of_experts(self):
         model = adapted("qwen3_moe", target_modules=["q_proj", "down_proj"])
-        with pytest.raises(ModelError, match=r"2 parameters that are no linear layers.*experts.down_proj") as caught:
+        with pytest.raises(ModelError, match=r"2 parameters that are not linear layers.*experts.down_proj") as caught:
             lora_tensors(model)
         assert "broadcast" in caught.value.remedy
 

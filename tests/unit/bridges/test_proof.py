@@ -156,7 +156,7 @@ def test_an_engine_one_update_behind_is_found_and_named(evidence: DigestRequest 
     pair = Pair(evidence=evidence, step=0.1, noise=noise, seed=seed)
     pair.settle()
     pair.train(transferred=False)
-    with pytest.raises(StaleWeights, match="computes what it computed at version 4") as caught:
+    with pytest.raises(StaleWeights, match="still computes as at version 4") as caught:
         pair.confirm()
     assert ("does not use it" in caught.value.message) == (evidence is ADAPTER)
 
@@ -165,7 +165,7 @@ def test_an_update_too_small_for_16_bits_is_found_by_an_engine_whose_bits_do_not
     pair = Pair(step=1e-6, noise=0.0)
     pair.settle()
     pair.train(transferred=False)
-    with pytest.raises(StaleWeights, match="computes what it computed at version 4"):
+    with pytest.raises(StaleWeights, match="still computes as at version 4"):
         pair.confirm()
 
 

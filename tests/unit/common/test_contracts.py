@@ -117,5 +117,5 @@ def test_an_error_of_ours_passes_as_it_is_and_others_name_the_line(load: Load):
 
 
 def test_a_name_without_a_dot_is_an_entry_point():
-    with pytest.raises(ConfigError, match=r"'mine' is no entry point of the group lachesis\.scale"):
+    with pytest.raises(ConfigError, match=r"'mine' is not an entry point of the group lachesis\.scale"):
         load_part("mine", SCALE)

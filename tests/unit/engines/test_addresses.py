@@ -44,7 +44,7 @@ def test_what_was_asked_since_counts():
     ("entries", "said"),
     [
         (["http://a:1", "http://a:1"], "name each once"),
-        (["dns+ftp://a"], "'ftp://a' is no address"),
+        (["dns+ftp://a"], "'ftp://a' is not an address"),
         (["file:/nowhere/servers"], "/nowhere/servers of engine.urls cannot be read"),
     ],
 )

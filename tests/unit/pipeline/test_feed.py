@@ -98,7 +98,7 @@ def test_the_source_hears_of_every_version():
 
 def test_a_source_that_is_too_slow_names_what_is_there():
     feed = make_feed(CountingSource(at_once=1), seconds=0.0)
-    with pytest.raises(DeadlineExceeded, match=r"batch of 4 groups took longer than 0 s.*1 groups are there"):
+    with pytest.raises(DeadlineExceeded, match=r"batch of 4 groups took longer than 0 s.*1 groups are complete"):
         feed.next()
 
 

@@ -248,7 +248,7 @@ def test_the_text_says_of_how_many_devices(build, model):
     config = build(model={"path": model(QWEN)}, distributed={"shard_size": 2})
     text = "\n".join(plan_lines(plan(config, device="cuda", devices=4)))
     assert "each of 4 devices, replicate 2 x shard 2" in text
-    with pytest.raises(ConfigError, match="they make no whole groups"):
+    with pytest.raises(ConfigError, match="they do not make whole groups"):
         plan(config, device="cuda", devices=3)
 
 
@@ -386,9 +386,9 @@ def test_what_does_not_divide_comes_with_the_nearest_that_does(build, tmp_path):
         algorithm={"num_iterations": 4},
     )
     first, second, third, _ = plan(config).notes
-    assert "10 steps are no multiple of the 4 steps of a generation; 8 or 12 are" in first
+    assert "10 steps are not a multiple of the 4 steps of a generation; 8 or 12 are" in first
     assert (
-        "100 problems are no multiple of the 32 prompts that are generated at once" in second
+        "100 problems are not a multiple of the 32 prompts that are generated at once" in second
         and "25 or 50 divide them" in second
     )
     assert "batch.micro_batch_size 5 does not divide 256; 4 or 8 do" in third
@@ -405,7 +405,7 @@ def test_a_batch_of_environments(build):
     config = build(source={"kind": "atropos", "batch_size": 18, "max_sequence_length": 1000})
     planned = plan(config)
     assert (planned.batches.completions, planned.lengths.longest) == (18, 1000)
-    assert any("source.batch_size 18 is no multiple of sampling.num_generations 8" in note for note in planned.notes)
+    assert any("source.batch_size 18 is not a multiple of sampling.num_generations 8" in note for note in planned.notes)
 
 
 def test_the_text(build, model):

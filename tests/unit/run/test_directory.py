@@ -253,7 +253,7 @@ class TestARunThatIsThere:
     def test_a_directory_removed_in_mid_run_is_said_and_not_made_again(self, path: Path):
         run = start(path)
         shutil.rmtree(path)
-        with pytest.raises(CheckpointError, match="was removed while the run went on"):
+        with pytest.raises(CheckpointError, match="was removed during the run"):
             run.update(step=3)
         assert not path.exists()
 

@@ -39,7 +39,7 @@ def test_what_was_asked_is_kept_in_order(tmp_path):
 
 def test_the_last_engine_stays_and_others_are_unknown(tmp_path):
     run = run_with(tmp_path / "r", URLS)
-    with pytest.raises(ConfigError, match="http://c:3 is no engine of") as raised:
+    with pytest.raises(ConfigError, match="http://c:3 is not an engine of") as raised:
         drain(run, "http://c:3")
     assert "http://a:1, http://b:2" in raised.value.remedy
     drain(run, "http://a:1")
@@ -84,4 +84,4 @@ def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert changes(run).drained == ("http://a:1",)
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "add", "http://c:3") == 2
-    assert "no run in runs/ goes on" in capsys.readouterr().err
+    assert "no run in runs/ is running" in capsys.readouterr().err

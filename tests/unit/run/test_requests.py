@@ -40,7 +40,7 @@ def test_it_lasts_until_it_is_taken_back_and_says_so(run: RunDirectory, caplog: 
         status = read_status(run.path)
         assert status.goes_on
         looks.append(dict(status_lines(status)))
-        assert [wait.deadline.name for wait in waits_now()] == ["the pause that somebody has asked for"]
+        assert [wait.deadline.name for wait in waits_now()] == ["the requested pause"]
         if len(looks) == 2:
             take(run.path, "pause")
 
@@ -50,8 +50,8 @@ def test_it_lasts_until_it_is_taken_back_and_says_so(run: RunDirectory, caplog: 
     assert [lines["state"] for lines in looks] == ["paused, step 3 of 10"] * 2
     assert read_status(run.path).state == "running" and paused_s() > before
     first, last = (record.getMessage() for record in caplog.records)
-    assert first == f"paused after step 3, as was asked; `lachesis watch {run.path}` lets it go on"
-    assert last.startswith("goes on with step 4 after a pause of ")
+    assert first == f"paused after step 3, as requested; `lachesis watch {run.path}` resumes it"
+    assert last.startswith("resumed with step 4 after a pause of ")
 
 
 def test_a_request_to_stop_ends_it(run: RunDirectory):

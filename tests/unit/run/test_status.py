@@ -254,7 +254,7 @@ class TestWhatCannotBeSeen:
 class TestADirectoryThatIsNoRun:
     def test_it_is_an_error_with_a_remedy(self, tmp_path: Path):
         for directory in (tmp_path, tmp_path / "nowhere", Path(__file__)):
-            with pytest.raises(ConfigError, match="is no run directory: it has no state") as caught:
+            with pytest.raises(ConfigError, match="is not a run directory: it has no state") as caught:
                 read_status(directory)
             assert "run.dir" in caught.value.remedy
 
@@ -411,7 +411,7 @@ class TestTheCommand:
     def test_no_run_is_an_error_of_configuration(self, status, tmp_path: Path):
         code, out, err = status(str(tmp_path))
         assert (code, out) == (2, "")
-        assert "is no run directory" in err
+        assert "is not a run directory" in err
 
 
 def test_json_of_numbers_that_are_not_finite(path: Path):

@@ -488,7 +488,7 @@ def test_a_taken_port_and_bad_addresses():
         "tcp://h:99999",
         "tcp://h:5/x",
     ):
-        with pytest.raises(EngineError, match="no tcp://HOST:PORT"):
+        with pytest.raises(EngineError, match="not tcp://HOST:PORT"):
             parse_init_method(text)
 
 

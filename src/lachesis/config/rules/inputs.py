@@ -137,7 +137,7 @@ def _activations(config: LachesisConfig) -> Iterator[Said]:
 def _chat_template(config: LachesisConfig) -> Iterator[Said]:
     template = config.model.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
-        yield problem(f"model.chat_template: {template!r} is no file, and without a {{ it is no Jinja template")
+        yield problem(f"model.chat_template: {template!r} is neither a file nor, without a {{, a Jinja template")
 
 
 def _data(config: LachesisConfig) -> Iterator[Said]:
@@ -228,7 +228,7 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
         for key in changed(config, "sampling", "generation_kwargs"):
             yield problem(f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     for name in sorted(SamplingConfig.model_fields.keys() & config.sampling.generation_kwargs.keys()):
-        yield problem(f"sampling.generation_kwargs.{name} has a key of its own: sampling.{name}")
+        yield problem(f"sampling.generation_kwargs.{name} has its own key: sampling.{name}")
     for name in sorted({"max_tokens", "n", "logprobs", "seed"} & set(config.sampling.generation_kwargs)):
         yield problem(f"sampling.generation_kwargs.{name} is set by the run itself; remove it")
     if config.sampling.min_tokens > config.sampling.max_completion_length:

@@ -181,12 +181,12 @@ def _environment(config: LachesisConfig) -> Iterator[Said]:
         yield from _kept_tokens(config)
     if kind == "verifiers" and (config.data.path is not None or config.data.evaluates or config.rewards.functions):
         yield problem(
-            "data and rewards are of a dataset, and source.kind verifiers has an environment with tasks and a rubric "
-            "of its own; remove them (source.eval_tasks holds tasks out)"
+            "data and rewards are of a dataset, and source.kind verifiers has an environment with its own tasks and "
+            "rubric; remove them (source.eval_tasks holds tasks out)"
         )
     if kind == "steps" and (config.data.path is not None or config.data.evaluates):
         yield problem(
-            "data.path and held-out problems are of a dataset, and source.kind steps has tasks of its own; name them "
+            "data.path and held-out problems are of a dataset, and source.kind steps has its own tasks; name them "
             "in source.tasks (source.eval_tasks holds tasks out)"
         )
     if kind == "steps" and config.rewards.num_workers:

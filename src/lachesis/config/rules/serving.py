@@ -66,7 +66,7 @@ def _addresses(config: LachesisConfig) -> Iterator[Said]:
         try:
             server_url(url)
         except ConfigError:
-            yield problem(f"{key} is no address of a server; write it as http://127.0.0.1:PORT")
+            yield problem(f"{key} is not an address of a server; write it as http://127.0.0.1:PORT")
 
 
 def _devices(config: LachesisConfig) -> Iterator[Said]:
@@ -75,7 +75,7 @@ def _devices(config: LachesisConfig) -> Iterator[Said]:
         wrong = [device for device in config.engine.devices.split(",") if not _DEVICE.fullmatch(device.strip())]
         if wrong:
             yield problem(
-                f"engine.devices {config.engine.devices}: {wrong[0]!r} is no GPU as CUDA_VISIBLE_DEVICES names them; "
+                f"engine.devices {config.engine.devices}: {wrong[0]!r} is not a CUDA_VISIBLE_DEVICES entry; "
                 "write its number, as in 0 or 2,3"
             )
 
@@ -244,7 +244,7 @@ def _speculative(config: LachesisConfig) -> Iterator[Said]:
         )
     for theirs, ours in (("method", "method"), ("num_speculative_tokens", "tokens")):
         if theirs in engine.speculative.options:
-            yield problem(f"engine.speculative.options.{theirs} has a key of its own; set engine.speculative.{ours}")
+            yield problem(f"engine.speculative.options.{theirs} has its own key; set engine.speculative.{ours}")
     for flag, word in engine.flags.items():
         if flag in _SPECULATIVE_FLAGS:
             yield problem(
@@ -259,7 +259,7 @@ def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) ->
     """Check draft models, whose weights are not the policy's and are never updated."""
     key = f"engine.speculative.method {speculative.method}"
     if speculative.method in _GUESSING_MODELS and speculative.model is None:
-        yield problem(f"{key} guesses with a model of its own; name it in engine.speculative.options.model")
+        yield problem(f"{key} guesses with a separate model; name it in engine.speculative.options.model")
     if config.forgets_weights:
         yield problem(
             f"engine.enable_sleep_mode drops the engine's weights under bridge.kind {config.bridge.kind}, and those "

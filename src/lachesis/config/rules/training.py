@@ -280,7 +280,7 @@ def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterato
     if teacher.kind != "model" and teacher.revision is not None:
         yield warning(f"{key}.revision does nothing with kind {teacher.kind}")
     if teacher.kind == "rollouts" and teacher.model is not None:
-        yield warning(f"{key}.model does nothing with kind rollouts, which bring what their teacher has said")
+        yield warning(f"{key}.model does nothing with kind rollouts, which bring their teacher's logprobs")
     if teacher.kind == "rollouts" and config.source.kind != "atropos":
         yield problem(
             f"{key}.kind rollouts takes what environments post to the rollout API, and source.kind is "
@@ -333,7 +333,7 @@ def _router_replay(config: LachesisConfig) -> Iterator[Said]:
         )
     if config.source.kind == "local" and config.source.rollout_func is not None:
         yield problem(
-            f"{key} with source.rollout_func: what it returns does not say which experts were used; remove one of them"
+            f"{key} with source.rollout_func: its result does not say which experts were used; remove one of them"
         )
     if config.engine.kind == "custom":
         yield note(f"{key} needs the experts of each completion (`routed`) from engine.function")
@@ -343,7 +343,7 @@ def _iterations(config: LachesisConfig) -> Iterator[Said]:
     uses, steps = steps_per_batch(config), config.run.steps
     if steps is not None and steps % uses:
         yield note(
-            f"run.steps {steps} is no multiple of the {uses} steps on each generation (batch.steps_per_generation x "
+            f"run.steps {steps} is not a multiple of the {uses} steps on each generation (batch.steps_per_generation x "
             f"algorithm.num_iterations): of the last one {steps % uses} are done; {steps // uses * uses or uses} or "
             f"{-(-steps // uses) * uses} steps are"
         )
@@ -381,13 +381,13 @@ def _float8(config: LachesisConfig) -> Iterator[Said]:
     key = f"model.matmul_dtype {config.model.matmul_dtype}"
     if config.model.quantization != "none":
         yield problem(
-            f"{key}: with model.quantization {config.model.quantization} the linear layers have products of their own; "
-            "remove one of the two"
+            f"{key}: with model.quantization {config.model.quantization} the linear layers use their own matrix "
+            "products; remove one of the two"
         )
     if config.model.device == "cpu":
         yield warning(f"{key} is emulated with model.device cpu: it rounds as a GPU does, and is slower")
     if config.model.compile == "off":
-        yield note(f"{key} gains little with model.compile off: roundings then take passes of their own")
+        yield note(f"{key} gains little with model.compile off: roundings then take separate passes")
     if config.algorithm.sampler_correction == "none":
         yield warning(
             f"{key} is for training alone: the engine samples in model.dtype, so from a policy that is not quite the "

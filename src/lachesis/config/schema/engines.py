@@ -68,10 +68,10 @@ class SpeculativeConfig(Section):
         default="ngram",
         description="`ngram` looks guesses up in the sequence itself; any other method of vLLM's is handed on.",
     )
-    tokens: PositiveInt = Field(default=4, description="Most tokens that are guessed at a time.")
+    tokens: PositiveInt = Field(default=4, description="Most tokens that are guessed at once.")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further keys of vLLM's `--speculative-config`, as they are: `prompt_lookup_max` of `ngram`, "
+        description="Further keys of vLLM's `--speculative-config`, unchanged: `prompt_lookup_max` of `ngram`, "
         "`model` of `draft_model`.",
     )
 
@@ -101,9 +101,9 @@ class VllmEngineConfig(BaseEngineConfig):
     port: Port = Field(default=9001, description="Port that the server listens on.")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Share of the GPU memory for the engine; if unset 0.9 on a GPU of its own, and on the trainer's "
-        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves; several servers on one "
-        "have as much together. On a CPU the share of the machine's memory, 0.45 if unset.",
+        description="Share of the GPU memory for the engine; if unset 0.9 on a separate GPU, and on the trainer's "
+        "0.45 or, if `lachesis plan` finds that too large, what the trainer leaves; several servers on "
+        "one GPU share it. On a CPU the share of the machine's memory, 0.45 if unset.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
@@ -126,8 +126,8 @@ class VllmEngineConfig(BaseEngineConfig):
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
-        description="`fp8`: the engine holds and multiplies linear layers in 8 bits, each output with a scale of its "
-        "own; the trainer's stay as they are, and what it sends is rounded on arrival.",
+        description="`fp8`: the engine holds and multiplies linear layers in 8 bits, each output with its own scale; "
+        "the trainer's are unchanged, and its updates are rounded on arrival.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto", description="`fp8`: the engine's key-value cache in 8 bits, which holds twice as many tokens."
@@ -140,7 +140,7 @@ class VllmEngineConfig(BaseEngineConfig):
         description="CUDA_VISIBLE_DEVICES of the server; if unset the trainer's own, those of all ranks where it takes "
         "several. Copies of a model may share a GPU: `1,1` puts two on it.",
     )
-    extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
+    extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, unchanged.")
 
     def servers_on_card(self, *, devices: int) -> int:
         """Return how many of its servers share a card with a trainer of ``devices`` devices.
@@ -250,7 +250,7 @@ class SharedBridgeConfig(BaseBridgeConfig):
     kind: Literal["shared_vllm"] = "shared_vllm"
     pause: Literal["keep", "drain", "abort"] = Field(
         default="keep",
-        description="Requests in flight during an update: go on afterwards, are finished first, or are ended.",
+        description="Requests in flight during an update: continue afterwards, are finished first, or are ended.",
     )
     config_path: str | None = Field(
         default=None,
@@ -297,8 +297,8 @@ class ChannelBridgeConfig(BaseBridgeConfig):
     )
     transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
         default="auto",
-        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU, and where several servers share a GPU "
-        "of their own, of which NCCL takes one; `auto` looks at the devices.",
+        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU, and for several servers that share "
+        "one GPU, which NCCL refuses; `auto` looks at the devices.",
     )
 
 
@@ -312,7 +312,7 @@ class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
     )
     staging: Literal["auto", "device", "host"] = Field(
         default="auto",
-        description="Where the engine keeps an adapter aside until all of it is there: on its device, on the host, or "
+        description="Where the engine stages an adapter until all of it has arrived: on its device, on the host, or "
         "on the device if it has room. It is loaded as a whole.",
     )
 
@@ -332,7 +332,7 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
     )
     staging: Literal["auto", "device", "host"] = Field(
         default="auto",
-        description="Where the engine keeps an update aside until all of it is there: on its `device`, on the `host`, "
+        description="Where the engine stages an update until all of it has arrived: on its `device`, on the `host`, "
         "or on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it).",
     )
 

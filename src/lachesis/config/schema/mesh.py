@@ -84,7 +84,7 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
         sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor}
         named = " and ".join(f"distributed.{key} is {size}" for key, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"{named} and {ranks} device(s) train: they make no whole groups",
+            f"{named} and {ranks} device(s) train: they do not make whole groups",
             remedy=f"leave it out, or have a multiple of {alike} train (plan: --devices {alike}): {HOW_TO_START}",
         )
     if ranks == 1 and distributed.expert_parallel_size == 1:
@@ -107,7 +107,7 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
     for key, size in (("shard_size", shard), ("replicate_size", replicate)):
         if size is not None and parts % size:
             raise ConfigError(
-                f"distributed.{key} is {size} and {there_are}: they make no whole groups",
+                f"distributed.{key} is {size} and {there_are}: they do not make whole groups",
                 remedy=f"choose a divisor of {parts}, or leave it out",
             )
     shard = shard or parts // (replicate or 1)
@@ -115,12 +115,12 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
     if replicate * shard != parts:
         raise ConfigError(
             f"distributed.replicate_size is {replicate}, of groups of {shard}, and {there_are}",
-            remedy="leave replicate_size or shard_size out: it is what the other leaves of the devices",
+            remedy="leave replicate_size or shard_size out: it follows from the other and the number of devices",
         )
     if expert > 1 and (shard * alike % expert or expert % tensor):
         raise ConfigError(
             f"distributed.expert_parallel_size is {expert}, of groups of {shard * alike} devices that have the model "
-            f"once, of which {tensor} share matrices: they make no whole groups",
+            f"once, of which {tensor} share matrices: they do not make whole groups",
             remedy=f"choose a divisor of {shard * alike}" + f" and a multiple of {tensor}" * (tensor > 1),
         )
     return Mesh(replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert, whole=whole)
@@ -136,7 +136,7 @@ def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
     of_model = f"the model has {heads} attention heads, {kv_heads} of keys and values"
     if heads % tensor or kv_heads % tensor:
         raise ConfigError(
-            f"distributed.tensor_parallel_size is {tensor}, and {of_model}: they are no whole number for each device",
+            f"distributed.tensor_parallel_size is {tensor}, and {of_model}: each device needs a whole number",
             remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
         )
     heads, kv_heads = heads // tensor, kv_heads // tensor
@@ -157,9 +157,9 @@ def require_experts(mesh: Mesh, *, experts: int) -> None:
         ConfigError: they cannot, or ranks that share matrices would each compute all of them.
     """
     if mesh.expert > 1 and (experts == 1 or experts % mesh.expert):
-        has = f"the model has {experts} in a layer" if experts > 1 else "the model is no mixture of experts"
+        has = f"the model has {experts} in a layer" if experts > 1 else "the model is not a mixture of experts"
         raise ConfigError(
-            f"distributed.expert_parallel_size is {mesh.expert}, and {has}: they are no whole number for each device",
+            f"distributed.expert_parallel_size is {mesh.expert}, and {has}: each device needs a whole number",
             remedy=f"choose a divisor of {experts}, or leave it out" if experts > 1 else "leave it out",
         )
     if mesh.tensor > 1 and mesh.expert == 1 and experts > 1:

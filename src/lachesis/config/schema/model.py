@@ -23,7 +23,7 @@ class RunConfig(Section):
         default=None, description="Times that each problem is trained on, in place of a number of steps."
     )
     stages: list[Literal["sft", "grpo"]] = Field(
-        default=["grpo"], description="What the run does in turn: `[grpo]`, or `[sft, grpo]` with a supervised start."
+        default=["grpo"], description="Stages of the run: `[grpo]`, or `[sft, grpo]` with a supervised start."
     )
     setup: str | None = Field(
         default=None,
@@ -66,7 +66,7 @@ class ModelConfig(Section):
         default=None,
         min_length=1,
         description="Full fine-tuning of these decoder layers only, counted from 0; embeddings, head and all other "
-        "layers stay as they are. All weights if unset.",
+        "layers are not trained. All weights if unset.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
     trust_remote_code: bool = Field(
@@ -74,11 +74,11 @@ class ModelConfig(Section):
     )
     activations: Activations = Field(
         default="keep",
-        description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the results "
-        "of attention (`selective`, for long sequences, whose attention costs most), their inputs alone "
-        "(`recompute`), or these in the host's memory (`offload`: the GPU holds those of two layers at a time, however "
-        "many there are); what is not kept is computed again. `auto` is the first of them that fits on the GPU by what "
-        "`plan` counts, and `keep` on a CPU.",
+        description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the "
+        "results of attention (`selective`, for long sequences, whose attention costs most), their inputs "
+        "alone (`recompute`), or these in the host's memory (`offload`: the GPU holds those of two layers "
+        "at once, however many there are); the rest is computed again. `auto` is the first of them that "
+        "fits on the GPU by what `plan` counts, and `keep` on a CPU.",
     )
     gradient_checkpointing: bool = Field(
         default=False,

@@ -26,7 +26,7 @@ class DeadlinesConfig(Section):
         default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
     )
     teacher_s: PositiveFloat = Field(
-        default=600.0, description="The server of `algorithm.teacher` saying what it would have said, of one batch."
+        default=600.0, description="The logprobs of `algorithm.teacher`'s server for one batch."
     )
     progress_s: PositiveFloat = Field(
         default=120.0,
@@ -55,7 +55,7 @@ class EvaluationConfig(Section):
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
     patience: PositiveInt | None = Field(
         default=None,
-        description="End the run, as if it had done its last step, once so many evaluations in a row have no higher "
+        description="End the run, as if it had done its last step, once this many evaluations in a row have no higher "
         "mean reward than the best one before.",
     )
 
@@ -93,8 +93,8 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     asynchronous: bool = Field(
         default=False,
-        description="Hold training up only until there is a copy in host memory, which is written while it goes on; "
-        "the end of the run waits for it.",
+        description="Hold training up only until there is a copy in host memory, which is written while training "
+        "continues; the end of the run waits for it.",
     )
     format: Literal["auto", "whole"] = Field(
         default="auto",
@@ -109,8 +109,8 @@ class CheckpointConfig(Section):
     )
     hub: HubConfig | None = Field(
         default=None,
-        description="Upload the final model to the Hugging Face hub once the run has done its last step. Who uploads "
-        "is told by `HF_TOKEN` or `hf auth login`.",
+        description="Upload the final model to the Hugging Face hub once the run has done its last step. Log in with "
+        "`HF_TOKEN` or `hf auth login`.",
     )
 
 
@@ -141,7 +141,7 @@ class TrackioConfig(Section):
 class MlflowConfig(Section):
     """MLflow."""
 
-    experiment: str = Field(description="Experiment name; made where there is none.")
+    experiment: str = Field(description="Experiment name; created if it does not exist.")
     name: str | None = Field(default=None, description="Run name; the run's own if unset.")
     tracking_uri: str | None = Field(
         default=None, description="Server or directory; MLflow's own MLFLOW_TRACKING_URI and default if unset."
@@ -151,9 +151,7 @@ class MlflowConfig(Section):
 class LoggingConfig(Section):
     """Logs, metrics and reports that a run writes."""
 
-    every_steps: PositiveInt = Field(
-        default=1, description="Plain console lines every N steps (where there is no terminal)."
-    )
+    every_steps: PositiveInt = Field(default=1, description="Plain console lines every N steps (without a terminal).")
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
         description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "
@@ -170,11 +168,11 @@ class LoggingConfig(Section):
     mlflow: MlflowConfig | None = Field(default=None, description="Log to MLflow.")
     sinks: list[CustomPart] = Field(
         default_factory=list[CustomPart],
-        description="Import paths or `FILE.py:NAME` of sinks of your own, which are told of each step.",
+        description="Import paths or `FILE.py:NAME` of your own sinks, which are called for each step.",
     )
     health_rules: list[CustomPart] = Field(
         default_factory=list[CustomPart],
-        description="Import paths or `FILE.py:FUNCTION` of health rules of your own, besides those there are.",
+        description="Import paths or `FILE.py:FUNCTION` of your own health rules, in addition to the built-in ones.",
     )
 
 
@@ -222,7 +220,7 @@ class ApiServiceConfig(Section):
     """The rollout API, at the address of `source.url`; it sets aside groups that no trainer could use."""
 
     max_queued_tokens: PositiveInt | None = Field(
-        default=None, description="Have environments wait once so many tokens are queued; no limit if unset."
+        default=None, description="Have environments wait once this many tokens are queued; no limit if unset."
     )
     max_body_mb: PositiveFloat = Field(default=64.0, description="Largest post, in MiB.")
     ack_timeout_s: PositiveFloat = Field(
@@ -246,16 +244,16 @@ class ServicesConfig(Section):
     """Services that `lachesis run` starts besides engine and trainer; other commands read only `restarts`."""
 
     api: ApiServiceConfig | None = Field(
-        default_factory=ApiServiceConfig, description="The rollout API; null where it runs already."
+        default_factory=ApiServiceConfig, description="The rollout API; null if it runs already."
     )
     environment: EnvironmentServiceConfig | None = Field(
-        default=None, description="The environment; null where it is started elsewhere."
+        default=None, description="The environment; null if it is started elsewhere."
     )
     start_s: PositiveFloat = Field(default=120.0, description="Longest time until the rollout API answers, in seconds.")
     restarts: NonNegativeInt = Field(
         default=3,
-        description="How often each of the two is started again where it dies, and the run itself, from its last "
-        "checkpoint, where an engine dies that shares its weights; then the run ends.",
+        description="Restarts of each of the two after it dies, and of the run itself, from its last checkpoint, "
+        "after an engine that shares its weights dies; then the run ends.",
     )
 
 
@@ -266,23 +264,23 @@ class ClusterConfig(Section):
         default="auto", description="`auto` is `ray` where the environment variable RAY_ADDRESS is set, else `local`."
     )
     nodes: PositiveInt | None = Field(
-        default=None, description="Of Ray's nodes so many, those of the engines among them; all of them if unset."
+        default=None, description="Number of Ray's nodes, including those of the engines; all of them if unset."
     )
     gpus_per_node: PositiveInt | None = Field(
-        default=None, description="Of a node of Ray's so many GPUs; all that it has if unset, which has to be alike."
+        default=None, description="GPUs to use of each Ray node; all if unset, if every node has the same number."
     )
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="With `model.device: cpu` on Ray; 1 if unset. On GPUs each that trains has a rank."
     )
     engines: PositiveInt = Field(
         default=1,
-        description="Of `engine.kind: embedded_server` so many servers on several nodes; vLLM's are "
+        description="Servers of `engine.kind: embedded_server` on several nodes; vLLM's are "
         "`engine.data_parallel_size`.",
     )
     restarts: NonNegativeInt = Field(
         default=3,
-        description="How often on Ray all ranks, and each other process, are started again after a failure; that a "
-        "node is lost is none.",
+        description="How often on Ray all ranks, and each other process, are restarted after a failure; a lost node "
+        "does not count.",
     )
     wait_s: PositiveFloat = Field(
         default=600.0, description="Longest wait for a place for all ranks on Ray's nodes, in seconds."

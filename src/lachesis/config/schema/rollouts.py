@@ -43,8 +43,8 @@ class DataConfig(Section):
     split: str = Field(default="train", description="Split of a dataset that has several; `train[:1000]` is a part.")
     format: DatasetFormat = Field(
         default="auto",
-        description="What the columns are: a prompt, or a question and its answer under those names; `auto` looks at "
-        "them. The answer's column is handed to the rewards under its own name and as `answer`.",
+        description="What the columns are: a prompt, or a question and its answer under those names; `auto` detects "
+        "them. The answer's column is passed to the rewards under its own name and as `answer`.",
     )
     transform: str | None = Field(
         default=None,
@@ -52,9 +52,7 @@ class DataConfig(Section):
         '`(row -> row, {"remove_columns": [...]})`; the row that it makes has a prompt.',
     )
     prompt_column: str = Field(default="prompt", description="Column with the prompt: a string, or a list of messages.")
-    system_prompt: str | None = Field(
-        default=None, description="System message put before every prompt that has none of its own."
-    )
+    system_prompt: str | None = Field(default=None, description="System message put before every prompt without one.")
     conversations: bool | None = Field(
         default=None,
         description="Whether a text in the prompt's column is a user's message, which goes through the chat template, "
@@ -122,7 +120,7 @@ class McpServerConfig(Section):
         default_factory=dict, description="Its environment variables, beside PATH, HOME and the like."
     )
     url: str = Field(default="", description="Address of a server that speaks streamable HTTP, such as its /mcp.")
-    headers: dict[str, str] = Field(default_factory=dict, description="What it is sent with each request.")
+    headers: dict[str, str] = Field(default_factory=dict, description="Sent with each request.")
 
 
 class LocalSourceConfig(Section):
@@ -136,9 +134,9 @@ class LocalSourceConfig(Section):
     )
     tools: list[str | McpServerConfig] = Field(
         default_factory=list[str | McpServerConfig],
-        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call: it is told of them by "
-        "the chat template, with their docstrings and types. `{command: [PROGRAM, ...], env: {...}}` or `{url: ..., "
-        "headers: {...}}` is an MCP server, all of whose tools it may call.",
+        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call: the chat template "
+        "describes them by their docstrings and types. `command: [PROGRAM, ...], env: {...}` or `url: "
+        "..., headers: {...}` is an MCP server, all of whose tools it may call.",
     )
     tool_parser: str = Field(
         default="hermes",
@@ -149,13 +147,13 @@ class LocalSourceConfig(Section):
         default=8, description="Most turns of the model in a rollout with tools; a call in the last is not answered."
     )
     tool_timeout_s: PositiveFloat = Field(
-        default=30.0, description="Limit of one call of a tool; the model is told where it passes."
+        default=30.0, description="Time limit of one call of a tool; the model is told if it passes."
     )
     tool_result_tokens: PositiveInt = Field(
-        default=512, description="Longest answer of a tool in tokens; what is longer is cut."
+        default=512, description="Longest answer of a tool in tokens; longer ones are cut."
     )
     rollout_timeout_s: PositiveFloat | None = Field(
-        default=None, description="With tools: after so many seconds a rollout gets no further turn."
+        default=None, description="With tools: after this many seconds a rollout gets no further turn."
     )
 
 
@@ -166,10 +164,10 @@ class AgentSourceConfig(Section):
     command: list[str] = Field(
         min_length=1,
         description="Program and arguments of one rollout; an argument `{prompt}` or `{COLUMN}` is the task's. It gets "
-        "OPENAI_BASE_URL, ANTHROPIC_BASE_URL, a key of its own, and the task in the file LACHESIS_TASK.",
+        "OPENAI_BASE_URL, ANTHROPIC_BASE_URL, its own key, and the task in the file LACHESIS_TASK.",
     )
     workdir: str | None = Field(
-        default=None, description="Directory of which each rollout gets a copy to run in; an empty one if unset."
+        default=None, description="Directory; each rollout runs in a copy of it; an empty one if unset."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables.")
     inherit_env: list[str] = Field(
@@ -184,11 +182,11 @@ class AgentSourceConfig(Section):
     )
     wall: Literal["namespaces", "none"] = Field(
         default="namespaces",
-        description="What is around the program: files, processes and a network of its own, from which it reaches "
-        "nothing but the model; without a wall that works here the run ends. `none`: it can do what you can.",
+        description="Wall around the program: separate files, processes and network, from which it reaches only the "
+        "model; if no wall works here, the run ends. `none`: it can do what you can.",
     )
     network: Literal["proxy", "open"] = Field(
-        default="proxy", description="What it reaches behind its wall: the model alone, or what this machine reaches."
+        default="proxy", description="Network behind its wall: the model alone, or everything this machine reaches."
     )
     readable: list[str] = Field(
         default_factory=list,
@@ -204,7 +202,7 @@ class AgentSourceConfig(Section):
     )
     self_reported: bool = Field(
         default=False,
-        description="Let rewards go by the program's own words: its exit code, and a number that it writes into the "
+        description="Let rewards use the program's own report: its exit code, and a number that it writes into the "
         "file LACHESIS_REWARD. A model may learn to write what it wants.",
     )
     container: str | None = Field(
@@ -239,15 +237,14 @@ class AtroposSourceConfig(Section):
         "unset.",
     )
     max_sequence_length: PositiveInt = Field(
-        default=2048, description="Longest prompt and completion together, as told to the environments."
+        default=2048, description="Longest prompt and completion together, as reported to the environments."
     )
     wait_s: PositiveFloat = Field(
         default=3600.0, description="Longest wait for environments to fill a batch, in seconds."
     )
     missing_logprobs: Literal["warn", "error"] = Field(
         default="warn",
-        description="What a group without behaviour logprobs does: the trainer's own take their place, with a "
-        "warning, or the run ends.",
+        description="For a group without behaviour logprobs: use the trainer's own, with a warning, or end the run.",
     )
 
 
@@ -297,9 +294,9 @@ class StepsSourceConfig(EpisodesSourceConfig):
     )
     interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field(
         default="auto",
-        description="How it is stepped; `auto` goes by its methods: `reset` and `step` of text are Gymnasium's, "
-        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, TRL's. What "
-        "is at an address is OpenEnv's.",
+        description="How it is stepped; `auto` detects it by its methods: `reset` and `step` of text are Gymnasium's, "
+        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, "
+        "TRL's. An address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
@@ -361,14 +358,14 @@ class RewardsConfig(Section):
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
     num_workers: NonNegativeInt | None = Field(
         default=None,
-        description="Subprocesses that call the functions, whole groups each, in a main thread of their own (where "
-        "`signal.alarm` works); 0: a thread of the run. Unset: one subprocess, where functions can be imported there "
-        "and share nothing with other parts of the configuration.",
+        description="Subprocesses that call the functions, whole groups each, each in its own main thread (where "
+        "`signal.alarm` works); 0: a thread of the run. Unset: one subprocess, where functions can be "
+        "imported there and share nothing with other parts of the configuration.",
     )
     on_error: Literal["fail", "drop_group"] = Field(
         default="fail",
-        description="What a reward that raises, hangs or returns NaN does: stop the run, or drop that group and "
-        "count it. It never becomes 0.",
+        description="Effect of a reward that raises, hangs or returns NaN: stop the run, or drop that group and count "
+        "it. It never becomes 0.",
     )
     timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
     sandbox: str = Field(
@@ -392,15 +389,15 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 cuts nothing.")
     top_k: NonNegativeInt = Field(default=0, description="Sample among the k likeliest tokens; 0 cuts nothing.")
     min_p: Fraction = Field(default=0.0, description="Drop tokens below min_p times the likeliest; 0 cuts nothing.")
-    repetition_penalty: PositiveFloat = Field(default=1.0, description="Penalty for tokens already seen; 1 is none.")
+    repetition_penalty: PositiveFloat = Field(default=1.0, description="Penalty for tokens already seen; 1: none.")
     stop_token_ids: list[int] = Field(default_factory=list[int], description="Further tokens that end a completion.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
-    min_tokens: NonNegativeInt = Field(default=0, description="No completion ends before so many tokens.")
+    min_tokens: NonNegativeInt = Field(default=0, description="No completion ends before this many tokens.")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        default=0.0, description="Taken off the logits of tokens that the completion has already; 0 is none."
+        default=0.0, description="Subtracted from the logits of tokens that the completion has already; 0: nothing."
     )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        default=0.0, description="Taken off the logits of tokens for each time that the completion has them; 0 is none."
+        default=0.0, description="Subtracted from the logits of a token for each time that it occurred; 0: nothing."
     )
     guided_regex: str | None = Field(
         default=None, description="Completions match this regular expression, in whole unless they are cut off."
@@ -434,7 +431,7 @@ class PipelineConfig(Section):
     async_prefetch: bool = Field(
         default=False,
         description="Generate while the trainer trains: groups begin as there is room for them, and a step once its "
-        "batch is there.",
+        "batch is complete.",
     )
     prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead, in groups.")
     max_staleness: NonNegativeInt | None = Field(
@@ -446,7 +443,7 @@ class PipelineConfig(Section):
     keep_partial: bool = Field(
         default=True,
         description="With `async_prefetch`: write rollouts and groups to kept.sqlite as they are finished, so that a "
-        "run that is stopped or killed, and then resumed, does not generate them again.",
+        "resumed run does not generate them again.",
     )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."

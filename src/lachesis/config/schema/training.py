@@ -53,7 +53,7 @@ class TeacherConfig(Section):
     revision: str | None = Field(default=None, description="As `model.revision`, of the teacher.")
     weight: NonNegativeFloat = Field(default=1.0, description="Weight of the divergence from the teacher.")
     reward_weight: NonNegativeFloat = Field(
-        default=1.0, description="Weight of what the rewards teach; 0 learns from the teacher alone."
+        default=1.0, description="Weight of the loss from rewards; 0 learns from the teacher alone."
     )
     weights: dict[str, NonNegativeFloat] = Field(
         default_factory=dict[str, NonNegativeFloat], description="In place of `weight`, by environment."
@@ -86,7 +86,7 @@ class SftConfig(Section):
 
     steps: PositiveInt = Field(default=100, description="Optimizer steps of it, before those of `run.steps`.")
     path: str | None = Field(default=None, description="As `data.path`, with answers; the problems if unset.")
-    column: str = Field(default="answer", description="Column with the answer, which is what the model is to say.")
+    column: str = Field(default="answer", description="Column with the answer, which the model learns to give.")
     batch_size: PositiveInt = Field(default=32, description="Answers in one optimizer step.")
     learning_rate: PositiveFloat = Field(default=1e-5, description="The rate, constant; 1e-4 is usual with LoRA.")
 
@@ -110,11 +110,11 @@ class AlgorithmConfig(Section):
     )
     loss: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of a loss of your own, in place of `loss_type`.",
+        description="Import path or `FILE.py:FUNCTION` of your own loss, in place of `loss_type`.",
     )
     advantage: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of advantages of your own, in place of `scale_rewards`, "
+        description="Import path or `FILE.py:FUNCTION` of your own advantages, in place of `scale_rewards`, "
         "`baseline` and `aggregation`.",
     )
     num_iterations: PositiveInt = Field(
@@ -135,15 +135,15 @@ class AlgorithmConfig(Section):
         description="The same above, and where A > 0; epsilon if unset.",
     )
     delta: PositiveFloat | None = Field(
-        default=None, description="Upper bound of the ratio where it is not clipped; none if unset."
+        default=None, description="Upper bound of the ratio where it is not clipped; unbounded if unset."
     )
     beta: NonNegativeFloat = Field(
         default=0.0, description="Weight of the KL divergence to the reference; 0 holds no reference."
     )
     kl_reference: Literal["base", "ema", "sampler"] = Field(
         default="base",
-        description="What the KL divergence is to: the model from before training, a moving average of the policy, or "
-        "the policy that sampled.",
+        description="Reference of the KL divergence: the model from before training, a moving average of the policy, "
+        "or the policy that sampled.",
     )
     ref_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
@@ -159,7 +159,7 @@ class AlgorithmConfig(Section):
     )
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = Field(
         default="group_mean",
-        description="What a reward is compared with: the mean of its group, of the others in it (RLOO, with "
+        description="Baseline of a reward: the mean of its group, of the others in it (RLOO, with "
         "`scale_rewards: none`), the mean weighted by length (OPO), or nothing.",
     )
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
@@ -235,8 +235,8 @@ class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
     steps_per_generation: PositiveInt = Field(
         default=1,
-        description="Optimizer steps that are made of what is generated at once, which is so many times "
-        "`prompts_per_step`; all against the logprobs from before the first.",
+        description="Optimizer steps per generation, which has this many times `prompts_per_step` prompts; all "
+        "against the logprobs from before the first.",
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=8192, description="Most tokens in one forward pass; a longer sequence goes alone."
@@ -252,7 +252,7 @@ class OptimizerConfig(Section):
     )
     function: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:NAME` of an optimizer of your own, such as `torch.optim.SGD`, in place of "
+        description="Import path or `FILE.py:NAME` of your own optimizer, such as `torch.optim.SGD`, in place of "
         "`kind`.",
     )
     learning_rate: PositiveFloat | None = Field(
@@ -277,7 +277,7 @@ class OptimizerConfig(Section):
     )
     schedule_function: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of a course of your own, in place of `schedule`.",
+        description="Import path or `FILE.py:FUNCTION` of your own schedule, in place of `schedule`.",
     )
     stable_steps: NonNegativeInt | None = Field(
         default=None,

@@ -177,7 +177,7 @@ class EmbeddedEngine(Engine):
             raise EngineError(f"{where} has {wrong}", remedy="correct the sampling parameters")
         if params.routed_experts and self._recorder is None:
             raise EngineError(
-                f"{where} asks for routed experts, but the model is no mixture of experts",
+                f"{where} asks for routed experts, but the model is not a mixture of experts",
                 remedy="set algorithm.router_replay: false",
             )
         if self._decode is None and params.stop:

@@ -237,7 +237,7 @@ class HttpEngine(Engine):
         if len(lost) == len(living):
             raise lost[0][1]
         for control, error in lost:
-            logger.warning("the engine at %s is gone, others go on: %s", control.url, error.message)
+            logger.warning("the engine at %s is gone, others continue: %s", control.url, error.message)
             self.fleet.died(control.url, error.message)
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 

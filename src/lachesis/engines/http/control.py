@@ -299,7 +299,7 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
         error = {}
     if response.status_code in _NO_ROUTE and not error.get("type"):
         raise Refused(
-            f"the server at {url} has no route {route}: it is no inference server of this package",
+            f"the server at {url} has no route {route}: it is not an inference server of this package",
             status=response.status_code,
             remedy="start it with `lachesis serve` or `lachesis vllm-serve`, not with plain `vllm serve`",
         )

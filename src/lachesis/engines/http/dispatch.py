@@ -352,7 +352,7 @@ def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> 
     columns = [reply[name] for name in ("token_ids", "token_logprobs", "finish_reasons", "weight_version")]
     columns.append(reply["routed_experts"] if routed else [None] * n)
     if any(len(column) != n for column in columns):
-        raise ValueError(f"{[len(column) for column in columns]} completions, asked for {n}")
+        raise ValueError(f"{[len(column) for column in columns]} completions for a request of {n}")
     completions = []
     for token_ids, logprobs, reason, versions, chosen in zip(*columns, strict=True):
         if len(token_ids) != len(logprobs):
@@ -381,7 +381,7 @@ def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
     """
     cached = reply.get("cached_tokens", [None] * n)
     if len(cached) != n:
-        raise ValueError(f"cached tokens of {len(cached)} completions, asked for {n}")
+        raise ValueError(f"cached tokens of {len(cached)} completions for a request of {n}")
     return [None if tokens is None else int(tokens) for tokens in cached]
 
 

@@ -79,7 +79,7 @@ def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
     """
     match = _MATRIX.fullmatch(name)
     if match is None:
-        raise Refused(f"{name!r} is no A or B of LoRA", status=422, remedy="save a plain LoRA adapter")
+        raise Refused(f"{name!r} is not an A or B of LoRA", status=422, remedy="save a plain LoRA adapter")
     return match["module"], "A" if match["part"] == "A" else "B"
 
 
@@ -117,7 +117,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not JSON: {error}", remedy="save the adapter again") from error
     if not is_object(config):
-        raise Refused(f"{path} is no JSON object", remedy="save the adapter again")
+        raise Refused(f"{path} is not a JSON object", remedy="save the adapter again")
     return config
 
 
@@ -132,7 +132,7 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise Refused(f"{path} cannot be read: {error}", remedy="only safetensors are read") from error
     except SafetensorError as error:
         remedy = "save the adapter again (pickle is never read)"
-        raise Refused(f"{path} is no whole safetensors file: {error}", remedy=remedy) from error
+        raise Refused(f"{path} is not a complete safetensors file: {error}", remedy=remedy) from error
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise Refused(f"the adapter's tensor {name!r} is of dtype {dtype}", status=422, remedy="save it as a float")

@@ -104,7 +104,7 @@ class DigestSlice:
             raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
         shape = shapes[self.name]
         if shape and not self.start <= self.end(shape[0]) <= shape[0]:
-            what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were asked for, it has {shape[0]}"
+            what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were requested, it has {shape[0]}"
             raise Refused(what, status=422, remedy=remedy)
 
 
@@ -173,7 +173,7 @@ def _tensor(value: Any) -> ReceivedTensor:
         return value
     name, shape, dtype = value["name"], value["shape"], value["dtype"]
     if not is_array(shape) or any(type(size) is not int or not 0 < size < 1 << 40 for size in shape):
-        raise Refused(f"the shape of {name!r} is no list of sizes", remedy="send sizes of 1 and above")
+        raise Refused(f"the shape of {name!r} is not a list of sizes", remedy="send sizes of 1 and above")
     plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if plain not in _DTYPES:
         raise Refused(f"the dtype of {name!r} is {dtype!r}", remedy=f"send one of {', '.join(_DTYPES)}")
@@ -269,7 +269,7 @@ class _Metadata(Request):
 
 def _announced(metadata: Any) -> list[dict[str, Any]]:
     if not is_object(metadata):
-        raise Refused("the field 'param_metadata' is no object", remedy="correct the field")
+        raise Refused("the field 'param_metadata' is not an object", remedy="correct the field")
     parsed = parse(_Metadata, metadata, where="param_metadata")
     names = parsed.param_names
     columns: list[list[Any]] = []

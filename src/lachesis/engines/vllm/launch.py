@@ -55,7 +55,7 @@ _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
-    "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon to skip: weights come over routes of the server",
+    "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon: weights come over routes of the server",
     "NUM_INFERENCE_NODES": "a server is local; several are named in the trainer's configuration",
 }
 # Other front ends than the one that has plugins, and routes of vLLM's that change adapters without a token.

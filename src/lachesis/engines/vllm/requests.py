@@ -233,7 +233,7 @@ class Generator:
         """Refuse a completion that does not fit the context, which vLLM would cut and call finished."""
         if prompt_tokens + (max_tokens or 0) > self._max_model_len:
             raise Refused(
-                f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the context holds "
+                f"the prompt has {prompt_tokens} tokens and {max_tokens} more are requested, but the context holds "
                 f"{self._max_model_len}",
                 remedy="shorten the prompt or lower max_tokens",
             )

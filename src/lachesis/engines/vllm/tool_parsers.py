@@ -34,7 +34,7 @@ def vllm_parser(
     except ImportError as error:
         raise DependencyError(
             f"source.tool_parser vllm:{name} needs vLLM in the trainer's environment, and it is not there",
-            remedy="pip install 'lachesis[vllm]', or take hermes or a function of your own",
+            remedy="pip install 'lachesis[vllm]', or use hermes or your own function",
         ) from error
     parsers, cached = compat.tool_parsers(), compat.cached_tokenizer(tokenizer)
     if name not in parsers.list_registered():

@@ -252,8 +252,8 @@ class WorkerWeights:
         """
         if self._tensor_parallel_size > 1:
             raise Refused(
-                f"the weights are cut over {self._tensor_parallel_size} GPUs, and a trainer on one of them could write "
-                "only the part that is there: sharing needs --tensor-parallel-size 1",
+                f"the weights are cut over {self._tensor_parallel_size} GPUs, and a trainer on one of them could "
+                "write only its own part: sharing needs --tensor-parallel-size 1",
                 status=409,
                 remedy="use tensor_parallel_size 1, or broadcast the weights",
             )
@@ -276,7 +276,7 @@ class WorkerWeights:
         if parsed.rank + self._tensor_parallel_size > parsed.world_size:  # other servers' workers may come after ours
             raise Refused(
                 f"the channel has world_size {parsed.world_size} and starts at rank {parsed.rank} here, but this "
-                f"engine has {self._tensor_parallel_size} workers, each of which is a rank of its own",
+                f"engine has {self._tensor_parallel_size} workers, each of which is a separate rank",
                 status=422,
                 remedy=f"send a world_size of at least {parsed.rank + self._tensor_parallel_size}",
             )

@@ -105,7 +105,7 @@ class HealthMonitor:
                 alarm = rule(seen)
             except LachesisError as error:
                 del self._custom[name]
-                logger.warning("%s; it is asked no more, while training goes on", error.message)
+                logger.warning("%s; it is off from now on, and training continues", error.message)
             else:
                 found |= {} if alarm is None else {name: alarm}
         return found

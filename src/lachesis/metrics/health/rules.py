@@ -57,8 +57,8 @@ def foreign_template(seen: Observation) -> Alarm | None:
     marks = ", ".join(next(filter(None, foreign))[:3])
     return Alarm(
         "problem",
-        f"the prompts have {marks} in them, which is neither a token of this model nor in its own chat template: they "
-        "are written for another model; take out model.chat_template, or correct what is in data.prompt_column",
+        f"the prompts have {marks} in them, which is neither a token of this model nor in its chat template: they "
+        "are written for another model; take out model.chat_template, or correct the prompts in data.prompt_column",
         share,
     )
 
@@ -324,7 +324,7 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
             "answer; see whether the functions of rewards.functions read the completion"
         )
     return "warning", (
-        "though there were others before: the policy is sure of what it answers to each prompt; choose problems that "
+        "though there were others before: the policy gives the same answer each time; choose problems that "
         "are solved sometimes, or raise sampling.temperature"
     )
 
@@ -524,7 +524,7 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
         "problem" if collapsed else "warning",
         f"held-out accuracy fell from {format_share(best.accuracy)} (step {best.step}) to "
         f"{format_share(last.accuracy)}: {'the policy collapsed' if collapsed else 'training hurts it'}; "
-        "set algorithm.beta or lower optimizer.learning_rate, and go on from a checkpoint before the fall",
+        "set algorithm.beta or lower optimizer.learning_rate, and resume from a checkpoint before the fall",
         drop,
     )
 

@@ -19,7 +19,7 @@ ELSEWHERE = {
     "call it on an answer you know to be right, or take it out of rewards.functions": (
         "let the environment score an answer you know to be right"
     ),
-    "take out model.chat_template, or correct what is in data.prompt_column": (
+    "take out model.chat_template, or correct the prompts in data.prompt_column": (
         "correct how the environment writes its prompts"
     ),
     "take it out of data.prompt_column": "take it out of the environment's prompts",

@@ -34,7 +34,7 @@ class EpisodesConfig(EnvironmentConfig):
 
     environment: str = Field("", description="which one: an id, or a FILE.py")
     args: dict[str, Any] = Field(default_factory=dict, description="its arguments, as JSON")
-    max_tasks: int | None = Field(None, ge=1, description="its first so many tasks; needed where there is no end")
+    max_tasks: int | None = Field(None, ge=1, description="number of tasks; needed if they are unlimited")
     eval_tasks: int = Field(0, ge=0, description="tasks that are held out")
     refill_rounds: int = Field(1, ge=0, description="how often rollouts that failed are played anew")
     rollout_s: float = Field(600.0, gt=0, description="limit of one rollout, in seconds")
@@ -125,7 +125,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         if len(played) < self.config.group_size:
             raise DataError(
                 f"task {item.id}: of {self.config.group_size} episodes {len(played)} came to an end",
-                remedy="mend the environment, or give episodes more time (--env.rollout_s)",
+                remedy="correct the environment, or give episodes more time (--env.rollout_s)",
             )
         for one in played:
             for name, value in one.metrics.items():

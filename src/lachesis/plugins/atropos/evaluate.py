@@ -46,7 +46,7 @@ FLAGS = {
     "--samples N": f"rollouts of each, at --temperature (1.0); pass@k is for k up to it ({_SAMPLES})",
     "--greedy": "one rollout of each, greedy",
     "--max-tokens N": "most tokens of a completion",
-    "--json FILE": "write what came of it there; - is the standard output, and no table then",
+    "--json FILE": "write the result there; - is the standard output, without the table",
     "--env.FLAG VALUE": "any other flag of the environment, as --env.args '{...}'",
 }
 
@@ -108,7 +108,7 @@ def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
             return found, []
         if isinstance(found, type) and not hasattr(found, "reset") and not hasattr(found, "initial_observation"):
             raise ConfigError(
-                f"{name} is no environment",
+                f"{name} is not an environment",
                 remedy="name a subclass of Environment, or a class that can be stepped (docs/environments.md)",
             )
         return EPISODES["steps"], [f"--env.environment={name}"]

@@ -63,7 +63,7 @@ def find(name: str) -> type[Environment[Any, Any]]:
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(
-            f"{name} is no environment",
+            f"{name} is not an environment",
             remedy="name a subclass of lachesis.plugins.atropos.environments.base.Environment",
         )
     return found

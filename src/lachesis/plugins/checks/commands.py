@@ -79,7 +79,7 @@ def rewards_check(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(help="Problems to look at.")] = 16,
     gold: Annotated[str | None, typer.Option(help="Column with the right answers.")] = None,
-    gold_format: Annotated[str, typer.Option(help="What an answer looks like.")] = "{gold}",
+    gold_format: Annotated[str, typer.Option(help="Form of an answer.")] = "{gold}",
 ) -> None:
     """Run the reward functions on right, empty, truncated, swapped and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config

@@ -38,7 +38,7 @@ def try_disk(config: LachesisConfig) -> Check:
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written: {error.strerror or error}",
-            remedy="give a run.dir where this user may write and where there is room",
+            remedy="give a run.dir where this user may write and that has room",
         ) from error
     # A checkpoint is as large for any number of devices; these are the fewest that the run takes.
     planned = plan(config, devices=config.distributed.context_parallel_size)
@@ -73,7 +73,7 @@ def measure(directory: Path, *, size: int = BYTES, limit_s: float = LIMIT_S) -> 
         started, read = time.perf_counter(), 0
         while chunk := file.read(_BLOCK):
             if chunk != block[: len(chunk)]:
-                raise OSError(f"what was read at byte {read} is not what was written there")
+                raise OSError(f"the bytes read at {read} is not what was written there")
             read += len(chunk)
     return DiskSpeed(written, write=written / write_s, read=read / (time.perf_counter() - started))
 

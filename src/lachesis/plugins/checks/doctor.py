@@ -97,7 +97,7 @@ def inspect_bytecode() -> Check:
     return Check(
         "bytecode",
         f"{', '.join(spec.name for spec in lacking)}: not compiled, so that each process compiles what it imports of "
-        f"them, which can double the time of its start; {remedy}",
+        f"them, which can double its start time; {remedy}",
     )
 
 

@@ -97,7 +97,7 @@ def kubernetes(
     mount: Annotated[str, typer.Option(help="Where the volume is in each pod; run.dir has to be below.")] = "/shared",
     namespace: Annotated[str | None, typer.Option(help="Of all objects; kubectl's own if unset.")] = None,
     secret: Annotated[
-        str | None, typer.Option(help="A Secret that is there, with both tokens; if unset a new one is printed.")
+        str | None, typer.Option(help="Name of an existing Secret with both tokens; if unset a new one is printed.")
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,

@@ -124,7 +124,7 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
         return [engine.port + number for number in range(servers)]
     if servers:
         raise ConfigError(
-            f"--servers is {servers}, and engine.kind {engine.kind} is none that a job starts",
+            f"--servers is {servers}, and engine.kind {engine.kind} is not one that a job starts",
             remedy="leave --servers out, or set engine.kind: vllm",
         )
     return []

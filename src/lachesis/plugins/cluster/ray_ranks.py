@@ -36,7 +36,7 @@ _LOOK_S = 0.5
 
 _FROM: Mapping[tuple[str, ...], str] = {
     ("--resume",): "from the last checkpoint",
-    ("--overwrite",): "from the start, for there is no checkpoint yet",
+    ("--overwrite",): "from the start, as there is no checkpoint yet",
 }
 
 

@@ -314,5 +314,5 @@ class _Tail:
             whole = file.read().rpartition(b"\n")[0]
         self._read += len(whole) + bool(whole)
         for line in whole.decode(errors="replace").splitlines() if whole else []:
-            if not line.startswith("error: ") and "; go on with: " not in line:
+            if not line.startswith("error: ") and "; resume with: " not in line:
                 say(line)

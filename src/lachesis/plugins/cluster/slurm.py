@@ -96,7 +96,7 @@ def _logs(run_dir: Path) -> Path:
 def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str]:
     """Whole nodes: steps share their CPUs and memory. Each option is one word."""
     if job.time is not None and not _TIME.fullmatch(job.time):
-        raise ConfigError(f"--time {job.time!r} is no time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
+        raise ConfigError(f"--time {job.time!r} is not a time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
     tasks = 1 if job.ray else max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
     values: dict[str, object] = {
         "chdir": job.directory,
@@ -115,10 +115,10 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
     given = {name: str(value) for name, value in values.items() if value is not None}
     for name in ("partition", "account"):
         if name in given and not _NAME.fullmatch(given[name]):
-            raise ConfigError(f"--{name} {given[name]!r} is no name", remedy="write it as one word")
+            raise ConfigError(f"--{name} {given[name]!r} is not a name", remedy="write it as one word")
     words = [f"--{name}={shlex.quote(value)}" if value else f"--{name}" for name, value in given.items()]
     if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
-        raise ConfigError(f"{wrong[0]!r} is no option of sbatch", remedy="write it as in --sbatch=--qos=high")
+        raise ConfigError(f"{wrong[0]!r} is not an option of sbatch", remedy="write it as in --sbatch=--qos=high")
     return [*words, "--exclusive", "--requeue", *job.more]
 
 

@@ -46,7 +46,7 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     }
     if _known(data, ACCELERATE) > max(known.values()):
         raise ConfigError(
-            "this is a configuration of accelerate, which says how many processes run and not what they train",
+            "this is a configuration of accelerate, which describes processes and not training",
             remedy="give the training's own configuration; for several processes start it with torchrun",
         )
     return max(known, key=lambda name: known[name])

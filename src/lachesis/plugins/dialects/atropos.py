@@ -223,7 +223,7 @@ def _read(argv: Sequence[str]) -> Document:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
-            document.problems.append(f"{argument!r} is no flag and belongs to none")
+            document.problems.append(f"{argument!r} is not a flag and belongs to none")
             continue
         flag, equals, text = argument[2:].partition("=")
         flag = flag.replace("_", "-")

@@ -42,11 +42,11 @@ With the last five the engine runs already: `lachesis serve --model MODEL`, for 
 """
 _OWN = """\
 Lachesis's own
-  --resume           Go on from the last checkpoint in --save-path.
-  --overwrite        Replace a run that is there already.
-  --set KEY=VALUE    Set a key of Lachesis's own, as in --set evaluation.every_steps=10.
+  --resume           Resume from the last checkpoint in --save-path.
+  --overwrite        Replace an existing run.
+  --set KEY=VALUE    Set a key of Lachesis, as in --set evaluation.every_steps=10.
   --benchmark        Print the times of all steps at the end.
-  --ui               Show the run on a live page as long as it goes on.
+  --ui               Show the run on a live page while it runs.
   --help             This."""
 _WIDTH = 110
 

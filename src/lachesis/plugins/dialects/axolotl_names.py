@@ -200,7 +200,7 @@ def _trl() -> Iterator[Entry]:
     yield together("trl.generation_batch_size", "batch.steps_per_generation", "unique prompts of one generation")
     yield Entry("trl.rollout_func", "source.rollout_func")
     yield Entry("trl.vllm_guided_decoding_regex", "sampling.guided_regex")
-    yield from nothing("asynchronous features need no switch of their own here", "trl.use_data_producer")
+    yield from nothing("asynchronous features need no separate switch here", "trl.use_data_producer")
     alike = ("async_prefetch", "prefetch_depth", "streaming_min_groups", "replay_recompute_logps")
     for name in (*alike, "reroll_start_fraction", "reroll_max_groups"):
         yield Entry(f"trl.{name}", f"pipeline.{name}")

@@ -48,8 +48,8 @@ def put_chat_template(translation: Translation) -> None:
     else:
         translation.problem(
             name,
-            f"{describe(template)} is a template that Axolotl brings along, and the model's name is none of that "
-            "family's; write tokenizer_default, or jinja with the template's text or file in chat_template_jinja",
+            f"{describe(template)} is a template that Axolotl brings along, and the model's name is not of that "
+            "family; write tokenizer_default, or jinja with the template's text or file in chat_template_jinja",
         )
 
 

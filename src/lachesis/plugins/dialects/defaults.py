@@ -68,7 +68,7 @@ DIFFERENT: Mapping[str, Mapping[str, Difference]] = {
             "float32",
             _DTYPES,
         ),
-        "torch_compile": Difference("false", "decoder layers are compiled where it pays", "false"),
+        "torch_compile": Difference("false", "decoder layers are compiled if it pays", "false"),
         "logging_steps": Difference("10", "each step is logged", "10"),
     },
 }
@@ -82,7 +82,7 @@ IN_CODE: Mapping[str, Mapping[str, Difference]] = {
             ("bfloat16", "fp16", "float16", "float32"),
         ),
         "logging_steps": Difference("500", "each step is logged", "500"),
-        "torch_compile": Difference("false", "decoder layers are compiled where it pays", "false"),
+        "torch_compile": Difference("false", "decoder layers are compiled if it pays", "false"),
     },
     "TRL": {
         "output_dir": Difference("./trainer_output", "the run is in runs/run", "./trainer_output"),

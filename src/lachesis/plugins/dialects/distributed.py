@@ -209,7 +209,7 @@ def _read(path: str) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     if not is_object(content):
         raise ConfigError(f"{path} holds {describe(content)}, not an object")
     return content

@@ -44,7 +44,7 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         raise ConfigError(
             f"{path} starts no trainer whose arguments Lachesis knows",
             remedy="give a script of TRL's, verl's or OpenRLHF's, or a YAML file; `lachesis grpo` takes the flags of "
-            "the Atropos trainer as they are",
+            "the Atropos trainer directly",
         )
     apply_overrides(document, overrides, row_sections=() if dialect == "canonical" else row_sections(dialect))
     if dialect == "canonical":
@@ -75,7 +75,7 @@ def _of_other_system(document: Document, names: Mapping[str, Any], system: str) 
     said = [
         *(f"{finding.level}: {finding.message}" for finding in translation.findings),
         f"{system}'s rewards have another signature: write rewards.functions",
-        *([f"without influence on what is trained, and left out: {', '.join(rest)}"] if rest else []),
+        *([f"no influence on training, left out: {', '.join(rest)}"] if rest else []),
     ]
     return _written(f"Translated from {system}'s keys in {Path(document.name).name}.", said, translation)
 

@@ -77,9 +77,7 @@ def put_address(translation: Translation, name: str, port: Any) -> str:
     """Return the URL of the server whose host ``name`` says; a host that is a URL already is a problem."""
     host = translation.text(name, "0.0.0.0")
     if "/" in host or host.count(":") == 1:
-        translation.problem(
-            name, f"expected the name or address of a host, got {host!r}; ports have a key of their own"
-        )
+        translation.problem(name, f"expected the name or address of a host, got {host!r}; ports have their own key")
     return engine_address(host, port)
 
 
@@ -421,7 +419,7 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
         fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
         translation.problem(
             name,
-            f"{prompts} prompts ({meaning}) is no multiple of the {step} prompts of an optimizer step; the nearest "
+            f"{prompts} prompts ({meaning}) is not a multiple of the {step} prompts of an optimizer step; the nearest "
             f"that fit: {fitting} prompts, or what divides {step}",
         )
         return

@@ -60,7 +60,7 @@ def put_hub(translation: Translation) -> None:
 def _put_repository(translation: Translation, repo: object, name: str) -> bool:
     """Set the repository; return False if its name has a ``${VERSION}`` that a script has yet to fill in."""
     if isinstance(repo, str) and "${" in repo:
-        text = f"{describe(repo)} is no name of a repository yet, so nothing is uploaded; `lachesis push` does it later"
+        text = f"{describe(repo)} is not yet a repository's name, so nothing is uploaded; `lachesis push` does it later"
         translation.warning(name, text)
         return False
     translation.put("checkpoint.hub.repo", repo, name)

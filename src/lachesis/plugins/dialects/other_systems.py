@@ -46,7 +46,7 @@ def finish(translation: Translation) -> None:
     if completions is None or not isinstance(group, int):
         return
     if completions % group:
-        translation.problem(part, f"{completions} completions are no whole groups of {group}")
+        translation.problem(part, f"{completions} completions are not whole groups of {group}")
         return
     _put_batch(translation, prompts, completions // group, written=written, part=part)
 
@@ -62,7 +62,7 @@ def _put_batch(translation: Translation, prompts: int | None, step: int | None, 
     if prompts % step:
         fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
         translation.problem(
-            written, f"{prompts} prompts are no multiple of the {step} of an optimizer step; {fitting} are"
+            written, f"{prompts} prompts are not a multiple of the {step} of an optimizer step; {fitting} are"
         )
         return
     translation.put("batch.prompts_per_step", step, part)

@@ -286,7 +286,7 @@ class Translation:
         if not self.dialect.prefix:
             null = "None" if self.document.name == FROM_PYTHON else "null"
             without = self.document.setting(name, null)
-            hint += f" If it is for a trainer of your own, {without} trains without what it does there"
+            hint += f" If it is for your own trainer, {without} trains without what it does there"
         self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:

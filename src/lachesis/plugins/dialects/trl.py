@@ -214,7 +214,7 @@ def _check_generation_batch(translation: Translation, *, processes: int) -> None
     value = translation.whole(name, 1)
     completions = None if value is None else value if name == batch else value * rows * processes
     if completions is not None and completions % group:
-        translation.problem(name, f"{completions} completions are no multiple of num_generations {group}")
+        translation.problem(name, f"{completions} completions are not a multiple of num_generations {group}")
         return
     prompts = None if completions is None else completions // group
     check_generation_batch(translation, name, prompts=prompts, meaning=f"TRL: {completions} completions")

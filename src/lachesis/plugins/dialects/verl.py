@@ -85,14 +85,14 @@ def _entries() -> Iterator[Entry]:
     yield from _run()
     for section, names in _NO_INFLUENCE.items():
         for name in names:
-            yield Entry(f"{section}{name}", treatment="together", note="no influence on what is trained")
+            yield Entry(f"{section}{name}", treatment="together", note="no influence on training")
 
 
 def _model_and_data() -> Iterator[Entry]:
     yield Entry(f"{_MODEL}path", "model.path")
     yield Entry(f"{_MODEL}trust_remote_code", "model.trust_remote_code")
     yield Entry(f"{_MODEL}enable_gradient_checkpointing", "model.gradient_checkpointing", default=True)
-    yield together(f"{_MODEL}lora_rank", "adapter.r", "0 is none")
+    yield together(f"{_MODEL}lora_rank", "adapter.r", "0 turns it off")
     yield together(f"{_MODEL}lora_alpha", "adapter.alpha")
     yield together(f"{_MODEL}target_modules", "adapter.targets")
     yield from refused(
@@ -141,7 +141,7 @@ def _sampling() -> Iterator[Entry]:
     ):  # fmt: skip
         yield Entry(f"{_ROLLOUT}multi_turn.{name}", treatment="together", note=_BESIDE)
     yield Entry(f"{_ROLLOUT}enable_rollout_routing_replay", "algorithm.router_replay")
-    yield from refused("its bytes differ from those that are trained: take it out", f"{_ROLLOUT}quantization",
+    yield from refused("its bytes differ from the trained ones: remove it", f"{_ROLLOUT}quantization",
                        f"{_ROLLOUT}quantization_config_file")  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def _optimizer() -> Iterator[Entry]:
         )
     yield Entry(f"{optim}min_lr_ratio", "optimizer.min_lr_ratio")
     yield from refused("Lachesis' cosine falls once: write 0.5", f"{optim}num_cycles", fine=(0.5,))
-    yield from refused("AdamW is what is common", f"{optim}optimizer", fine=("AdamW", "adam", "adamw"))
+    yield from refused("both have AdamW", f"{optim}optimizer", fine=("AdamW", "adam", "adamw"))
     yield from refused("write the options as optimizer keys", f"{optim}override_optimizer_config")
     for name in ("grad_clip", "optim.clip_grad"):  # of FSDP, and of Megatron
         yield Entry(f"{_ACTOR}{name}", "optimizer.max_grad_norm", convert=nonzero)
@@ -204,7 +204,7 @@ def _run() -> Iterator[Entry]:
     yield from cannot(_REWARDS, "custom_reward_function.path", "reward.custom_reward_function.path")
     for section in ("custom_reward_function.", "reward.custom_reward_function."):
         yield Entry(f"{section}name", treatment="together", note=_BESIDE)
-    yield Entry("trainer.project_name", treatment="together", note="no influence on what is trained")
+    yield Entry("trainer.project_name", treatment="together", note="no influence on training")
     for section in ("reward_model.", "reward."):
         yield from refused("write a reward function that asks the model, or rewards.models", f"{section}enable")
         for name in ("reward_manager", "num_workers", "launch_reward_fn_async", "use_reward_loop", "strategy",

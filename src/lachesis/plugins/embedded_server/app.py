@@ -187,4 +187,4 @@ def _check(options: ServeOptions) -> None:
     for root in options.adapter_roots:
         # One that is not there yet may come: a run makes its directory once everything else has been checked.
         if root.exists() and not root.is_dir():
-            raise ConfigError(f"--adapter-root {root} is no directory", remedy="name one")
+            raise ConfigError(f"--adapter-root {root} is not a directory", remedy="name one")

@@ -299,7 +299,7 @@ def render_chat(
 ) -> tuple[int, ...]:
     """Render a conversation to token ids; raise Refused (400) if it is malformed or there is no chat template."""
     if not body.messages or not all(isinstance(message.get("role"), str) for message in body.messages):
-        raise Refused("messages is no list of messages with a role", remedy='send [{"role": "user", "content": ...}]')
+        raise Refused("messages is not a list of objects with a role", remedy='send [{"role": "user", "content": ...}]')
     if tokenizer.chat_template is None:
         raise Refused("the model's tokenizer has no chat template", remedy="use /v1/completions or /generate")
     try:

@@ -102,7 +102,7 @@ def _left_out(log: MetricsLog, step: int | None) -> str:
     last = log.steps[-1].step if log.steps else 0
     if step is None or last <= step:
         return ""
-    return f"The model is that of step {step}. The run went on to step {last}; all figures here are up to step {step}."
+    return f"The model is that of step {step}. The run continued to step {last}; all figures are up to step {step}."
 
 
 def _curve(log: MetricsLog) -> str:

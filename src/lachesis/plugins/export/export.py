@@ -141,7 +141,7 @@ def _place(source: Path) -> tuple[Path, str | None]:
     if source.is_dir() and name != number and number.isdigit() and run_paths(run_dir)["config"].is_file():
         return run_dir, name
     raise CheckpointError(
-        f"{source} is no checkpoint in a run's directory, and no run",
+        f"{source} is neither a checkpoint in a run's directory nor a run",
         remedy="name RUN/checkpoints/step_N, beside which RUN/config.yaml is, or RUN for its latest checkpoint",
     )
 

@@ -27,7 +27,7 @@ def _gigabytes(text: str) -> float:
     """Return the size of a card in GB from text such as ``24`` or ``24GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?|GiB)?", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) < 1:
-        raise typer.BadParameter(f"{text!r} is no size of a card: give its gigabytes, as 24 or 24GB")
+        raise typer.BadParameter(f"{text!r} is not a size of a card: give its gigabytes, as 24 or 24GB")
     return float(found[1])
 
 
@@ -36,7 +36,7 @@ def plan_command(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG|FLAGS", help="YAML file, or flags as `grpo` takes them.")],
     overrides: Overrides = None,
-    device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
+    device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Device; this machine's if unset.")] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
     fit_gb: Annotated[
         float | None,

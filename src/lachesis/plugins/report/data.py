@@ -40,7 +40,7 @@ def read_run(run_dir: Path) -> Run:
             config = yaml.safe_load(paths["config"].read_text(encoding="utf-8")) or {}
         except yaml.YAMLError as error:
             raise DataError(
-                f"{paths['config']} is no YAML: {' '.join(str(error).split())}",
+                f"{paths['config']} is not YAML: {' '.join(str(error).split())}",
                 remedy="restore the file, or remove it to see the report without settings",
             ) from error
     return Run(Path(run_dir), config if isinstance(config, Mapping) else {}, read_metrics(paths["metrics"]))

@@ -128,7 +128,7 @@ def _pattern(words: str | None) -> re.Pattern[str] | None:
         return None if words is None else re.compile(words, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"--find {words} is no regular expression: {error}", remedy="escape its signs by \\"
+            f"--find {words} is not a regular expression: {error}", remedy="escape its signs by \\"
         ) from error
 
 

@@ -185,7 +185,7 @@ def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
     """
     words = re.fullmatch(r"(\d+):(\d+):(\d+)", place)
     if words is None:
-        raise DataError(f"{place!r} is no place of a rollout", remedy="write STEP:GROUP:NUMBER, as the search shows it")
+        raise DataError(f"{place!r} is not a place of a rollout", remedy="write STEP:GROUP:NUMBER, as in the search")
     step, group, number = (int(word) for word in words.groups())
     path = _tape(run_dir).get(step)
     lines = [] if path is None else list(read_lines(path))

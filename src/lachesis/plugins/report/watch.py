@@ -157,10 +157,10 @@ class Watch:
         run_dir, what = self._dir(request), request.url.path.strip("/")
         status = read_status(run_dir)
         if not status.goes_on:
-            return PlainTextResponse(f"the run does not go on: it is {status.state}", status_code=409)
+            return PlainTextResponse(f"the run is not running: it is {status.state}", status_code=409)
         if what == "resume":
             take(run_dir, "pause")
-            return PlainTextResponse("asked; it goes on")
+            return PlainTextResponse("requested; it resumes")
         ask(run_dir, _ASKED[what])
         return PlainTextResponse("asked; it does so after this step")
 
@@ -195,7 +195,7 @@ def _row(hit: Hit) -> dict[str, Any]:
 
 def _whole(words: str) -> int:
     if not words.isdecimal():
-        raise DataError(f"{words!r} is no step", remedy="write the number of a step")
+        raise DataError(f"{words!r} is not a step", remedy="write the number of a step")
     return int(words)
 
 
@@ -203,7 +203,7 @@ def _decimal(words: str | None) -> float | None:
     try:
         return None if words is None else float(words)
     except ValueError as error:
-        raise DataError(f"{words!r} is no number", remedy="write a reward such as 0.5") from error
+        raise DataError(f"{words!r} is not a number", remedy="write a reward such as 0.5") from error
 
 
 async def _refused(_: Request, error: Exception) -> Response:

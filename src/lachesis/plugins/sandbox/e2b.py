@@ -164,14 +164,14 @@ class E2bSandbox:
         printed = "".join(str(one.get("text", "")) for one in messages if one.get("type") == "stdout")
         if _MARK not in printed:
             why = next((f"{one.get('name')}: {one.get('value')}" for one in messages if one.get("type") == "error"), "")
-            raise SandboxError(f"{machine.url} does not say what came of a program: {why[:200]}", remedy="see its log")
+            raise SandboxError(f"{machine.url} did not report a program's result: {why[:200]}", remedy="see its log")
         seconds = time.monotonic() - started
         try:
             return _outcome(*read_json(printed.rpartition(_MARK)[2]), limits=program.limits, seconds=seconds)
         except (ValueError, TypeError) as error:  # the program has found where the cell prints
             raise SandboxError(
-                f"{machine.url} does not say what came of a program, but something else: {error}",
-                remedy="see what the program does",
+                f"{machine.url} reports something other than the result of a program: {error}",
+                remedy="check the program",
             ) from error
 
     def _request(
@@ -207,7 +207,7 @@ def _refused(error: urllib.error.HTTPError, url: str, template: str) -> NoReturn
     remedy = {
         401: f"correct {KEY_VARIABLE}",
         404: f"see whether there is a template {template!r} (rewards.sandbox: e2b:TEMPLATE)",
-        429: "let fewer programs run at a time, or ask for a higher limit",
+        429: "run fewer programs at once, or ask for a higher limit",
     }.get(error.code, "see the server's log")
     raise SandboxError(f"{url} answers {error.code}: {said}", remedy=remedy) from error
 

@@ -88,5 +88,5 @@ class FusionSandbox:
         except (OSError, ValueError) as error:
             raise SandboxError(f"{self._url} gives no answer ({error})", remedy=_REMEDY) from error
         if not isinstance(answer, dict):
-            raise SandboxError(f"{self._url} answers what is none", remedy=_REMEDY)
+            raise SandboxError(f"{self._url} answers with something else", remedy=_REMEDY)
         return answer

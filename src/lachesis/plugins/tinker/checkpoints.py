@@ -79,7 +79,7 @@ class CheckpointStore:
         """
         if not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{name!r} is no name of a checkpoint", remedy="use letters, digits and _ . + = -, no slash"
+                f"{name!r} is not a name of a checkpoint", remedy="use letters, digits and _ . + = -, no slash"
             )
         target = self._root / run_id / kind / name
         if not overwrite and target.exists() and self._about(target) is not None:
@@ -163,6 +163,6 @@ def _parts(path: str) -> tuple[str, str, str]:
     found = _PATH.fullmatch(path)
     if found is None or not _NAME.fullmatch(found[3]):
         raise DataError(
-            f"{path!r} is no path of a checkpoint", remedy="write tinker://RUN/weights/NAME, as a save answers"
+            f"{path!r} is not a path of a checkpoint", remedy="write tinker://RUN/weights/NAME, as a save answers"
         )
     return found[1], found[2], found[3]

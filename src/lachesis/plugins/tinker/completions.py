@@ -119,6 +119,6 @@ def _completion(choice: Any) -> Completion:
 
 def _malformed(url: str, reason: object) -> EngineError:
     return EngineError(
-        f"{url}/v1/completions answered without what was asked for: {reason}",
+        f"{url}/v1/completions answered without the requested fields: {reason}",
         remedy="use a vLLM server that knows return_token_ids",
     )

@@ -47,5 +47,5 @@ class TinkerOptions(BaseModel):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="A further name that it is asked for by, beside addresses and this machine's own; may be repeated.",
+        description="Host name that requests may use, besides addresses and this machine's own; may be repeated.",
     )

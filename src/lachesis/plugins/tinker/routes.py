@@ -131,7 +131,7 @@ class Routes:
         """Raise Unknown if a session, run, sampler or checkpoint of these names is another client's."""
         for name in names:
             if not self._service.owns(request.state.client, name):
-                raise Unknown(f"there is no {name}, or no more", remedy="use what was made with the same key")
+                raise Unknown(f"there is no {name}, or it has ended", remedy="use what was made with the same key")
 
     async def _read(self, request: Request, body: type[B]) -> B:
         """Return a request's body, all of whose names are the client's own.
@@ -176,7 +176,7 @@ class Routes:
         request_id = (await _read(request, FutureRetrieveRequest)).request_id
         future = self._service.futures.find(request_id)
         if future is None:
-            raise Unknown(f"there is no request {request_id}, or no more", remedy="send it again")
+            raise Unknown(f"there is no request {request_id}, or it has ended", remedy="send it again")
         found = await _result(future)
         if found is None:
             return JSONResponse({"queue_state": "active"}, status_code=408)
@@ -275,7 +275,7 @@ class Routes:
         run_id = request.path_params["run"]
         run = self._service.runs.get(run_id)
         if run is None or run.training is None:
-            raise Unknown(f"there is no run {run_id}, or no more", remedy="look for what it saved in its checkpoints")
+            raise Unknown(f"there is no run {run_id}, or it has ended", remedy="look for its checkpoints")
         return _model(self._described(run_id, run))
 
     def _described(self, run_id: str, run: Run) -> types.TrainingRun:
@@ -312,7 +312,7 @@ class Routes:
         return page(self._service)
 
     async def _unserved(self, request: Request) -> Response:
-        remedy = "docs/tinker.md says what is served"
+        remedy = "docs/tinker.md lists what is served"
         return _refusal(404, f"{request.method} {request.url.path} is not served here", remedy)
 
 
@@ -320,7 +320,7 @@ def _count(request: Request, name: str, default: int) -> int:
     """Return a number of the query. Raises DataError if it is not one."""
     given = request.query_params.get(name, str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise DataError(f"{name}={given!r} is no number from 0 on", remedy="give one")
+        raise DataError(f"{name}={given!r} is not a number from 0 on", remedy="give one")
     return int(given)
 
 
@@ -356,7 +356,7 @@ def _unpacked(body: bytes, *, limit: int) -> bytes:
                         remedy="send the data in several requests",
                     )
     except zstandard.ZstdError as error:
-        raise DataError(f"the body is no zstd: {error}", remedy="send it as it is") from error
+        raise DataError(f"the body is not zstd: {error}", remedy="send it as it is") from error
     return bytes(content)
 
 
@@ -377,7 +377,7 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         return read_object(body)
     except ValueError as error:
-        raise DataError(f"the body is no JSON object: {error}", remedy="use the client tinker 0.38") from error
+        raise DataError(f"the body is not a JSON object: {error}", remedy="use the client tinker 0.38") from error
 
 
 def _model(model: BaseModel) -> Response:

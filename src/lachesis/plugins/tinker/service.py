@@ -408,7 +408,7 @@ class Service:
 
     def _run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
-            remedy = "create it anew, from a saved state where there is one"
+            remedy = "create it anew, from a saved state if there is one"
             raise Unknown(f"there is no run {run_id}, or no more: its session has ended", remedy=remedy)
         self.hear(run.session_id)
         run.last_request = time.time()

@@ -187,11 +187,11 @@ class TrainingRun:
 
 def _wrong_parameter(adam: AdamStep) -> str:
     checks = {
-        f"learning_rate {adam.learning_rate:g} is no finite number from 0 on": 0 <= adam.learning_rate < math.inf,
+        f"learning_rate {adam.learning_rate:g} is not a finite number from 0 on": 0 <= adam.learning_rate < math.inf,
         f"beta1 {adam.beta1:g} is not from 0 to below 1": 0 <= adam.beta1 < 1,
         f"beta2 {adam.beta2:g} is not from 0 to below 1": 0 <= adam.beta2 < 1,
         f"eps {adam.eps:g} is not above 0": 0 < adam.eps < math.inf,
-        f"weight_decay {adam.weight_decay:g} is no finite number from 0 on": 0 <= adam.weight_decay < math.inf,
-        f"grad_clip_norm {adam.grad_clip_norm:g} is no finite number from 0 on": 0 <= adam.grad_clip_norm < math.inf,
+        f"weight_decay {adam.weight_decay:g} is not a finite number from 0 on": 0 <= adam.weight_decay < math.inf,
+        f"grad_clip_norm {adam.grad_clip_norm:g} is not a finite number from 0 on": 0 <= adam.grad_clip_norm < math.inf,
     }
     return next((wrong for wrong, right in checks.items() if not right), "")

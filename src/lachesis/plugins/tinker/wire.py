@@ -37,7 +37,7 @@ def pass_message(body: bytes) -> PassMessage:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise DataError("the body is no ForwardBackwardRequest", remedy="use the client tinker 0.38") from error
+        raise DataError("the body is not a ForwardBackwardRequest", remedy="use the client tinker 0.38") from error
     return PassMessage(message.model_id, message.seq_id, message)
 
 
@@ -92,7 +92,7 @@ def _numbers(content: bytes, dtype: Any, what: str) -> np.ndarray:
         return np.frombuffer(content, dtype=dtype)
     except ValueError as error:
         size = np.dtype(dtype).itemsize
-        wrong = f"{what}: {len(content)} bytes, which are no numbers of {size}"
+        wrong = f"{what}: {len(content)} bytes, which are not numbers of {size}"
         raise DataError(wrong, remedy="correct it") from error
 
 

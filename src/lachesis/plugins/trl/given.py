@@ -40,7 +40,7 @@ def model_path(model: Any, processing_class: Any, *, place: Path) -> tuple[str, 
         )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"model: {type(model).__name__} is no model of transformers", remedy="pass one, its hub id or its directory"
+            f"model: {type(model).__name__} is not a transformers model", remedy="pass one, its hub id or its directory"
         )
     model.save_pretrained(str(place))
     save_tokenizer(processing_class or AutoTokenizer.from_pretrained(model.name_or_path), place)
@@ -63,7 +63,7 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
         return {}
     if not isinstance(peft_config, LoraConfig):
         raise ConfigError(
-            f"peft_config: {type(peft_config).__name__} is no LoraConfig", remedy="Lachesis trains LoRA; pass that"
+            f"peft_config: {type(peft_config).__name__} is not a LoraConfig", remedy="Lachesis trains LoRA; pass that"
         )
     plain = LoraConfig()
     asked = [

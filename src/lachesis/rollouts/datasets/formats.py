@@ -191,7 +191,7 @@ def _text(row: Row, column: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
     what = "is empty or missing" if is_blank(value) else f"is {describe_type(value)}, not text"
-    raise DataError(f"{row.place}: column {column!r} {what}", remedy="mend that row")
+    raise DataError(f"{row.place}: column {column!r} {what}", remedy="correct that row")
 
 
 def _user(text: str) -> dict[str, str]:

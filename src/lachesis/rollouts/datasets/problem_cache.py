@@ -78,7 +78,7 @@ def save_prepared(directory: Path, key: str, prepared: Sequence[PreparedProblem]
     for one in prepared:
         line = _as_line(one)
         if line is None:
-            logger.warning("%s: a column is no plain data, so the prepared data is not kept", one.place)
+            logger.warning("%s: a column is not plain data, so the prepared data is not stored", one.place)
             return
         lines.append(line)
     body = b"".join(line + b"\n" for line in lines)

@@ -46,7 +46,7 @@ def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwa
     prompt, column = problem.prompt, problem.column
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise DataError(f"{problem.place}: the prompt in column {column!r} is empty", remedy="mend that line")
+            raise DataError(f"{problem.place}: the prompt in column {column!r} is empty", remedy="correct that line")
         return Rendered(text=prompt, messages=None, special_tokens=True)
     if isinstance(prompt, list):
         messages = _check_messages(prompt, problem.place, column)
@@ -83,7 +83,7 @@ def tokenize(
         if not ids:
             raise DataError(
                 f"{place}: the tokenizer makes no tokens of the prompt",
-                remedy="mend that line, or check that the tokenizer knows these characters",
+                remedy="correct that line, or check that the tokenizer knows these characters",
             )
     return token_ids
 
@@ -96,7 +96,7 @@ def _missing_prompt(problem: Problem) -> DataError:
     column = problem.column
     others = [name for name, value in problem.columns.items() if value is not None and name != column]
     close = nearest(column, others, cutoff=0.5) or next((name for name in _QUESTIONS if name in others), None)
-    hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or mend that line"
+    hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or correct that line"
     return DataError(
         f"{problem.place}: no prompt in column {column!r}; the columns there are: {', '.join(others) or 'none'}",
         remedy=hint,
@@ -105,7 +105,7 @@ def _missing_prompt(problem: Problem) -> DataError:
 
 def _check_messages(prompt: list[Any], place: str, column: str) -> tuple[Message, ...]:
     if not prompt:
-        raise DataError(f"{place}: the prompt in column {column!r} is empty", remedy="mend that line")
+        raise DataError(f"{place}: the prompt in column {column!r} is empty", remedy="correct that line")
     for number, message in enumerate(prompt, start=1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
             raise DataError(
@@ -135,7 +135,7 @@ def _apply_template(
     except Exception as error:
         raise DataError(
             f"{place}: the chat template failed: {type(error).__name__}: {error}",
-            remedy="mend the messages, or see model.chat_template and data.chat_template_kwargs",
+            remedy="correct the messages, or see model.chat_template and data.chat_template_kwargs",
         ) from error
     return str(text)
 
@@ -161,5 +161,5 @@ def _untokenizable(
             place, error = places[index], own
             break
     return DataError(
-        f"{place}: the prompt cannot be tokenized: {type(error).__name__}: {error}", remedy="mend that line"
+        f"{place}: the prompt cannot be tokenized: {type(error).__name__}: {error}", remedy="correct that line"
     )

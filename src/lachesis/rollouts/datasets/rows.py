@@ -170,7 +170,7 @@ def _read_csv(path: Path) -> list[Row]:
     except csv.Error as error:
         raise DataError(
             f"{path}, line {reader.line_num + 1}: malformed CSV: {error}",
-            remedy="mend the quotes of the row that begins in that line",
+            remedy="correct the quotes of the row that begins in that line",
         ) from error
     return rows
 
@@ -236,7 +236,7 @@ def _parse_json(place: str, text: str, remedy: str) -> Any:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise DataError(f"{place}: malformed JSON: {error.msg} at {line}column {error.colno}", remedy=remedy) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: JSON that cannot be read: {error}", remedy="mend that line") from error
+        raise DataError(f"{place}: JSON that cannot be read: {error}", remedy="correct that line") from error
 
 
 def is_hub_name(path: str) -> bool:
@@ -383,8 +383,8 @@ def _unreadable(path: str, name: str | None, split: str, error: Exception) -> Da
     offline = kind in ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError") or "reach" in text
     if offline and not Path(path).exists():
         return DataError(
-            f"{path} is no file or directory here, and the dataset {what} is not in the cache, and the hub cannot be "
-            f"reached: {kind}: {text}",
+            f"{path} is not a file or directory here, and the dataset {what} is not in the cache, and the hub cannot "
+            f"be reached: {kind}: {text}",
             remedy="correct the path; or, for a dataset on the hub, go online, or download it beforehand on a machine "
             "that is",
         )

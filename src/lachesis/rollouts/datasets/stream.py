@@ -40,7 +40,7 @@ def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tu
     if count >= len(rows):
         raise DataError(
             f"data.eval_size is {eval_size}, and there are only {len(rows)} problems",
-            remedy="hold out fewer problems, or name a file of their own in data.eval_path",
+            remedy="hold out fewer problems, or name a separate file in data.eval_path",
         )
     members = list(rows.values())
     drawn = np.random.default_rng(seed).permutation(len(rows))[len(rows) - count :].tolist()

@@ -58,7 +58,7 @@ class Transform:
         except Exception as error:
             raise DataError(
                 f"{row.place}: the transform {self.spec!r} raised {describe_exception(error, self.function)}",
-                remedy="mend the transform, or that row",
+                remedy="correct the transform, or that row",
             ) from error
         if not isinstance(made, Mapping):
             raise DataError(
@@ -154,7 +154,7 @@ def _made_by(named: TransformSpec, maker: Callable[..., Any]) -> tuple[Callable[
     except Exception as error:
         raise ConfigError(
             f"the transform {named.spec!r} raised {describe_exception(error, None)} when given the configuration",
-            remedy="mend it; what the configuration does not have is None there",
+            remedy="correct it; keys that the configuration lacks are None there",
         ) from error
     function, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(kwargs, Mapping):

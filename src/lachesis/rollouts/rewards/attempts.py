@@ -92,7 +92,7 @@ class RewardAttempts:
                 f"and no column of the dataset ({', '.join(known) or 'it has none'})",
                 remedy=f"did you mean {close!r}?"
                 if close
-                else "name a column that is there, add this one, or give it a default",
+                else "name an existing column, add this one, or give it a default",
             )
 
     def blanks(self, problems: Sequence[Prompt]) -> Iterator[str]:

@@ -13,9 +13,9 @@ from lachesis.common.imports import describe_exception
 from lachesis.common.types import LARGEST_NUMBER
 from lachesis.process.threads import CallOutcome
 
-HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
+HANG_REMEDY = "make it faster, give its own waits a timeout, or raise rewards.timeout_s"
 VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
-RAISE_REMEDY = "mend it, or let it return None for completions that it cannot judge"
+RAISE_REMEDY = "correct it, or let it return None for completions that it cannot judge"
 SIGNAL_REMEDY = (
     "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
     "to 1 or more (in Axolotl's keys trl.reward_num_workers to 2 or more: 1 is this process there), or turn such "
@@ -149,7 +149,7 @@ class Excluded:
 
     def __post_init__(self) -> None:
         if not self.counted:
-            raise ValueError("Excluded needs a cause of a word or two, by which completions are counted")
+            raise ValueError("Excluded needs a cause of a word or two, under which completions are counted")
 
     @property
     def counted(self) -> str:

@@ -64,7 +64,7 @@ class ThreadRunner:
         words = (
             f"reward function {getattr(self._function, '__name__', 'of a class')!r} holds the interpreter and did not "
             f"return within {timeout_s:g} s -> avoid regular expressions that backtrack and computations without end, "
-            "or leave rewards.num_workers out and name it by its file, so that it runs in a process of its own"
+            "or leave rewards.num_workers out and name it by its file, so that it runs in a separate process"
         )
 
         def invoke(arguments: Mapping[str, Any]) -> CallOutcome:

@@ -57,7 +57,7 @@ def _hermes_call(text: str) -> ToolCall:
     try:
         call = read_json(text)
     except ValueError as error:
-        return ToolCall("", error=f"the call is no JSON: {error}")
+        return ToolCall("", error=f"the call is not JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", error='the call is no {"name": ..., "arguments": {...}}')
     return _checked(call["name"], call.get("arguments", {}))
@@ -146,7 +146,7 @@ def _checked(name: str, arguments: object) -> ToolCall:
         try:
             arguments = read_json(arguments or "{}")
         except ValueError as error:
-            return ToolCall(name, error=f"the arguments are no JSON: {error}")
+            return ToolCall(name, error=f"the arguments are not JSON: {error}")
     if not isinstance(arguments, Mapping):
-        return ToolCall(name, error="the arguments are no object")
+        return ToolCall(name, error="the arguments are not an object")
     return ToolCall(name, {str(key): value for key, value in arguments.items()})  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -157,7 +157,7 @@ class ToolTurns:
         for prompt in prompts:
             if prompt.messages is None:
                 raise DataError(
-                    f"prompt {prompt.id!r} is a text, and tools are told of in a conversation",
+                    f"prompt {prompt.id!r} is a text, and tools need a conversation",
                     remedy="write prompts as lists of messages, or set data.system_prompt",
                 )
         started = time.monotonic()

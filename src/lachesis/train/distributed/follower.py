@@ -141,7 +141,7 @@ class Follower:
             )
         if turn.method not in {BUILD, END, *METHODS}:
             raise TrainingError(
-                f"turn {number} is {turn.method}, which is no method for all ranks",
+                f"turn {number} is {turn.method}, which is not a method for all ranks",
                 remedy="start all ranks with one version of lachesis",
             )
 

@@ -140,4 +140,4 @@ def _value(document: Any, tensors: Mapping[str, Tensor]) -> Any:
         case "record":
             name, fields = content
             return _RECORDS[name](**{field: _value(item, tensors) for field, item in fields.items()})
-    raise ValueError(f"{kind!r} is no kind of value")
+    raise ValueError(f"{kind!r} is not a kind of value")

@@ -266,7 +266,7 @@ class _RecordsUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _RECORDS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no record of a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a record of a checkpoint")
 
 
 def _written(directory: Path, name: str) -> Written:

@@ -66,7 +66,7 @@ class TensorCut:
         """Cut the parameters of a layer that the plan names, in place.
 
         Raises:
-            ConfigError: a dimension is no multiple of the ranks.
+            ConfigError: a dimension is not a multiple of the ranks.
         """
         for module in [*layer.modules()]:
             style = self._styles.get(module)
@@ -93,7 +93,7 @@ class TensorCut:
         if size % ranks:
             raise ConfigError(
                 f"distributed.tensor_parallel_size is {ranks}, and {name} has {size} "
-                f"{'columns' if dimension else 'rows'}: they are no whole number for each device",
+                f"{'columns' if dimension else 'rows'}: each device needs a whole number",
                 remedy=f"choose a divisor of {size}, or leave it out",
             )
 

@@ -265,7 +265,7 @@ def plan_forward(
     if tensor is not None:
         raise ModelError(
             f"{type(model).__name__} cannot be trained by devices that share the matrices of its layers: its logits "
-            f"are no product of its head's weight alone ({_tried(differences)})",
+            f"are not a product of its head's weight alone ({_tried(differences)})",
             remedy="leave distributed.tensor_parallel_size out",
         )
     raise ModelError(

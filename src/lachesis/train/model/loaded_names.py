@@ -31,19 +31,19 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
             f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}), "
             f"and would be trained from random numbers{there}",
             remedy=_prefix_words(missing, unknown)
-            or "give a checkpoint that has them, or mend its config.json where that describes another model",
+            or "give a checkpoint that has them, or correct its config.json if that describes another model",
         )
     if mismatched:
         raise ModelError(
             f"{len(mismatched)} tensors in the files of {path!r} have other shapes than in {model} "
             f"(first: {mismatched[0]}), and would be trained from random numbers",
-            remedy="mend config.json, which describes another model than the files hold",
+            remedy="correct config.json, which describes another model than the files hold",
         )
     if unknown and not left_out:
         raise ModelError(
             f"{len(unknown)} tensors in the files of {path!r} are unknown to {model} (first: {unknown[0]}), and would "
             "be left out of what is trained and saved",
-            remedy="mend config.json where it describes a smaller model, for example num_hidden_layers, or save the "
+            remedy="correct config.json if it describes a smaller model, for example num_hidden_layers, or save the "
             "checkpoint without these tensors",
         )
 

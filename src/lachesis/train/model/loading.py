@@ -412,7 +412,7 @@ def mend_generation_config(model: PreTrainedModel, path: str) -> None:
     if after := _refusal(generation):
         raise ModelError(
             f"transformers would not save the generation_config.json of {path!r} with the trained model: {after}",
-            remedy="mend or remove that file",
+            remedy="correct or remove that file",
         )
     logger.warning(
         "generation_config.json of %s has sampling parameters beside do_sample: false, which transformers does not "
@@ -499,7 +499,7 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
 
 
 def _place(path: str) -> str:
-    return repr(path) if Path(path).is_dir() else f"{path!r}, which is no directory here"
+    return repr(path) if Path(path).is_dir() else f"{path!r}, which is not a directory here"
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class RouterReplay:
             self._routers.append(router)
             module.register_forward_hook(self._replace(router))
         if not stacked_experts(model):
-            raise self._refused("it is no mixture of experts")
+            raise self._refused("it is not a mixture of experts")
         if not self._routers:
             raise self._refused("transformers does not say where its routers are")
 

@@ -68,7 +68,7 @@ def check_saved(directory: Path, expected: Mapping[str, Content]) -> None:
     missing = set(expected)
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # it is not a mapping
                 wanted, found = expected.get(name), content_of(file.get_tensor(name))
                 if found != wanted:
                     raise _differs(name, path, "should not be there" if wanted is None else _how(found, wanted))

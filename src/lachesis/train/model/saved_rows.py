@@ -189,5 +189,5 @@ def tensor_files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | No
 def _shapes(files: Mapping[str, Path]) -> Iterator[tuple[str, Shape]]:
     for path in {*files.values()}:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # it is not a mapping
                 yield name, tuple(file.get_slice(name).get_shape())

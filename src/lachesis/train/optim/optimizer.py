@@ -127,7 +127,7 @@ class PolicyOptimizer:
             if self._skipped == self._config.max_skipped_steps:
                 raise error
             self._skipped += 1
-            logger.warning("%s; the run goes on (%d in a row)", error.message, self._skipped)
+            logger.warning("%s; the run continues (%d in a row)", error.message, self._skipped)
             self._step += 1
             return norm
         self._skipped = 0

@@ -73,7 +73,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"algorithm": {"router_replay": True}, "source": {"kind": "local", "rollout_func": "a.b"}},
-            "algorithm.router_replay with source.rollout_func: what it returns does not say",
+            "algorithm.router_replay with source.rollout_func: its result does not say",
         ),
         ({"run": SFT, "source": {"kind": "verifiers", "environment": "x"}}, "sft.path is unset"),
         (
@@ -174,7 +174,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 (
                     {"options": {"method": "suffix"}},
                     {},
-                    "options.method has a key of its own; set engine.speculative.m",
+                    "options.method has its own key; set engine.speculative.m",
                 ),
                 ({"options": {"num_speculative_tokens": 2}}, {}, "set engine.speculative.tokens"),
                 ({"options": {"rejection_sample_method": "synthetic"}}, {}, "tokens are not the policy's; remove it"),
@@ -182,7 +182,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 (
                     {"method": "eagle"},
                     {},
-                    "guesses with a model of its own; name it in engine.speculative.options.model",
+                    "guesses with a separate model; name it in engine.speculative.options.model",
                 ),
                 (
                     {"method": "mtp"},
@@ -194,7 +194,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},
-            "model.matmul_dtype float8: with model.quantization nf4 the linear layers have products of their own",
+            "model.matmul_dtype float8: with model.quantization nf4 the linear layers use their own matrix products",
         ),
         *(
             (
@@ -263,7 +263,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "engine.devices 1,1 puts several servers on one GPU, which bridge.transport nccl does not reach",
         ),
-        ({"engine": {**VLLM, "devices": "cuda:1"}, "bridge": {"kind": "broadcast"}}, "'cuda:1' is no GPU as CUDA_VIS"),
+        ({"engine": {**VLLM, "devices": "cuda:1"}, "bridge": {"kind": "broadcast"}}, "'cuda:1' is not a CUDA_VIS"),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
         (
             {"engine": {**VLLM, "quantization": "fp8"}, "bridge": SHARED},
@@ -575,11 +575,11 @@ def test_an_address_that_is_none_is_a_problem_before_anything_waits_for_it(build
     for url in (address, f"dns+{address}"):
         with pytest.raises(ConfigError) as caught:
             check(build(engine={"kind": "http", "urls": [url]}, bridge={"kind": "broadcast"}))
-        assert f"engine.urls {url} is no address of a server; write it as http" in caught.value.message
+        assert f"engine.urls {url} is not an address of a server; write it as http" in caught.value.message
     source = {**ATROPOS, "url": address}
     with pytest.raises(ConfigError) as caught:
         check(build(source=source, engine={"kind": "embedded_server"}, bridge=SHARED))
-    assert f"source.url {address} is no address of a server" in caught.value.message
+    assert f"source.url {address} is not an address of a server" in caught.value.message
 
 
 def test_servers_that_a_file_names_are_no_addresses_yet(build):

@@ -44,18 +44,18 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"shard_size": 3}, "shard_size is 3 and there are 4 devices: they make no whole groups"),
-        ({"replicate_size": 3}, "replicate_size is 3 and there are 4 devices: they make no whole groups"),
+        ({"shard_size": 3}, "shard_size is 3 and there are 4 devices: they do not make whole groups"),
+        ({"replicate_size": 3}, "replicate_size is 3 and there are 4 devices: they do not make whole groups"),
         ({"replicate_size": 2, "shard_size": 4}, "replicate_size is 2, of groups of 4, and there are 4 devices"),
         ({"replicate_size": 2, "shard_size": 1}, "replicate_size is 2, of groups of 1, and there are 4 devices"),
         ({"strategy": "replicate", "shard_size": 2}, "strategy replicate cuts nothing"),
         ({"strategy": "replicate", "replicate_size": 2}, "of groups of 1, and there are 4 devices"),
-        ({"context_parallel_size": 3}, "context_parallel_size is 3 and 4 device\\(s\\) train: they make no whole"),
+        ({"context_parallel_size": 3}, "context_parallel_size is 3 and 4 device\\(s\\) train: they do not make whole"),
         (
             {"context_parallel_size": 2, "shard_size": 4},
             "shard_size is 4 and there are 2 groups of 2 that share a micro-batch",
         ),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3 and 4 device\\(s\\) train: they make no whole"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3 and 4 device\\(s\\) train: they do not make whole"),
         (
             {"tensor_parallel_size": 2, "context_parallel_size": 4},
             "context_parallel_size is 4 and distributed.tensor_parallel_size is 2 and 4 device",
@@ -114,7 +114,7 @@ def test_experts_are_shared_out_evenly_and_not_computed_by_each():
     require_experts(Mesh(tensor=2), experts=1)
     for mesh, experts, expected in (
         (Mesh(shard=3, expert=3), 8, "expert_parallel_size is 3, and the model has 8 in a layer"),
-        (Mesh(shard=2, expert=2), 1, "the model is no mixture of experts"),
+        (Mesh(shard=2, expert=2), 1, "the model is not a mixture of experts"),
         (Mesh(tensor=2), 8, "each of these devices would compute all 8 experts"),
     ):
         with pytest.raises(ConfigError, match=expected) as caught:

@@ -339,7 +339,7 @@ BAD_REQUESTS = {
     "repetition_penalty = 0": GenerationRequest((5,), SamplingParams(3, repetition_penalty=0)),
     "no tokenizer": GenerationRequest((5,), SamplingParams(3, stop=("x",))),
     "empty stop string": GenerationRequest((5,), SamplingParams(3, stop=("",))),
-    "no mixture of experts": GenerationRequest((5,), SamplingParams(3, routed_experts=True)),
+    "not a mixture of experts": GenerationRequest((5,), SamplingParams(3, routed_experts=True)),
 }
 
 

@@ -44,7 +44,7 @@ def test_names_with_and_without_what_peft_adds(name):
     "name", ["a.b.weight", "lora_A.weight", "a.lora_embedding_A", "a.lora_C.weight", "a.lora_A.bias"]
 )
 def test_other_names_are_refused(name):
-    with pytest.raises(Refused, match="no A or B"):
+    with pytest.raises(Refused, match="not an A or B"):
         adapted_module(name)
 
 
@@ -103,7 +103,7 @@ def header(document: Any, data: bytes = b"") -> bytes:
 def test_files_that_are_no_safetensors_are_refused(tmp_path, content):
     write(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(Refused, match="no whole safetensors file") as caught:
+    with pytest.raises(Refused, match="not a complete safetensors file") as caught:
         read_adapter(tmp_path, max_rank=8)
     assert caught.value.status == 400
 

@@ -157,7 +157,7 @@ def test_an_old_adapter_that_stayed_in_the_slots_is_seen():
         (adapter("q_proj", out=OUT - 1), SPEC, r"\[3, 2\].*of 6 to 4 features"),
         (adapter("q_proj", r=1), SPEC, "not .2, in. and .out, 2."),
         (dict([adapter("q_proj").popitem()]), SPEC, "A and B|not .2, in."),
-        ({"layer.q_proj.weight": torch.zeros(1)}, SPEC, "'layer.q_proj.weight' is no A or B"),
+        ({"layer.q_proj.weight": torch.zeros(1)}, SPEC, "'layer.q_proj.weight' is not an A or B"),
     ],
     ids=["unknown", "in", "out", "rank", "half", "other"],
 )

@@ -240,7 +240,7 @@ class TestCauseOfZeroVariance:
         began = [make_group((0.0, 1.0), prompt="a")]
         seen = replace(see(groups=sure), batches=(digest(began), digest(sure)))
         alarm = say("zero_variance", seen)
-        assert alarm.level == "warning" and "sure of what it answers" in alarm.message
+        assert alarm.level == "warning" and "gives the same answer" in alarm.message
 
     def test_the_best_reward_of_any_scale_is_a_solved_task(self, make_group: MakeGroup) -> None:
         solved = [make_group((0.0, 0.0), prompt=f"{index}") for index in range(96)]

@@ -32,5 +32,5 @@ def test_names_of_all_kinds_are_found():
     assert resolve("mine/sums.py") == (VerifiersEnvironment, ["--env.environment=mine/sums.py"])
     guess = f"{EXAMPLES / 'environments' / 'steps.py'}:Guess"
     assert resolve(guess) == (StepsEnvironment, [f"--env.environment={guess}"])
-    with pytest.raises(ConfigError, match="is no environment"):
+    with pytest.raises(ConfigError, match="is not an environment"):
         resolve("lachesis.common.types.Prompt")

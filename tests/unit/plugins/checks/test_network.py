@@ -135,7 +135,7 @@ class TestServers:
     def test_another_kind_of_server_is_no_rollout_api(self):
         with serving({"/info": {"version": 1}}) as url:
             api, _ = try_servers(config(source={"kind": "atropos", "url": url}))
-        assert api.failed and f"what answers at {url} is no rollout API" in api.message
+        assert api.failed and f"what answers at {url} is not a rollout API" in api.message
 
     @pytest.mark.parametrize(("route", "status", "failed"), [("/v1/models", 200, False), ("/", 404, True)])
     def test_a_teacher_is_asked_too(self, route: str, status: int, failed: bool):

@@ -87,7 +87,7 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
         ({"engine": {"kind": "http"}} | BROADCAST, Machines(1, 1), "this job starts no server"),
         (APART | {"source": {"kind": "atropos", "url": "http://far:8002"}}, Machines(3, 8), "source.url is at far"),
         (APART | ATROPOS | {"services": {"api": None}}, Machines(3, 8), "this job starts no rollout API"),
-        ({"distributed": {"shard_size": 3}}, Machines(2, 4), "they make no whole groups"),
+        ({"distributed": {"shard_size": 3}}, Machines(2, 4), "they do not make whole groups"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], machines: Machines, message: str):
@@ -98,5 +98,5 @@ def test_what_does_not_go_together_is_refused(sections: dict[str, Any], machines
 def test_the_ports_of_a_nodes_servers():
     assert engine_ports(config(**APART), servers=2) == [9001, 9002]
     assert engine_ports(config(), servers=0) == []
-    with pytest.raises(ConfigError, match=r"--servers is 2, and engine.kind embedded is none that a job starts"):
+    with pytest.raises(ConfigError, match=r"--servers is 2, and engine.kind embedded is not one that a job starts"):
         engine_ports(config(), servers=2)

@@ -116,7 +116,7 @@ def test_overrides_are_canonical():
         ("--model-name m --training-steps", "--training-steps: it needs a value"),
         ("--model-name m --training-steps five", "run.steps (--training-steps): expected a whole number >= 1"),
         ("--model-name m --lr 1e-6 --learning-rate 1e-5", "--learning-rate: given twice; keep one"),
-        ("--model-name m stray", "'stray' is no flag and belongs to none"),
+        ("--model-name m stray", "'stray' is not a flag and belongs to none"),
         ("--model-name m --batch-size 0", "--batch-size: expected a whole number >= 1, got the number 0"),
         ("--model-name m --weight-bridge-mode pigeon", "--weight-bridge-mode: expected one of shared_vllm, lora_only"),
         ("--model-name m --weight-bridge-mode lora_only --single-copy", "single copy is shared_vllm"),

@@ -329,7 +329,7 @@ def test_a_generation_batch_counts_prompts():
     smaller = translation("gradient_accumulation_steps: 4", "generation_batch_size: 2")
     assert (validate(smaller.document).batch.steps_per_generation, smaller.findings) == (1, [])
     text = message("gradient_accumulation_steps: 4", "generation_batch_size: 6")
-    assert "no multiple of the 4 prompts of an optimizer step; the nearest that fit: 4 or 8 prompts" in text
+    assert "not a multiple of the 4 prompts of an optimizer step; the nearest that fit: 4 or 8 prompts" in text
 
 
 def test_several_datasets():

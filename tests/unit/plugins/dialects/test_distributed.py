@@ -160,7 +160,7 @@ def test_processes_that_share_matrices_have_one_batch():
 def test_no_file_and_a_broken_one(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.json").write_text("{")
-    for name, expected in (("list.json", "not an object"), ("text.json", "is no JSON")):
+    for name, expected in (("list.json", "not an object"), ("text.json", "is not JSON")):
         problems = translated(TRL, deepspeed=str(tmp_path / name)).document.problems
         assert any(expected in problem for problem in problems)
 

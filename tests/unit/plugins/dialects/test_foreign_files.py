@@ -71,7 +71,7 @@ def test_verls_files_give_what_is_common(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(VERL)
     text = translated(file)
-    assert "# without influence on what is trained, and left out: trainer.n_gpus_per_node" in text
+    assert "# no influence on training, left out: trainer.n_gpus_per_node" in text
     ours = tmp_path / "ours.yaml"
     ours.write_text(text)
     config = load_config(ours, overrides=["rewards.functions=[accuracy_reward]"]).config
@@ -119,11 +119,11 @@ def test_verls_mini_batches_are_optimizer_steps(tmp_path, generated, step, expec
 def test_mini_batches_that_do_not_divide_are_said(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(VERL.replace("train_batch_size: 256", "train_batch_size: 100"))
-    with pytest.raises(ConfigError, match=r"train_batch_size.*100 prompts are no multiple of the 64 .* 64 or 128 are"):
+    with pytest.raises(ConfigError, match=r"train_batch_size.*100 prompts are not a multiple of .*; 64 or 128 are"):
         translated(file)
     script = tmp_path / "train.sh"
     script.write_text(OPENRLHF.replace("--packing_samples", "--train_batch_size 100"))
-    with pytest.raises(ConfigError, match="100 completions are no whole groups of 8"):
+    with pytest.raises(ConfigError, match="100 completions are not whole groups of 8"):
         translated(script)
 
 

@@ -172,7 +172,7 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
         ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),
         ("--train.async_enable", "train.async_enable"),
         ("--some.new_flag 3", "--some: no key of OpenRLHF's"),
-        ("--train.batch_size 100", "100 completions are no whole groups of 8"),
+        ("--train.batch_size 100", "100 completions are not whole groups of 8"),
     ],
 )
 def test_what_openrlhf_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):

@@ -179,7 +179,7 @@ def test_evaluation_and_reports():
             "num_generation: 4",
             "num_generation (line 5): no key of TRL's that Lachesis knows; did you mean num_generations?",
         ),
-        ("generation_batch_size: 12", "12 completions are no multiple of num_generations 8"),
+        ("generation_batch_size: 12", "12 completions are not a multiple of num_generations 8"),
         ("generation_batch_size: 8\nsteps_per_generation: 1", "TRL takes one of them"),
         ("num_generations: 3", "= 8 completions in a step, which is no multiple of num_generations 3"),
         ("model_init_kwargs: {revision: x}", "model_init_kwargs (line 5): revision has no counterpart"),

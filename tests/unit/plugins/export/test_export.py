@@ -125,7 +125,7 @@ def test_a_model_that_is_pushed_has_the_card_of_its_step(make_run: MakeRun):
         final = export(run / "checkpoints" / f"step_{step:06d}", run / "final")
         card = write_card(run).read_text()
         assert f"| mean reward | {rewards} |" in card and f"| steps | {step} of 8 |" in card
-        assert f"The model is that of step {step}. The run went on to step 6; all figures here are up to" in card
+        assert f"The model is that of step {step}. The run continued to step 6; all figures are up to" in card
         assert "0.6" not in card
     (final / "lachesis.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"lachesis\.json does not say the step of a model \(KeyError: 'step'\)"):
@@ -139,7 +139,7 @@ def test_what_cannot_be_exported_is_said(make_run: MakeRun, tmp_path: Path):
     run, _ = make_run()
     with pytest.raises(ConfigError, match="no adapter to merge"):
         export(run, merge=True)
-    with pytest.raises(CheckpointError, match="no checkpoint in a run's directory, and no run"):
+    with pytest.raises(CheckpointError, match="neither a checkpoint in a run's directory nor a run"):
         export(tmp_path / "base")
     tiny_model("qwen2", hidden_size=16).save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="is of another model than"):

@@ -118,7 +118,7 @@ def test_a_run_is_paused_and_goes_on(run_dir: Path):
     assert not page.get("/data").json()["paused"]
     assert page.post("/pause", headers=TOKEN).text == "asked; it does so after this step"
     assert is_asked(run_dir, "pause") and page.get("/data").json()["paused"]
-    assert page.post("/resume", headers=TOKEN).text == "asked; it goes on"
+    assert page.post("/resume", headers=TOKEN).text == "requested; it resumes"
     assert not is_asked(run_dir, "pause")
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_not_there_yet(tmp_path: Path):
 
 def test_what_has_ended_is_not_asked(tmp_path: Path):
     answer = client(write_run(tmp_path / "old", status="finished")).post("/stop", headers=TOKEN)
-    assert (answer.status_code, answer.text) == (409, "the run does not go on: it is finished")
+    assert (answer.status_code, answer.text) == (409, "the run is not running: it is finished")
 
 
 def test_other_names_and_other_runs_are_refused(run_dir: Path):
@@ -190,9 +190,9 @@ def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
     ("path", "params", "message"),
     [
         ("/rollout", {"place": "1:9:1"}, "there is no rollout 1:9:1"),
-        ("/rollouts", {"least": "much"}, "'much' is no number"),
+        ("/rollouts", {"least": "much"}, "'much' is not a number"),
         ("/rollouts", {"steps": "x"}, "neither a step nor FIRST-LAST"),
-        ("/diff", {"first": "1", "second": "", "prompt": "7"}, "'' is no step"),
+        ("/diff", {"first": "1", "second": "", "prompt": "7"}, "'' is not a step"),
     ],
 )
 def test_what_cannot_be_found_is_said(run_dir: Path, path: str, params: dict[str, str], message: str):

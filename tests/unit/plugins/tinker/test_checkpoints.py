@@ -51,13 +51,13 @@ def test_one_that_has_expired_is_gone(tmp_path: Path):
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "/etc"])
 def test_names_lead_nowhere_else(tmp_path: Path, name: str):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match="no name"):
+    with pytest.raises(CheckpointError, match="not a name"):
         saved(store, name=name)
-    with pytest.raises(DataError, match="no path"):
+    with pytest.raises(DataError, match="not a path"):
         store.find(f"tinker://x/weights/{name}")
 
 
 @pytest.mark.parametrize("run", ["..", ".", "a/.."])
 def test_runs_lead_nowhere_else(tmp_path: Path, run: str):
-    with pytest.raises(DataError, match="no path"):
+    with pytest.raises(DataError, match="not a path"):
         CheckpointStore(tmp_path).find(f"tinker://{run}/weights/a")

@@ -186,8 +186,8 @@ def test_rollout_functions_are_called(tmp_path: Path):
         ({"train_dataset": None}, "train_dataset is missing"),
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
         ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
-        ({"peft_config": {"r": 4}}, "peft_config: dict is no LoraConfig"),
-        ({"model": 3}, "model: int is no model of transformers"),
+        ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
+        ({"model": 3}, "model: int is not a model of transformers"),
         ({"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward functions"),
     ],
 )

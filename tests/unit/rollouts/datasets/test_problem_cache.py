@@ -129,7 +129,7 @@ def test_columns_that_json_cannot_hold_are_not_kept(tmp_path, tokenizer, caplog)
     options: dict[str, Any] = {"tokenizer": tokenizer, "prepared_path": tmp_path / "prepared"}
     (prompt,) = load_problems(tmp_path / "a.parquet", **options)
     assert prompt.columns["raw"] == b"\x00"
-    assert "is not kept" in caplog.text
+    assert "is not stored" in caplog.text
     assert not (tmp_path / "prepared").exists()
 
 

@@ -32,7 +32,7 @@ def test_a_call_whose_end_is_missing():
         ("<tool_call>{name: now}</tool_call>", "no JSON"),
         ("<tool_call>[1]</tool_call>", 'no {"name"'),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "no object"),
-        ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are no JSON"),
+        ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are not JSON"),
     ],
 )
 def test_what_is_no_call_says_why(text: str, error: str):
@@ -73,7 +73,7 @@ class TestLoading:
     def test_arguments_that_it_leaves_as_a_text_may_be_anything(self, tmp_path: Path):
         parse = load_parser(self.write(tmp_path, 'return [{"name": "now", "arguments": text}]'), tmp_path)
         (call,) = parse("[" * 200_000).calls
-        assert (call.name, call.error) == ("now", "the arguments are no JSON: it is nested more than 100 deep")
+        assert (call.name, call.error) == ("now", "the arguments are not JSON: it is nested more than 100 deep")
 
     @pytest.mark.parametrize("body", ['return "now"', "raise ValueError('no')", "return [{}]"])
     def test_one_that_fails_is_named(self, tmp_path: Path, body: str):

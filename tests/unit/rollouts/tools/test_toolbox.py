@@ -66,7 +66,7 @@ def test_calls_are_answered_in_their_order(toolbox: Toolbox):
         (ToolCall("fail", {"why": "no"}), "error: ValueError: no"),
         (ToolCall("subtract", {}), "error: there is no tool 'subtract'; there are add, fail, sleep"),
         (ToolCall("add", {"c": 1}), "error: add: missing a required argument: 'a'"),
-        (ToolCall("add", error="the call is no JSON"), "error: the call is no JSON"),
+        (ToolCall("add", error="the call is not JSON"), "error: the call is not JSON"),
         (ToolCall("sleep", {"seconds": 60}), "error: the call took longer than 0.5 s"),
     ],
 )

@@ -137,7 +137,7 @@ class TestModel:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
         monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s to try again"))
-        with pytest.raises(ModelError, match="could be loaded from 'data/modle', which is no directory here:"):
+        with pytest.raises(ModelError, match="could be loaded from 'data/modle', which is not a directory here:"):
             load_model(config(Path("data/modle")), NoAdapterConfig())
         assert not constants.HF_HUB_OFFLINE
 

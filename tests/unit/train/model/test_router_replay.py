@@ -259,7 +259,7 @@ def build_other(architecture: str, config: dict[str, Any]) -> PreTrainedModel:
 
 class TestRefused:
     def test_a_dense_model(self):
-        with pytest.raises(ModelError, match="no mixture of experts"):
+        with pytest.raises(ModelError, match="not a mixture of experts"):
             RouterReplay(tiny_model("qwen2"))
 
     def test_a_mixture_whose_routers_are_not_known(self, monkeypatch: pytest.MonkeyPatch):

@@ -54,7 +54,7 @@ class Journal:
         self._directory = directory
         self._groups: dict[int, StoredGroup] = {}
         self._under_sync = threading.Lock()
-        remedy = "give each server a directory of its own that it may write"
+        remedy = "give each server its own writable directory"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)

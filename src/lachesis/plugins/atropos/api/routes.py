@@ -320,7 +320,7 @@ def _in_all(read: Sequence[StoredGroup | WrongGroup], answers: Sequence[dict[str
 
 def _number(text: str, header: str) -> int:
     if not text.strip().isdecimal():
-        raise Refusal(422, f"{header}: {text[:40]!r} is no id")
+        raise Refusal(422, f"{header}: {text[:40]!r} is not an id")
     return int(text)
 
 

@@ -23,7 +23,7 @@ Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # Marks positions that are not trained on.
 UNTRAINED = -100
-# Environments write this, which is no logprob of a sampled token, where the mask does not train.
+# Environments write this, which is not a logprob of a sampled token, where the mask does not train.
 NO_LOGPROB = 1.0
 
 # No teacher gives a token less than that.
@@ -111,7 +111,7 @@ def _placeholder_logprob(group: ScoredGroup) -> str:
     for index, (logprobs, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
         if NO_LOGPROB in compress(logprobs, map(UNTRAINED.__ne__, mask)):
             at = next(i for i, (lp, m) in enumerate(zip(logprobs, mask, strict=True)) if lp == 1.0 and m != UNTRAINED)
-            return f"inference_logprobs[{index}][{at}] is 1.0, which is no logprob, where the mask trains"
+            return f"inference_logprobs[{index}][{at}] is 1.0, which is not a logprob, where the mask trains"
     return ""
 
 
@@ -131,7 +131,7 @@ def _extreme_number(group: ScoredGroup) -> str:
     for index, rows in enumerate(group.distill_logprobs or ()):
         lowest = min((min(values) for values in rows if values), default=0.0)
         if lowest < LOWEST_TEACHER_LOGPROB:
-            return f"distill_logprobs[{index}] has {lowest:g}, which is no logprob"
+            return f"distill_logprobs[{index}] has {lowest:g}, which is not a logprob"
     return ""
 
 

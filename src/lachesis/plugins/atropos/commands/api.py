@@ -26,7 +26,7 @@ def run_api(
     ] = 300,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer for texts on the dashboard.")] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A further name that it is asked for by; may be repeated.")
+        list[str] | None, typer.Option(help="Host name that requests may use; may be repeated.")
     ] = None,
 ) -> None:
     """Serve the rollout API that Atropos environments push to and trainers pull from."""

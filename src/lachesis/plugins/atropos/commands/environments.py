@@ -138,7 +138,7 @@ def print_help(name: str) -> None:
     kind = Environment if not name or name in HELP_FLAGS else find(name)
     console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env eval ENV --help\n")
     known = ", ".join(sorted([*SHIPPED, *EPISODES]))
-    console.print(f"NAME is one of {known}, or FILE.py:CLASS or module.CLASS of your own.")
+    console.print(f"NAME is one of {known}, or your own FILE.py:CLASS or module.CLASS.")
     console.print(
         "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
     )

@@ -43,10 +43,10 @@ RUN_HELP = """\
 Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]
        lachesis run --model-name MODEL --environment NAME [FLAGS]
 
-Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
+Starts the rollout API, the engine, an environment and the trainer, each with its own log in logs/ of the run
 directory, and stops them all at the end.
 
-With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
+With a configuration, source.kind is atropos, engine says what generates, and services what else to start:
 `lachesis explain services` lists its keys. Where RAY_ADDRESS is set, or with cluster.kind: ray, any configuration runs
 on the nodes of a Ray cluster: `lachesis explain cluster`.
 
@@ -55,8 +55,8 @@ on the nodes of a Ray cluster: `lachesis explain cluster`.
 With flags
   --environment NAME         {names}, FILE.py:CLASS or module.CLASS; none is started if unset
   --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
-  --engine vllm|embedded     What generates; vllm if unset.
-  --atropos-url URL          A rollout API that runs already; if unset one is started.
+  --engine vllm|embedded     Engine; vllm if unset.
+  --atropos-url URL          Address of a running rollout API; if unset one is started.
   --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
   ...                        All other flags of `lachesis grpo --help`."""
 
@@ -148,7 +148,7 @@ def _run_on_ray(
     with stop_on_signals() as stop:
         run_on_ray(load, resume=resume, overwrite=overwrite, say=console.print, stop_requested=lambda: bool(stop))
     if stop:
-        console.print(f"stopped by a signal; go on with: {shlex.join(command_of(context))} --resume")
+        console.print(f"stopped by a signal; resume with: {shlex.join(command_of(context))} --resume")
         raise typer.Exit(EXIT_SIGNALLED + stop[0])
 
 

@@ -329,7 +329,7 @@ def _sampled(
         raise _without(url, f"for {len(ids)} tokens there are {sum(v is not None for v in logprobs)}")
     for position, value in enumerate(logprobs):
         if not -math.inf < value <= _ROUNDING:
-            raise _without(url, f"the one at position {position} is {value}, which is no logprob")
+            raise _without(url, f"the one at position {position} is {value}, which is not a logprob")
     # ``_FINISH_REASONS[reason]`` raises KeyError for a word that no server of the contract says.
     return Completion(
         token_ids=tuple(int(token) for token in ids),

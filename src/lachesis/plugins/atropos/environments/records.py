@@ -132,7 +132,7 @@ def _fault(group: UsableGroup) -> str:
             if mask != token:
                 return f"masks[{index}][{at}] is {mask}, neither -100 nor the token {token}"
             if not -math.inf < logprob <= 0.0:
-                return f"inference_logprobs[{index}][{at}] is {logprob}, which is no logprob, where the mask trains"
+                return f"inference_logprobs[{index}][{at}] is {logprob}, which is not a logprob, where the mask trains"
         if not trains:
             return f"masks[{index}] trains no token"
     return ""

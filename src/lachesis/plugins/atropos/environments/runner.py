@@ -143,7 +143,7 @@ class Runner:
         self._looked = time.monotonic()
         now = self._membership.current or member
         if now.batch_size != member.batch_size:
-            logger.info(f"the trainer of now wants batches of {now.batch_size} sequences, not {member.batch_size}")
+            logger.info(f"the current trainer wants batches of {now.batch_size} sequences, not {member.batch_size}")
             self._check_size(now)
         return now
 
@@ -158,7 +158,7 @@ class Runner:
                 remedy="lower --env.group_size or raise the trainer's batch size",
             )
         elif batch > 0 and batch % size:
-            logger.info(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
+            logger.info(f"the trainer's batches of {batch} sequences are not a multiple of the group size {size}")
 
     def _check_idle(self, idle: Deadline, status: QueueStatus) -> None:
         """Say that the trainer takes nothing, from time to time, and raise once it has taken nothing for too long."""

@@ -93,7 +93,7 @@ class RolloutApiClient:
                     raise EngineError(reason, remedy=start_remedy(self.url)) from error
         if not response.is_success or "batch_size" not in response.text:
             raise EngineError(
-                f"what answers at {self.url} is no rollout API: GET /info gives {response.status_code}",
+                f"what answers at {self.url} is not a rollout API: GET /info gives {response.status_code}",
                 remedy=start_remedy(self.url),
             )
 
@@ -230,7 +230,7 @@ class RolloutApiClient:
         if status == 409:
             raise Replaced(
                 f"another trainer has registered at the rollout API {self.url}, so this one gets no more batches",
-                remedy="give each trainer an API of its own, or stop the other and go on with --resume",
+                remedy="give each trainer its own API, or stop the other and resume with --resume",
             )
         if 400 <= status < 500 and status not in (408, 425, 429, 499):
             raise DataError(f"the rollout API refuses the trainer: {reason}", remedy="correct what it names")
@@ -256,7 +256,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
     try:
         document = response.json()
     except ValueError as error:
-        raise EngineError(f"{response.request.url} answers with what is no JSON: {error}", remedy=remedy) from error
+        raise EngineError(f"{response.request.url} answers with invalid JSON: {error}", remedy=remedy) from error
     if not isinstance(document, dict):
         raise EngineError(f"{response.request.url} answers with {type(document).__name__}", remedy=remedy)
     return document
@@ -264,7 +264,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
 
 def api_url(url: str) -> str:
     """Return ``http://host:port`` of a rollout API. Raises ConfigError if it is not such an address."""
-    wrong = ConfigError(f"{url!r} is no address of a rollout API", remedy="write it as http://127.0.0.1:8002")
+    wrong = ConfigError(f"{url!r} is not an address of a rollout API", remedy="write it as http://127.0.0.1:8002")
     try:
         parts = httpx.URL(url.strip())
     except httpx.InvalidURL as error:

@@ -116,7 +116,7 @@ def _positive_logprobs(group: ScoredGroup) -> str:
         return ""
     average = sum(known) / len(known)
     return (
-        f"ref_logprobs at generated positions avg {average:.2f} (should be negative!): its inference_logprobs are no "
+        f"ref_logprobs at generated positions avg {average:.2f} (should be negative!): its inference_logprobs are not "
         "logprobs of sampled tokens; serve the environment with --openai.server_type vllm and a server that returns "
         "logprobs"
     )

@@ -197,8 +197,9 @@ class AtroposSource(RolloutSource):
         wanted, sizes = self.registration.batch_size, [len(group.get("tokens", ())) for group in delivery.groups]
         if len(sizes) == 1 and sizes[0] > wanted:
             self._say_once(
-                f"a group of {sizes[0]} sequences is larger than the batch of {wanted} that was asked for, and is a "
-                "step's batch by itself; source.batch_size (--batch-size x --gradient-accumulation-steps) says how many"
+                f"a group of {sizes[0]} sequences is larger than the batch of {wanted} that was requested, and is a "
+                "step's batch by itself; source.batch_size (--batch-size x --gradient-accumulation-steps) says how "
+                "many"
             )
 
     def _check_logprobs(self, data: Mapping[str, Any]) -> None:
@@ -338,7 +339,7 @@ class EngineWatch:
         if not health.ready and not health.paused:
             raise EngineError(
                 f"the environments cannot generate: {health.detail}",
-                remedy="look at the engine's log, start it again and go on with --resume",
+                remedy="look at the engine's log, restart it and resume with --resume",
             )
 
 

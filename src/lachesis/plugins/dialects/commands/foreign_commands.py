@@ -125,7 +125,7 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
         )
     number = number or said.get("nproc_per_node") or otherwise
     if not str(number).isdecimal() or int(str(number)) < 1:
-        raise ConfigError(f"{number!r} is no number of processes", remedy="write how many, as in 2")
+        raise ConfigError(f"{number!r} is not a number of processes", remedy="write how many, as in 2")
     return int(str(number))
 
 

@@ -34,7 +34,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         raise BadRequest("response_format is not text: nothing holds the model to a format")
     tools = [] if body.get("tool_choice") == "none" else list_of(body, "tools")
     if any(tool.get("type") != "function" for tool in tools):
-        raise BadRequest("a tool is no function")
+        raise BadRequest("a tool is not a function")
     return Asked(
         messages=tuple(message(one) for one in list_of(body, "messages")),
         tools=tuple(tools),

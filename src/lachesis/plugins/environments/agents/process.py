@@ -65,7 +65,7 @@ class AgentCommand:
                 remedy="install it, or give its full path",
             )
         if self.workdir is not None and not self.workdir.is_dir():
-            raise ConfigError(f"source.workdir {self.workdir} is no directory", remedy="correct the path")
+            raise ConfigError(f"source.workdir {self.workdir} is not a directory", remedy="correct the path")
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ async def _body(request: Request) -> dict[str, Any]:
     except BodyTooLong as error:
         raise BadRequest(error.message, status=413) from error
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON object: {error}") from error
+        raise BadRequest(f"the body is not a JSON object: {error}") from error
 
 
 def _asked(read: Callable[[dict[str, Any]], Asked], body: dict[str, Any]) -> Asked:
@@ -230,7 +230,7 @@ def _asked(read: Callable[[dict[str, Any]], Asked], body: dict[str, Any]) -> Ask
         return read(body)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         kind = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise BadRequest(f"the body is none of this API: {kind}") from error
+        raise BadRequest(f"the body does not fit this API: {kind}") from error
 
 
 async def _stream(events: Iterator[Event], dialect: Dialect) -> AsyncIterator[str]:

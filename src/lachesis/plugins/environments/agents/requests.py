@@ -93,9 +93,9 @@ def arguments_of(value: object) -> Mapping[str, Any]:
         try:
             value = read_json(value or "{}")
         except ValueError as error:
-            raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
+            raise BadRequest(f"the arguments of a call are not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise BadRequest("the arguments of a call are no object")
+        raise BadRequest("the arguments of a call are not an object")
     return value
 
 
@@ -115,7 +115,7 @@ def limit_of(value: object) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadRequest(f"{value!r} is no number of tokens")
+        raise BadRequest(f"{value!r} is not a number of tokens")
     return value
 
 
@@ -123,7 +123,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return a field that holds objects; empty if it is missing. Raises BadRequest."""
     found = body.get(name) or []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise BadRequest(f"{name} is no list of objects")
+        raise BadRequest(f"{name} is not a list of objects")
     return found
 
 

@@ -53,5 +53,5 @@ def _number(text: str | None) -> float | Excluded:
     except ValueError:
         return Excluded("no reward reported")
     if abs(number) > LARGEST_NUMBER:
-        return Excluded("the reward reported is no usable number")
+        return Excluded("the reported reward is not a usable number")
     return number if math.isfinite(number) else Excluded("no reward reported")

@@ -92,8 +92,7 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
     owned = interface != "trl" or owns_reward(probe)
     if not owned and rewarder is None:
         raise ConfigError(
-            f"{settings.environment!r} has no get_reward, and there are no rewards.functions: nobody says what an "
-            "episode is worth",
+            f"{settings.environment!r} has no get_reward, and there are no rewards.functions: no reward is defined",
             remedy="write get_reward(self) -> float, or a reward function that takes `environments`",
         )
     told = {"tools": list(schemas.values())} if schemas else {}

@@ -31,9 +31,7 @@ class Rendering:
         self._kwargs = dict(kwargs)
         self._chats = bool(tokenizer.chat_template or "chat_template" in kwargs)
         if kwargs.get("tools") and not self._chats:
-            raise ConfigError(
-                "tools are told of by the chat template, and the model has none", remedy="set model.chat_template"
-            )
+            raise ConfigError("tools need a chat template, and the model has none", remedy="set model.chat_template")
         self._continuation = Continuation(tokenizer, kwargs)
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -49,7 +47,7 @@ class Rendering:
             )
         except Exception as error:  # a template is a program of the model's, and may raise anything
             raise ConfigError(
-                f"the chat template cannot render what the environment shows: {type(error).__name__}: {error}",
+                f"the chat template cannot render the environment's observation: {type(error).__name__}: {error}",
                 remedy="set model.chat_template to one that knows these roles",
             ) from error
         return tuple(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]

@@ -84,10 +84,10 @@ async def _answered(
     try:
         arguments = read_json(call["function"]["arguments"] or "{}")
     except ValueError as error:
-        content: Any = f"error: the arguments are no JSON ({error})"
+        content: Any = f"error: the arguments are not JSON ({error})"
     else:
         if not isinstance(arguments, dict):
-            content = "error: the arguments are no JSON object"
+            content = "error: the arguments are not a JSON object"
         elif name not in dispatch:
             content = f"error: unknown tool {name!r}"
         else:

@@ -145,7 +145,7 @@ def _tasks(env: vf.Env, settings: VerifiersSettings) -> list[Any]:
         taskset = taskset.take(settings.max_tasks)
     if not taskset.bounded:
         raise DataError(
-            f"{settings.environment!r} has no end of tasks", remedy="set source.max_tasks to take the first so many"
+            f"{settings.environment!r} has no end of tasks", remedy="set source.max_tasks to a number of tasks"
         )
     tasks = list(taskset)
     if not tasks:

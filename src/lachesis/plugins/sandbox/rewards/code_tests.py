@@ -168,7 +168,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """LiveCodeBench packs a text: anything else in there is not read."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"private_test_cases names {module}.{name}, which is no text")
+        raise ValueError(f"private_test_cases names {module}.{name}, which is not a text")
 
 
 def _unpacked(packed: str) -> object:

@@ -34,7 +34,7 @@ def test_sound_groups():
         ({"ref_logprobs": [[0.0] * 3, [0.0] * 4]}, "ref_logprobs[1] has 4 entries, tokens[1] has 3"),
         (
             {"inference_logprobs": [[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]},
-            "inference_logprobs[1][1] is 1.0, which is no logprob, where the mask trains",
+            "inference_logprobs[1][1] is 1.0, which is not a logprob, where the mask trains",
         ),
         ({"scores": [0.0, -1e308]}, "scores[1] is -1e+308, beyond 1e+15"),
         ({"advantages": [[0.0] * 3, [0.0, 1e38, 0.0]]}, "advantages[1][1] is 1e+38, beyond 1e+15"),
@@ -44,7 +44,7 @@ def test_sound_groups():
         ),
         (
             {"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3, [[-1.0], [-1e30], [-1.0]]]},
-            "distill_logprobs[1] has -1e+30, which is no logprob",
+            "distill_logprobs[1] has -1e+30, which is not a logprob",
         ),
         ({"distill_token_ids": [[[1]] * 3] * 2}, "distill_logprobs is missing beside the other"),
         (

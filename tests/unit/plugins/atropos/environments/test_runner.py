@@ -431,7 +431,7 @@ def test_a_batch_that_no_number_of_groups_fills_is_said(serve: Serve, api: Api) 
     api.start(batch_size=6)
     serving = serve(api.url, max_num=1)
     serving.ended()
-    assert serving.heard("no multiple of the group size 4")
+    assert serving.heard("not a multiple of the group size 4")
 
 
 def test_evaluations_while_serving(serve: Serve, api: Api, tmp_path: Path) -> None:

@@ -614,14 +614,14 @@ def test_the_wait_for_an_api_says_so_and_ends_when_the_run_is_to(caplog: pytest.
 
 def test_something_else_on_that_port_is_told_apart():
     server = Thread(Starlette(routes=[]))
-    with pytest.raises(EngineError, match="is no rollout API"):
+    with pytest.raises(EngineError, match="is not a rollout API"):
         RolloutApiClient(server.url).require(limit_s=LONG_S)
     server.stop()
 
 
 @pytest.mark.parametrize("address", ["localhost:8002", "http://127.0.0.1:99999", "http://[::1", "http://host:x"])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match="no address of a rollout API"):
+    with pytest.raises(ConfigError, match="not an address of a rollout API"):
         RolloutApiClient(address)
 
 

@@ -102,7 +102,7 @@ def test_how_many_processes_axolotl_starts(words: str, processes: int, monkeypat
     ("words", "expected"),
     [
         ("launch --num_machines 2 --num_processes 4 -m axolotl.cli.train c.yaml", "of its own machine only"),
-        ("launch --num_processes many -m axolotl.cli.train c.yaml", "'many' is no number of processes"),
+        ("launch --num_processes many -m axolotl.cli.train c.yaml", "'many' is not a number of processes"),
     ],
 )
 def test_processes_that_cannot_be_started_are_said(words: str, expected: str):

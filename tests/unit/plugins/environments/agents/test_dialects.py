@@ -104,11 +104,11 @@ def test_messages_are_read_with_the_answers_of_tools_before_what_else_is_said():
 @pytest.mark.parametrize(
     ("read", "body", "why"),
     [
-        (chat.read, {"messages": "hello"}, "messages is no list"),
+        (chat.read, {"messages": "hello"}, "messages is not a list"),
         (chat.read, {"messages": [{"role": "critic", "content": ""}]}, "the role 'critic'"),
-        (chat.read, {"messages": [], "max_tokens": 0}, "0 is no number of tokens"),
+        (chat.read, {"messages": [], "max_tokens": 0}, "0 is not a number of tokens"),
         (chat.read, {"messages": [], "stop": [1]}, "stop is neither"),
-        (chat.read, {"messages": [], "tools": [{"type": "retrieval"}]}, "a tool is no function"),
+        (chat.read, {"messages": [], "tools": [{"type": "retrieval"}]}, "a tool is not a function"),
         (responses.read, {"input": "a", "tools": [{"type": "web_search"}]}, "of type 'web_search'"),
         (responses.read, {"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference'"),
         (responses.read, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format is not text"),

@@ -11,5 +11,5 @@ def test_exit_codes():
 def test_what_was_reported_and_what_was_not():
     missing = Excluded("no reward reported")
     assert reported([[]] * 4, reported=["0.5", None, "high", "nan"]) == [0.5, missing, missing, missing]
-    beyond = Excluded("the reward reported is no usable number")
+    beyond = Excluded("the reported reward is not a usable number")
     assert reported([[]] * 3, reported=["1e308", "-inf", "-1e16"]) == [beyond] * 3

@@ -50,5 +50,5 @@ def test_a_method_has_to_be_described_and_there_has_to_be_one():
 
 def test_tools_need_a_template(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", None)
-    with pytest.raises(ConfigError, match="tools are told of by the chat template"):
+    with pytest.raises(ConfigError, match="tools need a chat template"):
         play(Tools, "x")

@@ -74,7 +74,7 @@ def _read_file(path: Path) -> list[Mapping[str, Any]]:
             try:
                 return parquet.read_table(path).to_pylist()
             except ArrowException as error:
-                raise DataError(f"{path} is no Parquet file: {error}", remedy="write it anew") from error
+                raise DataError(f"{path} is not a Parquet file: {error}", remedy="write it anew") from error
         lines = path.read_text(encoding="utf-8").splitlines()
         return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ def _parsed(path: Path, number: int, line: str) -> Mapping[str, Any]:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="mend that line") from error
+        raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="correct that line") from error
 
 
 def _read_library(name: str, split: str) -> list[Mapping[str, Any]]:
@@ -104,7 +104,7 @@ def _read_library(name: str, split: str) -> list[Mapping[str, Any]]:
 def _problem(place: str, row: Any) -> MathProblem:
     question, solution = (row.get(name) if isinstance(row, Mapping) else None for name in ("question", "answer"))
     if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
-        raise DataError(f"{place} is no problem of GSM8K", remedy='rows have "question", and "answer" with "#### 42"')
+        raise DataError(f"{place} is not a GSM8K problem", remedy='rows have "question", and "answer" with "#### 42"')
     return MathProblem(question, solution.rpartition("####")[2].strip().replace(",", ""))
 
 

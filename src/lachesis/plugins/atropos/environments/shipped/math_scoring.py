@@ -85,7 +85,7 @@ class MathScorer:
         if isinstance(scores, WorkerError):
             return None
         if scores is None:
-            raise DataError(f"the right answer {gold!r} is no mathematical expression", remedy="correct the data")
+            raise DataError(f"the right answer {gold!r} is not a mathematical expression", remedy="correct the data")
         return scores
 
 
