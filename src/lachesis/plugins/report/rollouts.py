@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,20 @@ def held_out(directory: Path) -> dict[str, Any] | None:
         for sample in line["samples"]
     ]
     rows.sort(key=lambda row: (not math.isnan(row["reward"]), row["reward"]))
-    shown = [row | {"reward": format_number(row["reward"])} for row in rows[:MAX_HELD_OUT]]
-    return {"step": step, "count": len(rows), "rows": shown}
+    shared = _shared_beginning([row["prompt"] for row in rows])
+    shown = [
+        row | {"prompt": row["prompt"][len(shared) :], "reward": format_number(row["reward"])}
+        for row in rows[:MAX_HELD_OUT]
+    ]
+    return {"step": step, "count": len(rows), "rows": shown, "shared": shared}
+
+
+def _shared_beginning(prompts: Sequence[str]) -> str:
+    """Return the whole lines that all prompts begin with, such as a system prompt; empty of one prompt."""
+    if len(set(prompts)) < 2:
+        return ""
+    columns = zip(*(prompt.splitlines(keepends=True)[:-1] for prompt in prompts), strict=False)
+    return "".join(lines[0] for lines in takewhile(lambda lines: len(set(lines)) == 1, columns))
 
 
 def _spread(steps: list[int], *, limit: int) -> list[int]:

@@ -448,3 +448,16 @@ def test_a_finding_links_to_what_it_says_to_change_and_to_what_it_means(tmp_path
     assert '<span id="key-run">run: {name: q, steps: 9}</span>' in page, "of several in one line the first"
     assert '<a class="rule" href="#about-kl_high"' in page and '<dt id="about-kl_high">' in page
     assert '<code class="rule">my_rule</code>' in page
+
+
+def test_what_all_held_out_prompts_begin_with_is_shown_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=1)
+    prompts = [f"system\nYou add.\nuser\n{a} + 1?" for a in (1, 2)]
+    lines = [
+        {"prompt": {"text": prompt}, "samples": [{"text": "2", "reward": float(number)}]}
+        for number, prompt in enumerate(prompts)
+    ]
+    (run / "evaluations").mkdir()
+    (run / "evaluations" / "step_000001.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = write_report(run).read_text()
+    assert page.count("You add.") == 1 and "<td><pre>1 + 1?</pre></td>" in page and "All prompts begin alike" in page
