@@ -19,9 +19,9 @@ from lachesis.common.tool_calls import written_calls
 from lachesis.plugins.atropos.environments.records import Trajectory
 from lachesis.plugins.atropos.environments.shipped import calculator
 from lachesis.plugins.environments.agents.requests import BadRequest, arguments_of
+from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answer
 from lachesis.plugins.sandbox.rewards.code_tests import same_output
 from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
-from lachesis.rollouts.procedural import parse_tasks, score
 from lachesis.rollouts.rewards import registry
 from lachesis.rollouts.tools.parsers import hermes
 
@@ -131,11 +131,11 @@ def test_a_follow_up_that_is_too_deep_to_write_anew_is_kept_as_it_is():
 
 def test_the_scoring_of_a_task_of_reasoning_gym_reads_any_text():
     pytest.importorskip("reasoning_gym")
-    from lachesis.rollouts.procedural import entries
+    from lachesis.plugins.environments.reasoning_gym import entries
 
     (entry,) = entries(parse_tasks("reasoning_gym:chain_sum?size=1")[0])
     started = time.process_time()
-    assert score(entry, "<answer>" * (SIZE // 8)) < 1
+    assert score_answer(entry, "<answer>" * (SIZE // 8)) < 1
     assert time.process_time() - started < MOST_S
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-from lachesis.common.errors import ConfigError
-from lachesis.rollouts import procedural
-from lachesis.rollouts.datasets.problems import Dataset, read_rows
-from lachesis.rollouts.procedural import Task
 from lachesis.rollouts.rewards.reasoning_gym import score
+
+from lachesis.common.errors import ConfigError
+from lachesis.plugins.environments import reasoning_gym as procedural
+from lachesis.plugins.environments.reasoning_gym import Task
+from lachesis.rollouts.datasets.problems import Dataset, read_rows
 
 SMALL = "chain_sum?size=3&seed=1&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 

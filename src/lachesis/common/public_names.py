@@ -14,6 +14,7 @@ PUBLIC = {
     "lachesis.environments": "lachesis.plugins.atropos.environments",
     "lachesis.rollouts.agent": "lachesis.plugins.environments.agents",
     "lachesis.rollouts.rewards.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
+    "lachesis.rollouts.rewards.reasoning_gym": "lachesis.plugins.environments.reasoning_gym",
     "lachesis.trl": "lachesis.plugins.trl",
 }
 

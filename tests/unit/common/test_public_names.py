@@ -17,6 +17,7 @@ from lachesis.common.public_names import find_public_names
         ("lachesis.environments.shipped.calculator", "lachesis.plugins.atropos.environments.shipped.calculator"),
         ("lachesis.rollouts.agent.rewards", "lachesis.plugins.environments.agents.rewards"),
         ("lachesis.rollouts.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
+        ("lachesis.rollouts.rewards.reasoning_gym", "lachesis.plugins.environments.reasoning_gym"),
         ("lachesis.rollouts.rewards.grpo_code.rewards", "lachesis.plugins.sandbox.rewards.grpo_code.rewards"),
     ],
 )

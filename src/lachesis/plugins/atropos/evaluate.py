@@ -25,7 +25,7 @@ from lachesis.plugins.atropos.environments.shipped import SHIPPED
 from lachesis.plugins.atropos.episode_environments import EPISODES
 from lachesis.plugins.environments.steps.openenv import is_address
 from lachesis.process.managed import ManagedProcess
-from lachesis.rollouts.procedural import PREFIX
+from lachesis.rollouts.datasets.rows import PREFIX
 
 _START_S = 600.0
 _SAMPLES, _TASKS = 4, 32

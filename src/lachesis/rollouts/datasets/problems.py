@@ -27,6 +27,7 @@ from lachesis.rollouts.datasets.problem_cache import (
 )
 from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
 from lachesis.rollouts.datasets.rows import (
+    PREFIX,
     Row,
     aligned,
     column_names,
@@ -40,7 +41,6 @@ from lachesis.rollouts.datasets.rows import (
 )
 from lachesis.rollouts.datasets.stream import FOLLOW_UP
 from lachesis.rollouts.datasets.transforms import TransformSpec, source_digest, transform_rows
-from lachesis.rollouts.procedural import PREFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

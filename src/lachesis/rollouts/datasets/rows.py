@@ -15,7 +15,9 @@ from typing import Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
-from lachesis.rollouts import procedural
+
+# How a path of tasks of reasoning-gym begins.
+PREFIX = "reasoning_gym:"
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
 # Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
@@ -285,9 +287,11 @@ def read_made(spec: str) -> tuple[list[Row], str]:
         ConfigError: there is no such task, or it cannot be made so.
         DependencyError: the library is not installed.
     """
+    from lachesis.plugins.environments.reasoning_gym import entries, parse_tasks
+
     rows: list[Row] = []
-    for task in procedural.parse_tasks(spec):
-        for number, entry in enumerate(procedural.entries(task), start=1):
+    for task in parse_tasks(spec):
+        for number, entry in enumerate(entries(task), start=1):
             columns = {"problem": entry["question"], "solution": entry["answer"], "entry": entry}
             rows.append(Row(f"reasoning_gym {task.name}, problem {number}", columns))
     digest = hashlib.sha256(repr([row.columns for row in rows]).encode("utf-8", "surrogatepass"))

@@ -15,7 +15,7 @@ from lachesis.plugins.atropos.environments.base import SingleTurn, endless
 from lachesis.plugins.atropos.environments.records import Trajectory
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.tokenizer import chat_prompt
-from lachesis.rollouts import procedural
+from lachesis.plugins.environments import reasoning_gym as library
 
 Entry = Mapping[str, Any]
 
@@ -33,15 +33,15 @@ class ReasoningGym(SingleTurn[Entry, ReasoningGymConfig]):
     config_class = ReasoningGymConfig
 
     async def setup(self) -> None:
-        self._tasks = procedural.parse_tasks(self.config.tasks)
-        train = [entry for task in self._tasks for entry in await asyncio.to_thread(list, procedural.entries(task))]
+        self._tasks = library.parse_tasks(self.config.tasks)
+        train = [entry for task in self._tasks for entry in await asyncio.to_thread(list, library.entries(task))]
         self._order = endless(train[: self.config.max_num], seed=self.config.seed)
 
     async def get_next_item(self) -> Entry:
         return next(self._order)
 
     def held_out(self) -> Sequence[Entry]:
-        others = [procedural.entries(replace(task, seed=task.seed + 1)) for task in self._tasks]
+        others = [library.entries(replace(task, seed=task.seed + 1)) for task in self._tasks]
         each = -(-self.config.eval_num // len(others))
         return [entry for entries in others for entry in islice(entries, each)][: self.config.eval_num]
 
@@ -51,4 +51,4 @@ class ReasoningGym(SingleTurn[Entry, ReasoningGymConfig]):
 
     async def score(self, item: Entry, trajectories: Sequence[Trajectory]) -> Sequence[float]:
         answers = [str(trajectory.messages[-1]["content"]) for trajectory in trajectories]
-        return await asyncio.to_thread(lambda: [procedural.score(item, answer) for answer in answers])
+        return await asyncio.to_thread(lambda: [library.score_answer(item, answer) for answer in answers])

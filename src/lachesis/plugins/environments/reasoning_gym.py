@@ -1,19 +1,19 @@
-"""Tasks of the library reasoning-gym, made as they are asked for, and its own scoring of answers."""
+"""Tasks of the library reasoning-gym, made as they are asked for, and its own scoring of answers as a reward."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
 from lachesis.common.errors import ConfigError, DependencyError, nearest
 from lachesis.common.tagged_text import tagged
+from lachesis.rollouts.datasets.rows import PREFIX
 
-PREFIX = "reasoning_gym:"
 _SIZE = 1000
 # The library makes its problem number i from seed + i, so the problems of neighbouring seeds are almost the same ones.
 _APART = 1 << 32
@@ -72,11 +72,20 @@ def entries(task: Task) -> Iterator[dict[str, Any]]:
     return (dict(made[index]) for index in range(task.size))
 
 
-def score(entry: Mapping[str, Any], text: str) -> float:
+def score_answer(entry: Mapping[str, Any], text: str) -> float:
     """Score an answer from 0 to 1 by the task itself: the content of ``<answer>`` tags, or else the text."""
     found = list(tagged(text, "<answer>", "</answer>"))
     answer = found[-1] if found else text
     return float(_scorer(entry["metadata"]["source_dataset"])(answer.strip(), dict(entry)))
+
+
+def score(completions: Sequence[Any], entry: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
+    """Score each answer by its task, 0 to 1. ``entry`` is the column of ``reasoning_gym:`` data."""
+    return [score_answer(one, _text(completion)) for one, completion in zip(entry, completions, strict=True)]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 @functools.cache
