@@ -37,13 +37,16 @@ def paused_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A wait with a name and a limit in seconds, counted from its creation; a pause of the process does not count.
+    """A wait with a name and a limit in seconds, counted from its creation or its last progress.
+
+    A pause of the process does not count.
 
     Args:
         name: who waits for whom, as in "feed: generation of 32 prompts by the embedded engine".
         limit_s: seconds after which :meth:`check` raises; ``None`` waits without end.
         setting: the configuration key that holds the limit, named in the error.
         watch: called at each :meth:`check`; what it raises ends the wait before its time.
+        outer: the wait that this one is a part of, which makes progress with it.
     """
 
     name: str
@@ -52,14 +55,23 @@ class Deadline:
     started: float = field(default_factory=time.monotonic)
     watch: Callable[[], None] | None = field(default=None, compare=False)
     paused_before_s: float = field(default_factory=paused_s, compare=False)
+    outer: Deadline | None = field(default=None, compare=False)
+    _moved: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]], compare=False, repr=False)
+
+    def progressed(self) -> None:
+        """Count the limit from now on, as a part of what is waited for is there. From any thread."""
+        self._moved[:] = [(time.monotonic(), paused_s())]
+        if self.outer is not None:
+            self.outer.progressed()
 
     def elapsed_s(self) -> float:
         """Return the seconds since the wait began, pauses included."""
         return time.monotonic() - self.started
 
     def counted_s(self) -> float:
-        """Return the seconds that count towards the limit, pauses excluded."""
-        return self.elapsed_s() - (paused_s() - self.paused_before_s)
+        """Return the seconds since the last progress, pauses excluded."""
+        since, paused_before_s = self._moved[0] if self._moved else (self.started, self.paused_before_s)
+        return time.monotonic() - since - (paused_s() - paused_before_s)
 
     def remaining_s(self) -> float | None:
         """Return the seconds left, never negative; ``None`` without a limit."""
@@ -83,8 +95,9 @@ class Deadline:
             return
         suffix = f"; {detail}" if detail else ""
         remedy = f"raise {self.setting} or find out what is slow" if self.setting else "find out what is slow"
+        what = "made no progress for" if self._moved else "took longer than"
         raise DeadlineExceeded(
-            f"{self.name} took longer than {self.limit_s:g} s (waiting for {self.elapsed_s():.1f} s){suffix}",
+            f"{self.name} {what} {self.limit_s:g} s (waiting for {self.elapsed_s():.1f} s){suffix}",
             remedy=remedy,
         )
 

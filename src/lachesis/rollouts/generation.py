@@ -80,8 +80,8 @@ def nested_deadline(name: str, outer: Deadline, limit_s: float | None, setting: 
     """Return a deadline of ``limit_s`` seconds that does not outlast ``outer``; it names the setting that binds."""
     remaining = outer.remaining_s()
     if remaining is not None and (limit_s is None or remaining < limit_s):
-        return Deadline(name=name, limit_s=remaining, setting=outer.setting)
-    return Deadline(name=name, limit_s=limit_s, setting=setting)
+        return Deadline(name=name, limit_s=remaining, setting=outer.setting, outer=outer)
+    return Deadline(name=name, limit_s=limit_s, setting=setting, outer=outer)
 
 
 def generate_groups(

@@ -37,6 +37,22 @@ def test_a_deadline_that_is_waited_for_twice_is_two_waits():
     assert names() == []
 
 
+def test_progress_begins_the_limit_anew_also_of_the_wait_around_it():
+    began = time.monotonic() - 5.0
+    outer = Deadline("a batch", 5.2, started=began)
+    inner = Deadline("generation", 5.1, started=began, outer=outer)
+    inner.progressed()
+    time.sleep(0.3)
+    inner.check()
+    outer.check()
+    assert inner.elapsed_s() > 5.2 and outer.counted_s() < 5.0
+    short = Deadline("a part", 0.05)
+    short.progressed()
+    time.sleep(0.1)
+    with pytest.raises(DeadlineExceeded, match=r"a part made no progress for 0\.05 s"):
+        short.check()
+
+
 def test_every_thread_has_its_own():
     begun, end = threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ from lachesis.config.schema.base import (
 
 
 class DeadlinesConfig(Section):
-    """The longest each named wait may take, in seconds."""
+    """The longest each named wait may take, in seconds; where parts of it arrive, counted from the last one."""
 
     generation_s: PositiveFloat = Field(default=1800.0, description="Generating the completions of one batch.")
     batch_s: PositiveFloat = Field(default=3600.0, description="The trainer waiting for its next batch.")

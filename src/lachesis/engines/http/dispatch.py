@@ -92,10 +92,14 @@ class GenerationCalls:
         if self._watch is None:
             self._watch = asyncio.create_task(self._look())
         try:
-            done, pending = await asyncio.wait(
-                tasks, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_EXCEPTION
-            )
-            failed = [task for task in tasks if task in done and (task.cancelled() or task.exception())]
+            for task in tasks:
+                task.add_done_callback(lambda task: None if _has_failed(task) else deadline.progressed())
+            done, pending = set[asyncio.Task[list[Completion]]](), set(tasks)
+            while pending and deadline.remaining_s() != 0.0 and not any(map(_has_failed, done)):
+                done, pending = await asyncio.wait(
+                    tasks, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_EXCEPTION
+                )
+            failed = [task for task in tasks if task in done and _has_failed(task)]
             if failed and failed[0].cancelled():
                 raise EngineError("the engine client was closed while it generated", remedy="close it after generating")
             if failed:
@@ -223,6 +227,10 @@ class GenerationCalls:
             work = asyncio.to_thread(visit, self._fleet, self._server(url), patient=patient)
             task = self._visits[url] = asyncio.create_task(work)
             task.add_done_callback(lambda _: (self._visits.pop(url, None), self._room.set()))
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.cancelled() or task.exception() is not None
 
 
 def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_s: float = _ANSWER_S) -> None:

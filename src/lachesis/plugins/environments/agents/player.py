@@ -141,6 +141,7 @@ class AgentRollouts:
                 done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
+                    deadline.progressed()
                 if self.proxy.failure is not None:
                     failure, self.proxy.failure = self.proxy.failure, None
                     raise failure
