@@ -86,16 +86,18 @@ class Cell:
 def begun(control: socket.socket) -> socket.socket | None:
     """Wait until the wall around a program is up, and return the listening socket if there is one.
 
+    A process that was killed meanwhile has none either; :func:`ending` tells.
+
     Raises:
         SandboxError: the wall cannot be put up.
     """
     control.settimeout(_START_S)
     try:
         first, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if first != _BEGUN:
+        if first == _FAILED:
             raise SandboxError(f"no wall can be put up ({receive(control)['error']})", remedy=_REMEDY)
-    except (OSError, LinkClosed) as error:
-        raise SandboxError("no wall can be put up (its process ended, or took too long)", remedy=_REMEDY) from error
+    except (OSError, LinkClosed):
+        return None
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
@@ -106,7 +108,7 @@ def ending(control: socket.socket) -> tuple[int | None, str]:
         told = receive(control)
         return told["code"], told["ending"]
     except (LinkClosed, TimeoutError):
-        return None, "killed"
+        return None, "exited"
 
 
 class CellRunner:

@@ -156,12 +156,8 @@ def run_agent(
                 stdin.close()
                 if cell is not None and (listener := begun(control)) is not None:
                     listen(listener)
-                limit = min(agent.timeout_s, agent.timeout_s if limit_s is None else limit_s)
-                end = time.monotonic() + limit
-                while not ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-                    if time.monotonic() >= end or stop():
-                        break
-                timed_out = not ended.is_set()
+                most_s = agent.timeout_s if limit_s is None else min(agent.timeout_s, limit_s)
+                timed_out = not _wait(ended, stop=stop, limit_s=most_s)
             finally:
                 process.stop()
             code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)
@@ -175,6 +171,15 @@ def run_agent(
             beyond="" if why == "exited" else why,
             files=read_state(work, agent.keep_files),
         )
+
+
+def _wait(ended: threading.Event, *, stop: Callable[[], bool], limit_s: float) -> bool:
+    """Wait until the command has ended; return False at its limit, or if it is to stop."""
+    end = time.monotonic() + limit_s
+    while not ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+        if time.monotonic() >= end or stop():
+            break
+    return ended.is_set()
 
 
 @contextmanager
