@@ -43,7 +43,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
     "Look": {
         "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),
         "watch": Command("plugins.report.commands", "Show current and finished runs on a live page."),
-        "report": Command("plugins.report.commands", "Write report.html of a run anew."),
+        "report": Command("plugins.report.commands", "Write report.html again, or static pages of several runs."),
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
         "rollouts": Command(
             "plugins.report.rollout_commands",
