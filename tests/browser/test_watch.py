@@ -174,7 +174,7 @@ def test_it_shows_the_fleet_of_engines_and_how_near_a_deadline_is(page: Page):
 def test_the_button_pauses_the_run_and_lets_it_go_on(page: Page, runs: list[Path]):
     assert page.text("#pause") == "Pause after this step"
     page.driver.execute_script("byId('pause').click()")
-    until(lambda: page.text("#pause") == "Go on")
+    until(lambda: page.text("#pause") == "Resume")
     assert is_asked(runs[0], "pause")
     page.driver.execute_script("byId('pause').click()")
     until(lambda: page.text("#pause") == "Pause after this step")

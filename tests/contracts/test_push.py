@@ -264,7 +264,7 @@ def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
     monkeypatch.setattr(pushing, "get_token", lambda: None)
     with pytest.raises(ConfigError) as failed:
         run_to_the_hub(tmp_path, repo="another/sent", private=True)
-    assert "nobody is logged in to the Hugging Face hub" in caplog.text, "said before the run"
+    assert "there is no login to the Hugging Face hub" in caplog.text, "said before the run"
     run_dir = tmp_path / "runs" / "sent"
     assert f"its model is in {run_dir / 'final'}, but another/sent could not be pushed" in failed.value.message
     assert failed.value.remedy.endswith(f"then: lachesis push {run_dir} --repo another/sent --private")

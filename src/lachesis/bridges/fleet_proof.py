@@ -235,7 +235,7 @@ def _parameter_slices(
     held = control.state_dict_info(deadline=deadline)
     if repacked := [name for name, tensor in held.items() if 0 in tensor.shape]:
         which = ", ".join(repacked[:2]) + (f" and {len(repacked) - 2} more" if len(repacked) > 2 else "")
-        logger.info("weights are proved by the canary alone: the engine has %s in a form of its own", which)
+        logger.info("weights are proved by the canary alone: the engine has %s in another form", which)
         return None
     in_8_bits = {name for name, tensor in held.items() if tensor.dtype == dtype_name(FP8)}
     scales = {name + SCALE for name in in_8_bits}

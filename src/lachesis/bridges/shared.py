@@ -201,7 +201,7 @@ class EngineWeights:
         for name in heads:
             if self._tensors[name].data_ptr() not in embeddings:
                 raise ModelError(
-                    f"the engine has a {name} of its own, the trainer's is tied to its embeddings",
+                    f"the engine has a {name} that is separate, the trainer's is tied to its embeddings",
                     remedy="set tie_word_embeddings alike in both models' config.json",
                 )
 

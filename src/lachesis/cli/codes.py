@@ -11,7 +11,7 @@ from lachesis.common.errors import LachesisError
 # Those that no error of ours has.
 _OTHERS = {
     0: "Done; for `lachesis status`: the run is running or has finished.",
-    1: "A check has found a problem, a run that was looked at has not finished, or an error without a code of its own.",
+    1: "A check has found a problem, an inspected run has not finished, or an error has no separate code.",
     70: "A fault of Lachesis or of a library: `lachesis --traceback ...` shows where, for a report of it.",
     130: "Stopped by SIGINT (Ctrl-C), with a checkpoint.",
     143: "Stopped by SIGTERM, with a checkpoint.",

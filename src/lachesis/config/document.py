@@ -263,7 +263,7 @@ class _Reader:
             if key_node.tag == _MERGE:
                 continue
             if not isinstance(key_node, ScalarNode) or key_node.tag != f"{_TAG}str":
-                self._problem(key_node, place, "a key that is no text; put it in quotes")
+                self._problem(key_node, place, "a key that is not text; put it in quotes")
                 continue
             key, here = key_node.value, (*place, key_node.value)
             self._note(key_node, here)

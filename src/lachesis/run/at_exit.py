@@ -115,7 +115,7 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
             stopped = True
             run.stop()
             say(STOPS)
-        return "" if run.done else "it goes on"
+        return "" if run.done else "it continues"
 
     wait = Deadline("a program that has ended, waiting for its run", None)
     wait_until(goes_on, Retry(wait, first_s=_LOOK_S, longest_s=_LOOK_S))

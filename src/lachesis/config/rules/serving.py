@@ -152,8 +152,8 @@ def _quorum(config: LachesisConfig) -> Iterator[Said]:
         return
     if config.bridge.capabilities.shares_storage or config.bridge.capabilities.owns_engine:
         yield problem(
-            f"engine.quorum counts engines that others go on without, and bridge.kind {config.bridge.kind} has none; "
-            "remove it"
+            f"engine.quorum counts engines that may be left out, and bridge.kind {config.bridge.kind} needs its "
+            "engine; remove it"
         )
     if isinstance(engine, VllmEngineConfig):
         key, most = "engine.data_parallel_size", engine.data_parallel_size

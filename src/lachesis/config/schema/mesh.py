@@ -144,8 +144,7 @@ def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
         return
     left = f", of which each group of {context} has {heads} and {kv_heads}" if tensor > 1 else ""
     raise ConfigError(
-        f"distributed.context_parallel_size is {context}, and {of_model}{left}: they are no whole number for each "
-        "device",
+        f"distributed.context_parallel_size is {context}, and {of_model}{left}: each device needs a whole number",
         remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
     )
 

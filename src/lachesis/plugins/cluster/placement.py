@@ -162,7 +162,7 @@ def rank_bundles(layout: Layout) -> list[Bundle]:
 
 def engine_bundle(layout: Layout) -> Bundle:
     """Return the bundle of one inference server."""
-    assert layout.servers is not None, "there are engines on nodes of their own"
+    assert layout.servers is not None, "there are engines on separate nodes"
     return _bundle(cpus=1, gpus=layout.servers.gpus)
 
 

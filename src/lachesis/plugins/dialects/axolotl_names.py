@@ -208,7 +208,9 @@ def _trl() -> Iterator[Entry]:
     yield together("trl.vllm_lora_sync", "bridge.kind", "true is lora_only, false broadcast")
     yield Entry("trl.streaming_partial_batch", "pipeline.streaming")
     yield Entry("trl.skip_zero_advantage_batches", "algorithm.skip_zero_advantage")
-    yield Entry("trl.reward_num_workers", "rewards.num_workers", convert=_workers, note="1 is none of its own: 0 here")
+    yield Entry(
+        "trl.reward_num_workers", "rewards.num_workers", convert=_workers, note="1 means no separate worker: 0 here"
+    )
     yield together("trl.vllm_enable_sleep_mode", "engine.enable_sleep_mode")
     for key in EARLIER_SERVER_KEYS:
         yield together(f"trl.vllm_{key}", f"engine.{key}", f"of earlier versions, where vllm.{key} is not written")

@@ -50,7 +50,7 @@ DIFFERENT: Mapping[str, Mapping[str, Difference]] = {
         "output_dir": Difference("./model-out", "the run is in runs/run", "./model-out"),
         "vllm.gpu_memory_utilization": Difference(
             "0.9",
-            "0.45 beside the trainer, 0.9 on a GPU of its own",
+            "0.45 beside the trainer, 0.9 on a separate GPU",
             "0.9",
             ("trl.vllm_gpu_memory_utilization",),
             applies=_has_own_server,

@@ -372,7 +372,7 @@ def put_batch(
     fitting = _fitting_batches(micro * counted, steps, group, accumulation=accumulation, generations=generations)
     translation.problem(
         accumulation,
-        f"{text} completions in a step, which is no multiple of {generations} {group}; the nearest that fit: {fitting}",
+        f"{text} completions in a step, not a multiple of {generations} {group}; the nearest that fit: {fitting}",
     )
     return counted
 

@@ -107,7 +107,7 @@ def warn_of_missing_login(hub: HubConfig) -> None:
     """Warn before a run that the hub will refuse its model if no user is logged in on this machine."""
     if get_token() is None:
         logger.warning(
-            "checkpoint.hub: nobody is logged in to the Hugging Face hub, so it will not take the model for %s when "
+            "checkpoint.hub: there is no login to the Hugging Face hub, so it will not take the model for %s when "
             "the run ends -> set HF_TOKEN, or log in with `hf auth login` meanwhile",
             hub.repo,
         )

@@ -31,7 +31,7 @@ class Node:
         """Return the node that text such as ``8x80`` or ``8x80GB`` names."""
         found = re.fullmatch(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*(?:GB)?", text.strip(), re.IGNORECASE)
         if found is None or int(found[1]) < 2 or float(found[2]) < 1:
-            raise typer.BadParameter(f"{text!r} is no node: give two GPUs or more and their gigabytes, as 8x80")
+            raise typer.BadParameter(f"{text!r} is not a node: give two GPUs or more and their gigabytes, as 8x80")
         return cls(int(found[1]), float(found[2]))
 
 

@@ -111,7 +111,7 @@ def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online"
     if wandb.login(prompt=False, verify=False):
         return "online"
     logger.warning(
-        "nobody is logged in at Weights & Biases: the run is logged offline; "
+        "there is no login at Weights & Biases: the run is logged offline; "
         "`wandb login` and `wandb sync %s/wandb/offline-run-*` send it there",
         run_dir,
     )

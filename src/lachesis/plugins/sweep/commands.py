@@ -75,7 +75,7 @@ def read_sweep(path: Path) -> Sweep:
     try:
         return Sweep.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{path} is no sweep: {error}", remedy="see docs/watching.md for its keys") from error
+        raise ConfigError(f"{path} is not a sweep: {error}", remedy="see docs/watching.md for its keys") from error
 
 
 def run_command(config: Path, name: str, keys: Mapping[str, Any]) -> list[str]:

@@ -181,7 +181,7 @@ def test_evaluation_and_reports():
         ),
         ("generation_batch_size: 12", "12 completions are not a multiple of num_generations 8"),
         ("generation_batch_size: 8\nsteps_per_generation: 1", "TRL takes one of them"),
-        ("num_generations: 3", "= 8 completions in a step, which is no multiple of num_generations 3"),
+        ("num_generations: 3", "= 8 completions in a step, not a multiple of num_generations 3"),
         ("model_init_kwargs: {revision: x}", "model_init_kwargs (line 5): revision has no counterpart"),
         ("dtype: int4", "dtype (line 5): the text 'int4' has no counterpart"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type (line 5): the text 'polynomial' has no counterpart"),
@@ -255,7 +255,7 @@ def test_a_file_for_several_processes_counts_them():
     assert finding.level == "warning" and "so 7 are counted" in finding.message
     written = translation(f"{text}\nnum_processes: 14", processes=None)
     assert written.document.data["batch"]["prompts_per_step"] == 64
-    assert "= 64 completions in a step, which is no multiple" in message(text)  # one process, and no more
+    assert "= 64 completions in a step, not a multiple" in message(text)  # one process, and no more
 
 
 def test_reports_of_open_r1():

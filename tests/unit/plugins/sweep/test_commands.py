@@ -39,7 +39,7 @@ def test_random_values_are_in_their_ranges_and_the_same_for_a_seed():
         ({"config": "c.yaml", "keys": {}}, "keys"),
         ({"config": "c.yaml", "keys": KEYS, "method": "bayes"}, "method"),
         ({"keys": KEYS}, "config"),
-        ("text", "is no sweep"),
+        ("text", "is not a sweep"),
     ],
 )
 def test_a_file_that_is_no_sweep(tmp_path: Path, given: Any, why: str):

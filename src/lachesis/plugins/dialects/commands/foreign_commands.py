@@ -120,7 +120,7 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
     machines, number = (said.get(name) for name in ("num_machines", "num_processes"))
     if str(machines or said.get("nnodes", 1)) != "1":
         raise ConfigError(
-            "a command starts the processes of its own machine only",
+            "a command starts only the processes of its machine",
             remedy="start torchrun --nnodes N -m lachesis train on each of them (docs/several-gpus.md)",
         )
     number = number or said.get("nproc_per_node") or otherwise

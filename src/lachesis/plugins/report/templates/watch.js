@@ -37,7 +37,7 @@ function showNow({ status, lead, waits, engines, paused, goes_on }) {
   byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)));
   byId("status").parentElement.hidden = !status.length;
   byId("fleet").replaceChildren(...(engines.length ? [make("div", { class: "card table" }, make("table", {}, make("tr", {}, ...ENGINE_COLUMNS.map((name) => make("th", {}, name))), ...engines.map(engineRow)))] : []));
-  byId("pause").textContent = paused ? "Go on" : "Pause after this step";
+  byId("pause").textContent = paused ? "Resume" : "Pause after this step";
   byId("pause").dataset.asks = paused ? "resume" : "pause";
 }
 

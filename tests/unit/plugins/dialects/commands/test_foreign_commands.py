@@ -101,7 +101,7 @@ def test_how_many_processes_axolotl_starts(words: str, processes: int, monkeypat
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("launch --num_machines 2 --num_processes 4 -m axolotl.cli.train c.yaml", "of its own machine only"),
+        ("launch --num_machines 2 --num_processes 4 -m axolotl.cli.train c.yaml", "only the processes of its machine"),
         ("launch --num_processes many -m axolotl.cli.train c.yaml", "'many' is not a number of processes"),
     ],
 )
