@@ -129,7 +129,7 @@ class Bridge(ABC, Generic[PolicyT]):
     def wake(self, *, for_weights: bool = False) -> None:
         """Wake the engine after :meth:`rest`, only as far as changing weights needs if ``for_weights``.
 
-        Idempotent. Idempotent.
+        Idempotent.
         """
 
     def sync(self, version: int) -> SyncReport:
@@ -259,4 +259,4 @@ class Bridge(ABC, Generic[PolicyT]):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop and delete everything that the bridge made. Idempotent. Idempotent."""
+        """Stop and delete everything that the bridge made. Idempotent."""

@@ -215,7 +215,7 @@ class ShareSender:
             raise
 
     def close(self) -> None:
-        """Leave the channel, and stop listening. Idempotent. Idempotent."""
+        """Leave the channel, and stop listening. Idempotent."""
         if self._rendezvous is not None:
             self._rendezvous.listener.close()
         if self._channel is not None:

@@ -157,7 +157,7 @@ class EngineWeights:
             )
 
     def close(self) -> None:
-        """Release the engine's memory; attached models keep what they use. Idempotent. Idempotent."""
+        """Release the engine's memory; attached models keep what they use. Idempotent."""
         self._attachments.close()
         self._tensors = {}
         self._attached = {}

@@ -102,7 +102,7 @@ class Engine(ABC):
 
     @abstractmethod
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """Stop generating before weights change. Idempotent. Idempotent."""
+        """Stop generating before weights change. Idempotent."""
 
     @abstractmethod
     def resume(self) -> None:

@@ -53,7 +53,7 @@ class Feed(ABC, Generic[BatchT]):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop all background work. Idempotent. Idempotent."""
+        """Stop all background work. Idempotent."""
 
 
 @dataclass(kw_only=True, eq=False)

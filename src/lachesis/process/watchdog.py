@@ -56,7 +56,7 @@ class Watchdog:
                 self._tell("")
 
     def close(self) -> None:
-        """End the watching process. Idempotent. Idempotent."""
+        """End the watching process. Idempotent."""
         if self._process is not None and self._process.stdin is not None and self._started_by == os.getpid():
             self._process.stdin.close()
             self._process.wait()

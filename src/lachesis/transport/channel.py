@@ -241,7 +241,7 @@ class Channel:
         self._links.abort(reason)
 
     def close(self) -> None:
-        """Leave the channel; the other side's waits end with an error. Idempotent. Idempotent."""
+        """Leave the channel; the other side's waits end with an error. Idempotent."""
         self._broken = self._broken or "it was closed"
         self._links.close()
         self._transport.close()

@@ -273,7 +273,7 @@ class SharedRoom:
         return untold or {}
 
     def close(self) -> None:
-        """Release the memory; mappings of others stay until they release it too. Idempotent. Idempotent."""
+        """Release the memory; mappings of others stay until they release it too. Idempotent."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._file is not None:
             self._file.close()

@@ -127,7 +127,7 @@ class Leader:
                 self._idle.set()
 
     def close(self) -> None:
-        """Tell followers that the run is over, and wait for their reply. Idempotent. Idempotent."""
+        """Tell followers that the run is over, and wait for their reply. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
