@@ -12,7 +12,6 @@ from urllib.parse import parse_qsl
 
 from lachesis.common.errors import ConfigError, DependencyError, nearest
 from lachesis.common.tagged_text import tagged
-from lachesis.rollouts.datasets.rows import PREFIX
 
 _SIZE = 1000
 # The library makes its problem number i from seed + i, so the problems of neighbouring seeds are almost the same ones.
@@ -38,7 +37,7 @@ def parse_tasks(spec: str) -> list[Task]:
         ConfigError: a name is unknown, or the syntax is wrong.
         DependencyError: reasoning-gym is not installed.
     """
-    return [_parse(part) for part in _NEXT.split(spec.removeprefix(PREFIX))]
+    return [_parse(part) for part in _NEXT.split(spec.removeprefix("reasoning_gym:"))]
 
 
 def _parse(part: str) -> Task:
