@@ -59,7 +59,7 @@ def test_a_stopped_process_is_told_with_how_it_goes_on(server, which: str, caplo
         assert caplog.messages[0].startswith("the engine is stopped by a signal")
         assert caplog.messages[0].endswith(f"kill -CONT {stopped}")
         os.kill(stopped, signal.SIGCONT)
-        until(lambda: any("the engine goes on, after" in message for message in caplog.messages))
+        until(lambda: any("the engine has resumed after" in message for message in caplog.messages))
     assert len(caplog.messages) == 2
 
 

@@ -126,7 +126,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"engine": VLLM, "bridge": SHARED, "sampling": {"generation_kwargs": {"top_p": 0.5, "n": 2}}},
-            "sampling.generation_kwargs.top_p has a key of its own",
+            "sampling.generation_kwargs.top_p has its own key",
         ),
         ({"sampling": {"min_tokens": 300}}, "sampling.min_tokens 300 is more than max_completion_length 256"),
         ({"algorithm": {"kl_reference": "ema"}}, "kl_reference is ema and beta 0"),

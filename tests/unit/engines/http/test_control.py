@@ -242,7 +242,7 @@ class TestFailures:
 
     def test_a_server_of_another_kind(self, fake: FakeServer, control: ServerControl):
         control.url += "/elsewhere"
-        with pytest.raises(Refused, match=r"no route /bridge/info: it is no inference server") as caught:
+        with pytest.raises(Refused, match=r"no route /bridge/info: it is not an inference server") as caught:
             control.info(deadline=soon())
         assert "lachesis serve" in caught.value.remedy
 
