@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class EngineLeftOut(EngineError):
-    """Error for one of several engines that failed in a transfer and counts as dead; the others go on."""
+    """Error for one of several engines that failed in a transfer and counts as dead; the others continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Bridge(ABC, Generic[PolicyT]):
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``.
 
-        Raises EngineLeftOut to be called again, with a limit of its own, after one of several engines has failed.
+        Raises EngineLeftOut to be called again, with a new limit, after one of several engines has failed.
         """
 
     def _assemble(self) -> None:

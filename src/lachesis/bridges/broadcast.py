@@ -559,7 +559,7 @@ def _abort_on_error(channel: Channel, received: Future[list[None]]) -> None:
 
 
 def _with_servers_reason(error: EngineError, received: Future[list[None]], *, version: int) -> EngineError:
-    """Return an error that says why the trainer could not send, and what the servers saw of it."""
+    """Return an error that says why the trainer could not send, and what the servers observed."""
     wait([received], timeout=_LAST_WORD_S)
     reason = received.exception() if received.done() else None
     said = f"; the servers say: {reason}" if reason is not None else ""

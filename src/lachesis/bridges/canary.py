@@ -103,7 +103,7 @@ class Allowance:
     high: float
 
     def ratio(self, found: Disagreement) -> float:
-        """Return the disagreement as a multiple of what is allowed; above 1 is too much."""
+        """Return the disagreement as a multiple of its limit; above 1 is too much."""
         return max(found.mean / self.mean, found.high / self.high)
 
 

@@ -101,7 +101,7 @@ class SyncProof:
         adapter: the engine adds an adapter to its weights. In 16 bits that rounds small updates of it away.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         wanted: by which names the engine holds them; none without ``trainer_digests``.
-        concurrent: read engine and trainer at the same time, for an engine with a model of its own.
+        concurrent: read engine and trainer at the same time, for an engine with a separate model.
         one_model: engine and trainer compute with one model in this process, so nothing travels that could be lost.
     """
 
@@ -142,11 +142,11 @@ class SyncProof:
             return self.judge(engine.result(), trainer, version=version)
 
     def ask_engine(self, token_ids: Sequence[int]) -> EngineSays:
-        """Return the engine's reading of the canary and the digests of what it holds."""
+        """Return the engine's reading of the canary and the digests of its tensors."""
         return self.engine(token_ids, self.wanted)
 
     def ask_trainer(self, token_ids: Sequence[int]) -> TrainerSays:
-        """Return the trainer's reading of the canary and the digests of what the engine should hold."""
+        """Return the trainer's reading of the canary and the digests of the tensors that the engine should hold."""
         return self.trainer(token_ids), self.trainer_digests()
 
     def judge(self, engine: EngineSays, trainer: TrainerSays, *, version: int) -> Proved:
@@ -193,7 +193,7 @@ class SyncProof:
     def _doubt(
         self, reading: CanaryReading, expected: Sequence[float], mean: float, ratio: float, *, version: int
     ) -> str:
-        """Return what the canary says against the transfer, or an empty text."""
+        """Return the canary's evidence against the transfer, or an empty text."""
         standing = self._history.standing_at(expected, reading.logprobs, usual=self._scale.usual)
         if standing is not None:
             unused = " although it holds the adapter: it does not use it" if self._evidence == "adapter" else ""
@@ -243,7 +243,7 @@ class SyncProof:
 def check_digests(
     ours: Mapping[str, int], theirs: Mapping[str, int], *, before: Mapping[str, int], version: int
 ) -> None:
-    """Compare the digests of what was sent with those of what the engine holds.
+    """Compare the digests of the sent tensors with those of the engine's.
 
     Args:
         ours: digest by name of each tensor as the engine should hold it.
@@ -273,7 +273,7 @@ def check_digests(
 def _what_instead(
     different: Sequence[str], ours: Mapping[str, int], theirs: Mapping[str, int], *, before: Mapping[str, int]
 ) -> str:
-    """Return what the engine holds in the place of the tensors that differ, as the end of a sentence."""
+    """Describe the engine's tensors in place of those that differ, as the end of a sentence."""
     if not different:
         return ""
     if stale := [name for name in different if theirs[name] == before.get(name)]:

@@ -88,7 +88,7 @@ class SavedBridge(ExternalBridge[PolicyT]):
         logger.info(self._done, version, time.perf_counter() - started)
 
     def _load_on_all(self, path: Path, version: int, deadline: Deadline) -> None:
-        """Have all servers load what was saved.
+        """Have all servers load the saved files.
 
         Raises:
             EngineLeftOut: some could not, and are dead from now on.
@@ -134,7 +134,7 @@ class VersionedDirectories:
     def writing(self, version: int) -> Generator[Path]:
         """Yield an empty directory that becomes that of ``version`` if the block ends without an error.
 
-        An earlier directory of this version is replaced. An error removes what was written.
+        An earlier directory of this version is replaced. An error removes the written files.
 
         Raises:
             EngineError: the disk is full or cannot be written.

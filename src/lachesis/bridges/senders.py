@@ -66,7 +66,7 @@ class SenderRanks(Generic[PolicyT]):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Plan of who sends what to whom, valid as long as the channels stand.
+    """Plan of senders, tensors and receivers, valid while the channels stand.
 
     ``senders`` are ranks of the trainer, 0 the first of them, and ``addresses`` those of the others of them.
     ``sender_of`` says for each tensor which of them sends it; it is empty where there is one.

@@ -41,7 +41,7 @@ app = typer.Typer(
 
 
 class _Console(SafeConsole):
-    """A console that raises BrokenPipeError if its reader has gone: the sink is dropped and training goes on."""
+    """A console that raises BrokenPipeError if its reader has gone: the sink is dropped and training continues."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

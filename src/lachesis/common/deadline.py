@@ -129,7 +129,7 @@ class Retry:
 
 
 def wait_until(why_not: Callable[[], str], retry: Retry, *, sleep: Callable[[float], Any] = time.sleep) -> None:
-    """Call ``why_not`` until it returns an empty text; until then it returns the reason to go on waiting."""
+    """Call ``why_not`` until it returns an empty text; until then it returns the reason to keep waiting."""
     while reason := why_not():
         sleep(retry.after(reason))
 

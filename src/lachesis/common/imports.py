@@ -42,7 +42,7 @@ def installed_version(package: str) -> str | None:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Hide modules that are not imported yet while the block runs, so that libraries go on without them.
+    """Hide modules that are not imported yet while the block runs, so that libraries work without them.
 
     Use it in processes that Lachesis starts: a library that missed a module may go without it later too.
     """

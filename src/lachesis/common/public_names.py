@@ -20,7 +20,7 @@ PUBLIC = {
 
 
 def module_of(name: str) -> str | None:
-    """Return the module that is imported as ``name``; None where the name is no alias."""
+    """Return the module that is imported as ``name``; None if the name is not an alias."""
     for public, place in PUBLIC.items():
         if name == public or name.startswith(f"{public}."):
             return place + name[len(public) :]

@@ -48,7 +48,7 @@ def has_line_end(text: str, end: str, at: int) -> bool:
 
 
 def longest_boxed(text: str) -> int | None:
-    r"""Return the length of the longest closed ``\boxed{...}``, nested braces included; None where there is none."""
+    r"""Return the length of the longest closed ``\boxed{...}``, nested braces included; None without one."""
     longest: int | None = None
     opened: list[int | None] = []  # where each brace that is open begins a box, if it does
     for brace in _BRACE.finditer(text):

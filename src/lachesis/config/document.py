@@ -220,7 +220,7 @@ def _compose(text: str, *, name: str) -> Node | None:
 def _written_out(node: Node, sizes: dict[int, int]) -> int:
     """Return the number of values of a node with every alias written out; each node is walked once.
 
-    An alias inside of what it names counts as one value: what reads the nodes refuses it.
+    An alias inside its own anchor counts as one value: the reader of the nodes refuses it.
     """
     known = sizes.get(id(node))
     if known is None:

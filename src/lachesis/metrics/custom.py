@@ -51,7 +51,7 @@ def custom_sinks(
 ) -> list[Sink]:
     """Load the sinks that a configuration names.
 
-    Raises ConfigError if one is not a sink. Raises ConfigError where one is none.
+    Raises ConfigError if one is not a sink.
     """
     return [load_part(one, SINK).make(run_dir, settings=settings, resume_step=resume_step) for one in given]
 

@@ -196,7 +196,7 @@ class HubTelemetry:
             telling.result()
 
     def close(self) -> None:
-        """Report what is left, and close the sinks.
+        """Report the remaining values, and close the sinks.
 
         Idempotent. Raises as :meth:`flush`.
         """

@@ -15,7 +15,7 @@ _frozen = False
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Collect nothing within the block, and freeze what is there at its end: imports leave hardly any garbage."""
+    """Collect nothing within the block, and freeze all objects at its end: imports leave hardly any garbage."""
     with uncollected():
         yield
         _freeze()
@@ -34,13 +34,13 @@ def uncollected() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Spare the collector all that is there, but for the garbage in it; until :func:`thaw`."""
+    """Spare the collector all existing objects except garbage, until :func:`thaw`."""
     gc.collect()
     _freeze()
 
 
 def thaw() -> None:
-    """Return to the collector what was frozen here."""
+    """Return the objects frozen here to the collector."""
     global _frozen
     if _frozen:
         gc.unfreeze()

@@ -51,7 +51,7 @@ class Child(Protocol):
 def supervise(
     link: socket.socket, *, is_asked_for: Callable[[], bool], grace_s: float, start: Callable[[], Child]
 ) -> None:
-    """Start the command; when it ends, or is to be stopped, end what is left of its group.
+    """Start the command; when it ends, or is to be stopped, end the rest of its group.
 
     Args:
         link: our end of the socket pair.
@@ -103,7 +103,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what the command leaves behind, so that its end can be waited for (Linux only)."""
+    """Become the parent of processes that the command leaves behind, to await their end (Linux only)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

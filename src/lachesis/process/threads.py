@@ -86,9 +86,9 @@ class CallThread:
             self._worker = None
 
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float | None) -> CallOutcome:
-        """Call ``function(**kwargs)``, and await what it returns if that is awaitable.
+        """Call ``function(**kwargs)``, and await the result if it is awaitable.
 
-        What it raises, ``SystemExit`` included, comes back in the outcome.
+        Its exception, ``SystemExit`` included, comes back in the outcome.
         """
         with self._lock:
             worker, self._worker = self._worker or DaemonThread(self._name), None
@@ -144,7 +144,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Line:
-    """Calls that a thread makes one after the other, as long as they are not taken from it.
+    """Calls that a thread makes one after the other, until they are taken from it.
 
     A future for each would take longer than a calculator. ``outcomes`` are those of the calls that have returned.
     """

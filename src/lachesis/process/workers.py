@@ -135,7 +135,7 @@ class ChildProcess:
         return self._popen.pid
 
     def read(self, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Return what it writes to its link, until it ends, has written too much, or its time is over.
+        """Return the bytes that it writes to its link, until it ends, has written too much, or its time is over.
 
         Whoever else holds the link, as a child of the child may, is not waited for.
         """

@@ -348,7 +348,7 @@ def _read(path: Path, *, parts: bool) -> Checkpoint:
 
 
 def _damage(path: Path, *, read_content: bool = True) -> str | None:
-    """Describe what is wrong with a checkpoint, or return None if every file has its recorded size and content."""
+    """Describe the damage of a checkpoint, or return None if every file has its recorded size and content."""
     try:
         files = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():

@@ -11,13 +11,13 @@ the engine's own rounding. What π_old is, is chosen when a batch is packed (``p
   (sampler correction), capped or masked; without the correction it stays in, as in TRL without it. Sampler
   correction needs ``trainer``: with π_old = s its factor is always 1.
 
-TRL 1.16 computes π_old in a pass of its own where gradient accumulation and the steps and iterations of a
+TRL 1.16 computes π_old in a separate pass where gradient accumulation and the steps and iterations of a
 generation do not line up, or the sampler is corrected for; else it takes log π of the first pass, detached. Here
 a batch is one optimizer step, so log π of its first use *is* that of scoring time, at no cost: the same weights
 compute it. It is taken from the first use and held for the others (``num_iterations``, μ). Where one generation is
 divided among several steps (``steps_per_generation``), a pass over all of it comes before the first.
 
-Replayed groups have a choice of their own (``pack(replayed_old_logprobs=...)``). With ``trainer`` their π_old is of
+Replayed groups have a separate choice (``pack(replayed_old_logprobs=...)``). With ``trainer`` their π_old is of
 now, s of then, and ratio and correction are made of both at every use; with ``sampler`` the ratio is π/s and the
 correction 1. Either way nothing is kept that could be stale. ``Policy.recompute_logprobs`` fixes the
 trainer's π_old of a batch before it is used.

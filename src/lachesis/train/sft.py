@@ -57,8 +57,8 @@ class StartedFeed(Feed[Batch]):
     """Feed of a number of batches of answers, in a new order each epoch, followed by another feed.
 
     Args:
-        feed: what goes on after the start.
-        answers: what is learned from at first.
+        feed: feed after the start.
+        answers: data of the start.
         steps: batches of it.
         batch_size: answers in each.
         pack: makes a batch of groups.

@@ -139,7 +139,7 @@ def to_wire(tensors: Sequence[ReceivedTensor]) -> list[list[Any]]:
 
 
 def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
-    """Describe how ``theirs`` (announced by the trainer) differs from what is expected; None if it does not."""
+    """Describe how ``theirs`` (announced by the trainer) differs from the expected layout; None if it does not."""
     expected = to_wire(ours)
     if theirs == expected:
         return None

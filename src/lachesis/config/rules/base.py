@@ -15,7 +15,7 @@ Rule = Callable[[LachesisConfig], Iterator[Said]]
 
 
 def problem(message: str) -> Said:
-    """Return a problem: a combination that cannot work, or does not do what was asked for."""
+    """Return a problem: a combination that cannot work, or does not have the requested effect."""
     return "problem", message
 
 

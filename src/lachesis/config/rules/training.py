@@ -270,7 +270,7 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Said]:
-    """Check that the teacher is named, and that its kind can give what is asked of it."""
+    """Check that the teacher is named, and that its kind supports the options."""
     key = "algorithm.teacher"
     needed = {"model": teacher.model, "url": teacher.url}
     if needed.get(teacher.kind, "") is None:

@@ -1,4 +1,4 @@
-"""The course of a run: deadlines, evaluation, checkpoints, logs, devices, and what is started beside it."""
+"""The course of a run: deadlines, evaluation, checkpoints, logs, devices, and services beside it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ Listener = Callable[[Step], Collection[int]]
 
 
 class EmbeddedEngine(Engine):
-    """Samples from a causal language model that the trainer goes on training.
+    """Engine in the trainer's process that samples from the model in training.
 
     Sequences that begin alike are computed once: a prompt is prefilled once for its ``n`` completions, and
     these share one row of the batch until they differ. Rows leave when all their sequences have ended. The
@@ -83,8 +83,8 @@ class EmbeddedEngine(Engine):
     length; those whose cache cannot be picked apart by row (RecurrentGemma, xLSTM, encoder-decoder caches)
     or that have none (GPT) compute every sequence from its start at every token.
 
-    Threads: one call generates at a time. The other methods may come from other threads; what needs the model
-    gets it between two tokens.
+    Threads: one call generates at a time. The other methods may be called from other threads; those that need the model
+    get it between two tokens.
 
     Args:
         model: causal language model, or a peft model around one.

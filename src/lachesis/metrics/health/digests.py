@@ -17,7 +17,7 @@ ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 
 
 def digest(groups: Sequence[Group]) -> tuple[GroupDigest, ...]:
-    """Return what is remembered of the groups that were generated for a step."""
+    """Return the digest of the groups that were generated for a step."""
     generated = [group.generated for group in groups]
     answers = [_answer(group) for group in generated]
     return tuple(_digest(group, answer, answers) for group, answer in zip(generated, answers, strict=True))

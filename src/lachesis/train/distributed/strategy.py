@@ -54,7 +54,7 @@ class Strategy:
         return self.sharded or self.context is not None
 
     def place(self, model: PreTrainedModel) -> None:
-        """Move the model to where it is trained, sharded in place if need be; before anything runs it."""
+        """Move the model to its training device, sharded in place if need be; before anything runs it."""
 
     def device(self, model: PreTrainedModel) -> torch.device:
         """Return the device on which the model computes; offloaded parameters are elsewhere.
@@ -150,7 +150,7 @@ class Ranks(Strategy):
 
     Args:
         device: of this rank.
-        config: what the mesh is derived from.
+        config: source of the mesh.
     """
 
     def __init__(self, device: torch.device, config: DistributedConfig) -> None:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class Reference(ABC):
     """Source of the KL term's logprobs.
 
-    By default no step changes it and it has no state to save. Without more, no step moves it and nothing of it is to be
-    kept.
+    By default no step changes it and it has no state to save.
     """
 
     @abstractmethod

@@ -82,7 +82,7 @@ class LoadedModel:
     whole: WholeCheckpoint | None = None
 
     def writer(self) -> Callable[[Path], None] | None:
-        """Return what writes the model into the checkpoint that it is a part of; None where it is all of its own."""
+        """Return the writer of the checkpoint that the model is a part of; None if the model is all of it."""
         whole = self.whole
         if whole is None or self.model is not self.transformer:
             return None

@@ -103,7 +103,7 @@ def ways_of(model: PreTrainedModel, device: torch.device) -> RunWays | None:
 
 
 def install(model: PreTrainedModel) -> None:
-    """Replace the functions that the model's recurrent layers call; without a plan they do what they did."""
+    """Replace the functions that the model's recurrent layers call; without a plan they work as before."""
     for layer in model.modules():
         for name in _replaceable(layer):
             module = sys.modules[type(layer).__module__]

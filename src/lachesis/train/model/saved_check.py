@@ -1,4 +1,4 @@
-"""Comparison of a saved model's files with what was to be saved, tensor by tensor."""
+"""Comparison of a saved model's files with the model in memory, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def contents_to_save(model: object, weights: Mapping[str, Tensor] | None = None)
 
 
 def check_saved(directory: Path, expected: Mapping[str, Content]) -> None:
-    """Compare the safetensors files in a directory with what was to be saved, one tensor at a time.
+    """Compare the safetensors files in a directory with the model in memory, one tensor at a time.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or different; it is named.
