@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,6 +201,7 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, done: str)
     from lachesis.bridges.saved import (
         AdapterWriter,
         CheckpointFiles,
+        Load,
         SavedBridge,
         load_adapter,
         load_checkpoint,
@@ -217,14 +218,17 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, done: str)
         companions=parts.companions,
     )
     adapter_only = kind.capabilities.adapter_only
-    whole = load_checkpoint if isinstance(kind, ReloadBridgeConfig) else started_on_it
+    whole: Mapping[type[SavedBridgeConfig], Load] = {
+        ReloadBridgeConfig: load_checkpoint,
+        RestartBridgeConfig: started_on_it,
+    }
     return SavedBridge(
         _servers(parts, every_steps=kind.every_steps),
         capabilities=kind.capabilities,
         directory=parts.directory / ("adapters" if adapter_only else "exports"),
         keep_last=kind.keep_last,
         save=adapter if adapter_only else checkpoint,
-        load=load_adapter if adapter_only else whole,
+        load=load_adapter if adapter_only else whole[type(kind)],
         done=done,
         command=parts.command if isinstance(kind, RestartBridgeConfig) else None,
     )
