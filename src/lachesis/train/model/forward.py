@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -40,6 +43,9 @@ Packing = Literal["auto", "packed", "padded"]
 # Of the probe: rows that run beside each other, and what of a logprob may be rounding at most.
 _COPIES = 8
 _MOST_ROUNDING = 0.6
+# Numbers of tokens beyond which attention sees less, and what they are while a model is probed, by longer sequences.
+_REACH = re.compile(r"(window|window_size|attention_chunk_size|block_size|block_length|local_attention)$")
+_PROBED_REACH = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,12 @@ class ForwardPlan:
 
     @property
     def words(self) -> str:
-        return f"attention {self.attention}, head {self.head}"
+        runs = (
+            ""
+            if self.recurrent is None
+            else f", recurrent layers {'end to end' if self.recurrent.end_to_end else 'in rows'}"
+        )
+        return f"attention {self.attention}{runs}, head {self.head}"
 
 
 def target_logprobs(
@@ -221,26 +232,39 @@ def plan_forward(
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # transformers' SDPA leaves the softcap out, which makes another model of it.
         model.set_attn_implementation("eager")
+    device = device or model.device
+    with _short_reach(model):
+        return _planned(model, packing=packing, device=device, context=context, tensor=tensor)
+
+
+def _planned(
+    model: PreTrainedModel,
+    *,
+    packing: Packing,
+    device: torch.device,
+    context: ContextGroup | None,
+    tensor: TensorGroup | None,
+) -> ForwardPlan:
+    """Return the fastest way of running the model that the probe finds right; as :func:`plan_forward`."""
     before = model.config._attn_implementation
     assert before is not None, "transformers chooses one when it makes a model"
-    device = device or model.device
     probe = _probe(model, device)
     differences: dict[str, str] = {}
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     ways = recurrent.ways_of(model, device)
-    if ways is not None and context is not None:
+    if ways and context is not None:
         raise ModelError(
             f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch: its "
             "recurrent layers compute each token from the state after the one before",
             remedy="leave distributed.context_parallel_size out",
         )
-    if packing != "padded" and (takes_attention or ways is not None):
+    if packing != "padded" and (takes_attention or ways):
         if takes_attention:
             attention.install(model)
-        if ways is not None:
-            recurrent.install(model)
-        for candidate in _candidates(model, device, packed=True, shared_head=tensor is not None):
-            plan = replace(candidate, context=context, tensor=tensor, recurrent=ways)
+        recurrent.install(model)
+        candidates = _candidates(model, device, packed=True, shared_head=tensor is not None)
+        for candidate, way in itertools.product(candidates, ways or (None,)):
+            plan = replace(candidate, context=context, tensor=tensor, recurrent=way)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
                 return _told(model, plan, differences)
@@ -326,15 +350,22 @@ class _Probe:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
-    """Return a probe of two prompts, the first with two completions that share it, each sequence run by itself.
+    """Return a probe of groups whose samples share a prompt, each sequence run by itself.
 
     How far 16-bit logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many
     rows matrices are multiplied in another order, and 4-bit ones by another kernel.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    ids = tuple((5 * i + 3) % vocab_size for i in range(16))
+    ids = tuple((5 * i + 3) % vocab_size for i in range(64))
+    sequences = (
+        (ids[:4], ids[4:7]),
+        (ids[:4], ids[7:20]),
+        (ids[20:33], ids[33:45]),
+        (ids[20:33], ids[45:47]),
+        (ids[:1], ids[50:64]),
+    )
     groups, rounding = [], 0.0
-    for prompt, completion in ((ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])):
+    for prompt, completion in sequences:
         inputs = torch.tensor([prompt + completion], device=device)
         own = _completion_logprobs(model, inputs, start=len(prompt))[0]
         if model.dtype != torch.float32:
@@ -358,10 +389,48 @@ def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device
     """Describe how this plan's results deviate from the model's own; empty if they do not."""
     (micro,) = pack(probe.groups, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
     try:
-        found = target_logprobs(model, micro.to(device), plan=plan).logprobs
+        found = loss_token_logprobs(model, micro.to(device), plan=plan).logprobs
+        with _training(model):
+            in_training = loss_token_logprobs(model, micro.to(device), plan=plan).logprobs
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError) as error:
         # An architecture that does not take these arguments is what the probe is there to find out.
         return f"{type(error).__name__}: {error}"
     expected = micro.sampling_logprobs.to(found.device)
-    largest = float((found.float() - expected).abs().max())
-    return "" if largest < probe.tolerance else f"logprobs differ by {largest:.3g}, where {probe.tolerance:.3g} may be"
+    for name, logprobs in (("logprobs", found), ("logprobs in training mode", in_training)):
+        largest = float((logprobs.float() - expected).abs().max())
+        if not largest < probe.tolerance:
+            return f"{name} differ by {largest:.3g}, where {probe.tolerance:.3g} may be"
+    return ""
+
+
+@contextmanager
+def _training(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model in training mode, but for dropout, of which adapters may have some that is meant."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        for module, _ in modes:
+            module.training = module.training and not isinstance(module, torch.nn.Dropout)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _short_reach(model: PreTrainedModel) -> Iterator[None]:
+    """Have windows, chunks and blocks of attention so short that the probe's sequences are longer."""
+    owners = [model.config, model.config.get_text_config(), *model.modules()]
+    lowered = [
+        (owner, name, value)
+        for owner in {id(owner): owner for owner in owners}.values()
+        for name, value in vars(owner).items()
+        if _REACH.search(name) and type(value) is int and value > _PROBED_REACH
+    ]
+    try:
+        for owner, name, _ in lowered:
+            setattr(owner, name, _PROBED_REACH)
+        yield
+    finally:
+        for owner, name, value in lowered:
+            setattr(owner, name, value)

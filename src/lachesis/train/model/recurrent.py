@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 from transformers import PreTrainedModel
+from typing_extensions import TypeIs
 
 from lachesis.train.batch import MicroBatch
 
@@ -87,19 +88,20 @@ class RunWays:
     tail: int
     end_to_end: bool
 
+    @property
+    def words(self) -> str:
+        return "end to end" if self.end_to_end else "in rows"
 
-def ways_of(model: PreTrainedModel, device: torch.device) -> RunWays | None:
-    """Return how the model's recurrent layers take runs on the device; None for a model without such layers."""
-    sizes = [
-        int(module.kernel_size[0])
-        for layer in model.modules()
-        if _replaceable(layer)
-        for module in layer.children()
-        if isinstance(module, nn.Conv1d)
-    ]
-    names = {name for layer in model.modules() for name in _replaceable(layer)}
-    fla = device.type == "cuda" and find_spec("fla") is not None and not names.isdisjoint(_DELTA_RULES)
-    return RunWays(tail=max(sizes) - 1, end_to_end=fla and "mamba2_chunk_scan" not in names) if sizes else None
+
+def ways_of(model: PreTrainedModel, device: torch.device) -> tuple[RunWays, ...]:
+    """Return the ways in which recurrent layers may take runs, fastest first; none for a model without such layers."""
+    layers = [layer for layer in model.modules() if _replaceable(layer)]
+    if not layers:
+        return ()
+    tail = max(module.kernel_size[0] for layer in layers for module in layer.children() if _convolves(module)) - 1
+    # Of flash-linear-attention, which transformers takes where it can import it: whether it has is tried.
+    fla = device.type == "cuda" and find_spec("fla") is not None
+    return tuple(RunWays(tail=tail, end_to_end=way) for way in ((True, False) if fla else (False,)))
 
 
 def install(model: PreTrainedModel) -> None:
@@ -114,10 +116,14 @@ def install(model: PreTrainedModel) -> None:
 
 def _replaceable(layer: nn.Module) -> list[str]:
     """Return the functions that a recurrent layer calls; none for any other layer."""
-    if not any(isinstance(module, nn.Conv1d) for module in layer.children()):
+    if not any(_convolves(module) for module in layer.children()):
         return []
     module = sys.modules[type(layer).__module__]
     return [name for name in _REPLACEMENTS if callable(getattr(module, name, None))]
+
+
+def _convolves(module: nn.Module) -> TypeIs[nn.Conv1d]:
+    return isinstance(module, nn.Conv1d)
 
 
 def _replacement(original: Callable[..., Any], packed: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,8 +214,6 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _state_space,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
-# The scans that flash-linear-attention computes.
-_DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 
 def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
