@@ -5,9 +5,9 @@ file of another trainer's all paths are relative to the current directory, as th
 there is looked for beside the file. Values that could also be something else are paths when they look like one
 or when the file is there:
 
-- ``model.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: what begins with ``.``, ``/`` or ``~`` and what
-  exists as a directory; everything else is a hub id. With ``run.setup``, which builds the model, ``model.path`` is a
-  path in any case.
+- ``model.path``, ``adapter.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: what begins with ``.``, ``/``
+  or ``~`` and what exists as a directory; everything else is a hub id. With ``run.setup``, which builds the model,
+  ``model.path`` is a path in any case.
 - ``source.environment``: what ends in ``.py``, and a class or function as below; everything else is an installed
   package.
 - ``data.path``, ``sft.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data
@@ -60,6 +60,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
     run = config.run.model_copy(update={"dir": str(resolve_path(cwd, config.run.dir))})
     sections = {
         "run": _resolved(run, setup=places.function),
+        "adapter": _resolved(config.adapter, path=places.model) if config.adapter.kind == "lora" else config.adapter,
         "model": _resolved(config.model, path=model, tokenizer=places.model, chat_template=places.template),
         "data": _resolved(
             config.data,

@@ -183,10 +183,11 @@ def _train_once(
             for finding in (*findings, *parts.findings):
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             compiled = "compiled" if compiles(config, device=parts.policy.device) else "not compiled"
-            log.print(f"model: {parts.policy.plan.told}; its layers are {compiled}", markup=False)
+            how = f"{parts.policy.plan.told}; its layers are {compiled}"
+            log.print(f"model: {how}", markup=False)
             if leadership is not None:
                 leadership.job.note_begun(run.path)
-            run.update(owner=parts.place.owner)
+            run.update(owner=parts.place.owner, model=how)
             parts.side.keep_log(run.files["logs"] / "engine.log")
             meter = run_meter(config, parts.policy.device)
             if meter is not None:

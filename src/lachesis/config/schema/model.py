@@ -119,6 +119,12 @@ class LoraAdapterConfig(Section):
     """LoRA through peft; saved as a standard adapter."""
 
     kind: Literal["lora"] = "lora"
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of a LoRA adapter that peft saved, such as that of an SFT run: training starts from it, "
+        "and `kl_reference: base` is the model with it. `r`, `alpha`, `targets` and `layers` have to be its own.",
+    )
     r: PositiveInt = Field(default=16, description="Rank of the update matrices.")
     alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")

@@ -44,9 +44,10 @@ def _model() -> Iterator[Entry]:
     yield together("lora_target_linear", "adapter.targets", "true is all-linear")
     yield together("lora_target_modules", "adapter.targets")
     yield together("peft_layers_to_transform", "adapter.layers")
+    yield together("lora_model_dir", "adapter.path")
     yield from refused(
         "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
-        *("lora_model_dir", "lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
+        *("lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
         *("loftq_config", "unfrozen_parameters"),
     )
     for name in ("bf16", "bfloat16", "fp16", "float16", "float32"):

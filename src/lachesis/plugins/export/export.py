@@ -163,7 +163,9 @@ def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Chec
 
 def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel:
     """Load the model that the run started from, on the CPU, with the checkpoint's trained tensors."""
-    loaded = load_model(_plain(config.model, dtype=_dtype_of(checkpoint.tensors.values())), config.adapter)
+    # The adapter that training started from, if any, is in the checkpoint, and need not be there any more.
+    adapter = config.adapter.model_copy(update={"path": None}) if config.adapter.kind == "lora" else config.adapter
+    loaded = load_model(_plain(config.model, dtype=_dtype_of(checkpoint.tensors.values())), adapter)
     own = dict(loaded.model.named_parameters())
     wrong = [n for n, t in checkpoint.tensors.items() if n not in own or own[n].shape != t.shape]
     if wrong:

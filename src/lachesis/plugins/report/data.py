@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +45,20 @@ def read_run(run_dir: Path) -> Run:
                 remedy="restore the file, or remove it to see the report without settings",
             ) from error
     return Run(Path(run_dir), config if isinstance(config, Mapping) else {}, read_metrics(paths["metrics"]))
+
+
+def how_the_model_ran(run_dir: Path) -> str:
+    """Return the run's line on packing, kernels and compilation of its model; empty if it has written none.
+
+    Raises:
+        DataError: the run's state.json is malformed.
+    """
+    path = run_paths(run_dir)["state"]
+    try:
+        state: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}", remedy="restore the file, or remove it") from error
+    return str(state.get("model", "")) if isinstance(state, Mapping) else ""
 
 
 def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:

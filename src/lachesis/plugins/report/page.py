@@ -116,6 +116,7 @@ def report_values(run_dir: Path) -> dict[str, Any]:
         "findings": findings,
         "unusual": report_data.unusual(steps),
         "config": config,
+        "model": report_data.how_the_model_ran(run_dir),
         "held_out": report_rollouts.held_out(run_paths(run_dir)["evaluations"]),
         "data": {
             "charts": charts(run.log),

@@ -75,7 +75,7 @@ def build_reference(
     if options.kl_reference == "sampler":
         return SamplerReference()
     if is_adapted(loaded.model):
-        if options.kl_reference == "base":
+        if options.kl_reference == "base" and not loaded.continued:
             return AdapterOff(loaded.model, loaded=loaded, plan=plan)
         return AveragedAdapter(loaded.model, loaded=loaded, plan=plan, options=options)
     assert second is not None, "second_model() makes it where it is needed"
@@ -172,7 +172,7 @@ class Copy(Reference):
 
 
 class AveragedAdapter(Reference):
-    """Reference to an average of the adapter, put in the adapter's place for the pass; the base is not copied.
+    """Reference to an average of the adapter, or to the one at the start, in its place for the pass; nothing is copied.
 
     The factors A and B are averaged, each by itself. That is not the average of their products, but has its
     rank, and starts and ends in the same places.
@@ -216,7 +216,8 @@ class AveragedAdapter(Reference):
                 self._average[name], parameter.data = parameter.data, average
 
     def after_step(self, step: int) -> None:
-        _follow(self._average, self._policy, step=step, options=self._options)
+        if self._options.kl_reference == "ema":  # else it stays the adapter that training has started from
+            _follow(self._average, self._policy, step=step, options=self._options)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._average)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What peft's adapters may have beside A and B on linear layers, each by its name in adapter_config.json.
+_MORE_THAN_LORA = (
+    "bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
+    "use_dora", "use_rslora", "use_qalora", "megatron_config",
+)  # fmt: skip
+
 
 class WeightSource(Protocol):
     """Source of tensors to attach a model to, such as :class:`lachesis.bridges.shared.EngineWeights`."""
@@ -72,6 +79,7 @@ class LoadedModel:
     ``float8`` switches its linear layers to float8, if ``model.matmul_dtype`` says so; else it does nothing.
     ``unread`` fills in base weights that were not loaded, once the model is sharded; until then they are undefined.
     ``whole`` is the checkpoint that the model is a part of, where it has more, such as a tower for images.
+    ``continued``: the adapter is one that was trained before, so that the model which training starts from has it.
     """
 
     model: PreTrainedModel | PeftModel
@@ -80,6 +88,7 @@ class LoadedModel:
     float8: Float8Switch = field(default_factory=Float8Switch)
     unread: SavedRows | None = None
     whole: WholeCheckpoint | None = None
+    continued: bool = False
 
     def writer(self) -> Callable[[Path], None] | None:
         """Return the writer of the checkpoint that the model is a part of; None if the model is all of it."""
@@ -126,6 +135,7 @@ def load_model(
         DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
             float8, and torchao is not.
     """
+    require_no_adapter(config.path)
     tokenizer = load_tokenizer(config)
     if (saved := saved_quantization(config)) and isinstance(adapter, NoAdapterConfig):
         raise ModelError(
@@ -164,7 +174,8 @@ def made_trainable(
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
     model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer
-    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8)
+    continued = isinstance(adapter, LoraAdapterConfig) and adapter.path is not None
+    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8, continued=continued)
 
 
 def load_teacher(
@@ -464,7 +475,43 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
             parameter.data = parameter.data.to(transformer.dtype)
     if transformer.is_gradient_checkpointing:
         transformer.enable_input_require_grads()
+    if adapter.path is not None:
+        start_from(model, adapter, adapter.path)
     return model
+
+
+def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> None:
+    """Copy the weights of a saved adapter into the one that is trained.
+
+    Raises:
+        ModelError: there is no such adapter, or it is of another kind, of other sizes or of other layers.
+    """
+    from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+    try:
+        saved: Any = PeftConfig.from_pretrained(directory)
+        weights = load_peft_weights(directory, device="cpu")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"no adapter could be loaded from {_place(directory)}: {first_line(error)}",
+            remedy="set adapter.path to a directory with adapter_config.json and adapter_model.safetensors",
+        ) from error
+    extra = sorted(name for name in _MORE_THAN_LORA if getattr(saved, name, None) not in (None, False, "none", {}, []))
+    if str(saved.peft_type.value) != "LORA" or extra:
+        raise ModelError(
+            f"the adapter in {directory} is more than plain LoRA ({', '.join(extra) or saved.peft_type.value})",
+            remedy="merge it into its model, and set model.path to that",
+        )
+    targets = saved.target_modules if isinstance(saved.target_modules, str) else sorted(saved.target_modules or ())
+    remedy = f"set adapter.r: {saved.r}, adapter.alpha: {saved.lora_alpha} and adapter.targets: {targets}"
+    own = sum("lora_" in name for name, _ in model.named_parameters())
+    same = (saved.r, saved.lora_alpha) == (adapter.r, adapter.alpha) and own == len(weights)
+    if not same or set_peft_model_state_dict(model, weights).unexpected_keys:
+        raise ModelError(
+            f"the adapter in {directory} has rank {saved.r}, alpha {saved.lora_alpha} and {len(weights)} tensors, and "
+            f"the configuration asks for rank {adapter.r}, alpha {adapter.alpha:g} and {own} tensors",
+            remedy=remedy + (f", and adapter.layers: {saved.layers_to_transform}" if saved.layers_to_transform else ""),
+        )
 
 
 def context_length(config: ModelConfig) -> int:
@@ -496,6 +543,20 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
             remedy="set eos_token in the tokenizer: without it no completion ever ends",
         )
     return found
+
+
+def require_no_adapter(path: str) -> None:
+    """Raise ModelError if a model's directory has an adapter in place of a model."""
+    directory = Path(path)
+    file = directory / "adapter_config.json"
+    if not file.is_file() or (directory / "config.json").is_file():
+        return
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise ModelError(
+        f"model.path {path!r} is an adapter, of the model {base!r}",
+        remedy=f"set model.path: {base}, adapter.kind: lora and adapter.path: {path} to go on training it; or merge it "
+        "(lachesis export --merge), and set model.path to what that writes",
+    )
 
 
 def _place(path: str) -> str:

@@ -78,6 +78,18 @@ def test_page_tells_the_run_and_its_result(tmp_path: Path) -> None:
     assert html.escape("run: {name: my run, steps: 5}") in page
 
 
+def test_page_says_how_the_model_was_run(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "r", steps=2, config="run: {name: r}\n")
+    assert "trains packed" not in write_report(run_dir).read_text()
+    (run_dir / "state.json").write_text(
+        json.dumps({"model": "Qwen3ForCausalLM trains packed; its layers are compiled"})
+    )
+    assert "Qwen3ForCausalLM trains packed; its layers are compiled." in write_report(run_dir).read_text()
+    (run_dir / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"state\.json is no JSON"):
+        write_report(run_dir)
+
+
 def test_local_model_is_named_by_the_end_of_its_path() -> None:
     assert descriptors({"model": {"path": "/home/someone/examples/quick/.cache/model"}}) == ["quick/model"]
     assert descriptors({"model": {"path": "org/model"}, "adapter": {"kind": "none"}}) == ["org/model", "all weights"]

@@ -314,6 +314,51 @@ def test_an_adapter_on_some_layers(architecture: str, targets: str | list[str]):
     assert all(".layers.1." in name for name, p in model.named_parameters() if p.requires_grad)
 
 
+class TestAnAdapterToStartFrom:
+    """An adapter that an SFT run has saved, and what differs from it in the configuration."""
+
+    @pytest.fixture
+    def saved(self, save: SaveModel, tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
+        base = save()
+        loaded = load_model(config(base), LoraAdapterConfig(r=4, alpha=8, targets=["q_proj", "v_proj"]))
+        with torch.no_grad():
+            for name, parameter in loaded.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(generator=torch.Generator().manual_seed(0))
+            logits = loaded.transformer(torch.tensor([[5, 6, 7]])).logits
+        loaded.model.save_pretrained(tmp_path / "adapter")
+        return base, tmp_path / "adapter", logits
+
+    def test_training_starts_from_it(self, saved: tuple[Path, Path, torch.Tensor]):
+        base, adapter, logits = saved
+        start = LoraAdapterConfig(path=str(adapter), r=4, alpha=8, targets=["q_proj", "v_proj"])
+        loaded = load_model(config(base), start)
+        torch.testing.assert_close(loaded.transformer(torch.tensor([[5, 6, 7]])).logits, logits)
+        assert loaded.continued and all(p.requires_grad for n, p in loaded.model.named_parameters() if "lora_" in n)
+
+    @pytest.mark.parametrize(
+        "other", [{"r": 8}, {"alpha": 16}, {"targets": ["q_proj"]}, {"targets": ["q_proj", "k_proj"]}, {"layers": [0]}]
+    )
+    def test_settings_that_are_not_its_own_are_named(self, saved: tuple[Path, Path, torch.Tensor], other: dict):
+        base, adapter, _ = saved
+        given = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]} | other
+        words = r"rank 4, alpha 8 .*set adapter\.r: 4, adapter\.alpha: 8 and adapter\.targets: \['q_proj', 'v_proj'\]"
+        with pytest.raises(ModelError, match=words):
+            load_model(config(base), LoraAdapterConfig(path=str(adapter), **given))
+
+    def test_more_than_plain_lora_is_refused(self, saved: tuple[Path, Path, torch.Tensor]):
+        base, adapter, _ = saved
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+        with pytest.raises(ModelError, match=r"more than plain LoRA \(use_rslora\).*merge it"):
+            load_model(config(base), LoraAdapterConfig(path=str(adapter), r=4, alpha=8, targets=["q_proj", "v_proj"]))
+
+    def test_an_adapter_as_the_model_is_told_where_it_goes(self, saved: tuple[Path, Path, torch.Tensor]):
+        _, adapter, _ = saved
+        with pytest.raises(ModelError, match=r"is an adapter, of the model .*qwen2.*adapter\.path: "):
+            load_model(config(adapter), NoAdapterConfig())
+
+
 def test_the_adapter_loads_elsewhere_as_it_was_saved(tmp_path: Path):
     model = add_lora(tiny_model("qwen2"), LoraAdapterConfig(r=2, layers=[0]))
     for pair in lora_pairs(model):
