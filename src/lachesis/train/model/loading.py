@@ -47,7 +47,7 @@ from lachesis.train.model.quantization import (
 )
 from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.model.saved_check import Content, check_saved, noting
-from lachesis.train.model.saved_rows import SavedRows, find_rows, tensor_files, untouched
+from lachesis.train.model.saved_rows import SavedRows, fill_buffers, find_rows, tensor_files, untouched
 from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         return None
     with _load_errors(config.path):
-        rows = find_rows(model, config.path, revision=_revision(config))
+        rows = find_rows(model, config.path, revision=_revision(config), left_out=_is_part(model, config))
     if rows is None:
         return None
     make_repeatable(model)
@@ -358,6 +358,10 @@ def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrain
     dtype = weights.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     model = empty_transformer(config, dtype=dtype)
     weights.attach(model)
+    if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        # Buffers that are saved: an engine has them among its weights, under names of its own.
+        with _load_errors(config.path):
+            fill_buffers(model, tensor_files(config.path, _revision(config)) or {})
     return model
 
 

@@ -7,6 +7,7 @@ and only then are they read from the checkpoint's files.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -117,11 +118,16 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local, tuple(offset)
 
 
-def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str]) -> SavedRows | None:
-    """Locate the parameters of a model in the safetensors files of ``path``.
+def find_rows(
+    model: PreTrainedModel, path: str, *, revision: Mapping[str, str], left_out: bool = False
+) -> SavedRows | None:
+    """Locate the parameters of a model in the safetensors files of ``path``, and read its buffers from there.
 
-    Returns ``None``, with a log message, if any of them is not stored there unchanged: then the model has to be loaded
-    whole.
+    Returns ``None``, with a log message, if any of them is not stored there unchanged, or others are: then the model
+    has to be loaded whole, which says what is wrong.
+
+    Args:
+        left_out: the checkpoint has more than this model, by its architecture.
     """
     changed = [o for c in get_model_conversion_mapping(model, add_legacy=False) for o in getattr(c, "operations", ())]
     if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
@@ -137,7 +143,30 @@ def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str])
         if not _fits(parts[name], tuple(parameter.shape), shapes):
             logger.info("%s is not in the files of %s as it is: every rank loads the whole model", name, path)
             return None
+    known = fill_buffers(model, files)
+    for saved in parts.values():
+        known |= {saved} if isinstance(saved, str) else {name for names in saved for name in names}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]  # pyright: ignore[reportPrivateUsage]
+    unknown = [name for name in files if name not in known and not any(re.search(pattern, name) for pattern in ignored)]
+    if unknown and not left_out:
+        logger.info("%s in the files of %s is unknown: every rank loads the whole model", unknown[0], path)
+        return None
     return SavedRows(files, parts)
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, files: Mapping[str, Path]) -> set[str]:
+    """Read the buffers that are saved with a model, such as a router's biases, in place; return their names in files."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[str] = set()
+    with closing(_Files(files)) as reader:
+        for name, buffer in model.state_dict(keep_vars=True).items():
+            if name not in parameters:
+                ((saved, _),) = as_saved(model, [(name, torch.empty_like(buffer, device="meta"))])
+                if saved in files:
+                    buffer.copy_(reader.all(saved))
+                    found.add(saved)
+    return found
 
 
 def untouched(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.losses.reference import second_model
 from lachesis.train.model.loading import load_model
@@ -77,6 +78,24 @@ def test_rows_of_stacked_experts_are_put_together_from_their_files(tmp_path: Pat
     names = (f"{experts}.2.gate_proj.weight", f"{experts}.2.up_proj.weight")
     assert rows.parts[f"{experts}.gate_up_proj"][2] == names
     assert rows.parts["lm_head.weight"] == "lm_head.weight"
+
+
+def test_buffers_that_are_saved_are_read_too(tmp_path: Path):
+    """A router's correction bias is a buffer, and what it is made of would be 0."""
+    directory, name = save(tmp_path, "deepseek_v3"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    file = directory / "model.safetensors"
+    bias = torch.tensor([0.5, -0.5, 0.25, 0.0])
+    save_file(load_file(file) | {name: bias}, file, {"format": "pt"})
+    loaded = load_model(config(directory), NoAdapterConfig(), sharded=True)
+    assert loaded.unread is not None
+    assert torch.equal(loaded.transformer.get_buffer(name), bias)
+
+
+def test_tensors_that_the_model_lacks_are_refused_in_sharded_loading_too(tmp_path: Path):
+    file = save(tmp_path) / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 tensors in the files .* are unknown .*layers\.2\.mlp"):
+        load_model(config(tmp_path), NoAdapterConfig(), sharded=True)
 
 
 class TestModelsThatAreLoadedWhole:
