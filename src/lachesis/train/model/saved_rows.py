@@ -156,7 +156,7 @@ def find_rows(
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, files: Mapping[str, Path]) -> set[str]:
-    """Read the buffers that are saved with a model, such as a router's biases, in place; return their names in files."""
+    """Read the buffers that a model saves, such as a router's biases, in place; return their names in the files."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[str] = set()
     with closing(_Files(files)) as reader:
