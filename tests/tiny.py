@@ -41,6 +41,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.25},
     "olmo2": _LLAMA_LIKE,
+    # Its decoder layers do not tell their attention what a pass is told.
+    "stablelm": _LLAMA_LIKE,
     # Its logits are no linear map of the last hidden state by its head's weights alone.
     "granite": _LLAMA_LIKE | {"logits_scaling": 2.0},
     # Grouped products of experts are of no float64.

@@ -27,7 +27,8 @@ class ModelShape:
     """Shape of a decoder: widths in elements, ``dtype`` that of the checkpoint.
 
     ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
-    without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3.
+    without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3. ``kind`` is the ``model_type`` of its
+    text model.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class ModelShape:
     active_experts: int
     dtype: str
     qk_norm: bool = False
+    kind: str = ""
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -205,6 +207,7 @@ def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
         active_experts=int(data.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         dtype=dtype.removeprefix("torch."),
         qk_norm=str(data.get("model_type", "")).startswith("qwen3"),
+        kind=str(data.get("model_type", "")),
     )
 
 

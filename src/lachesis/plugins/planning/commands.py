@@ -17,6 +17,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import card_lines
 from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
+from lachesis.plan.way import way_line
 from lachesis.plugins.planning.cost import scale_lines
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from lachesis.plugins.planning.fit import fit, fit_lines
@@ -64,6 +65,8 @@ def plan_command(
         console.print(f"the longest prompt of the first {sample.rows:,} rows has about {longest:,} tokens", style="dim")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found, prompt_tokens=longest)):
         console.print(line)
+    if found is not None and (way := way_line(loaded.config.model, kind=found.shape.kind)):
+        console.print(way)
     if found is not None and device != "cpu":
         on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found, prompt_tokens=longest)
         for line in card_lines(loaded.config, on_gpu):

@@ -22,6 +22,7 @@ from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.engines.embedded.adapters import is_adapted
 from lachesis.train.batch import MicroBatch
+from lachesis.train.model import attention
 from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
 from lachesis.train.model.loading import LoadedModel
 
@@ -153,7 +154,9 @@ class Copy(Reference):
         self._transformer = second
         # The plan has chosen how the policy's attention is computed since the copy was made.
         chosen = loaded.transformer.config._attn_implementation  # pyright: ignore[reportPrivateUsage]  # has no other name
-        if chosen is not None:
+        if chosen == attention.ATTENTION_NAME:
+            attention.install(second)
+        elif chosen is not None:
             second.set_attn_implementation(chosen)  # pyright: ignore[reportUnknownMemberType]  # a bare dict in it
         self._plan = plan
         self._options = options

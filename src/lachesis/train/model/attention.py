@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lachesis.train.batch import MicroBatch
+from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.flash4 import flash4
 from lachesis.train.model.recurrent import RunWays, plan_runs
@@ -54,6 +57,13 @@ _OF_THE_PASS = frozenset(
         "position_ids", "cache_position", "use_cache", "past_key_values", "is_causal", "target_dtype",
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
         "deterministic", "layer_idx", "position_embeddings", "num_items_in_batch", "seq_idx",
+    }
+)  # fmt: skip
+# What :func:`packing_arguments` tells attention.
+_TOLD = frozenset(
+    {
+        "packed_context", "packed_tokens", "packed_plan", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+        "max_length_k", "packed_key_index", "packed_alone", "packed_flash4",
     }
 )  # fmt: skip
 # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
@@ -93,6 +103,31 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     model.set_attn_implementation(ATTENTION_NAME)
+    for layer in decoder_layers(model):
+        inner = getattr(layer, "self_attn", None)
+        if inner is not None and _keeps_to_itself(type(layer)) and not hasattr(inner, "told"):
+            _hand_on(layer, inner)
+
+
+@cache
+def _keeps_to_itself(layer: type[torch.nn.Module]) -> bool:
+    """Return True for a decoder layer that does not tell its attention what a pass is told (StableLM, Nemotron)."""
+    call = re.search(r"self\.self_attn\((.*?)\n\s*\)", inspect.getsource(layer.forward), re.DOTALL)
+    return call is not None and "**kwargs" not in call[1]
+
+
+def _hand_on(layer: torch.nn.Module, inner: Any) -> None:
+    """Have a layer's attention be told what the pass is told."""
+    inner.told = {}
+
+    def hear(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        module.self_attn.told = {name: value for name, value in keywords.items() if name in _TOLD}
+
+    def tell(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return positional, keywords | module.told
+
+    layer.register_forward_pre_hook(hear, with_kwargs=True)
+    inner.register_forward_pre_hook(tell, with_kwargs=True)
 
 
 def packing_arguments(
@@ -223,6 +258,8 @@ def _attend(
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, **options)
         assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
         return out.unsqueeze(0)[..., :width]
+    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+        raise ValueError(f"{type(module).__name__} is not told of the segments of a packed pass")
     if softcap is not None or s_aux is not None:
         return _explicit_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
     return sdpa_attention_forward(

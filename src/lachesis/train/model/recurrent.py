@@ -115,10 +115,10 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _replaceable(layer: nn.Module) -> list[str]:
-    """Return the functions that a recurrent layer calls; none for any other layer."""
-    if not any(_convolves(module) for module in layer.children()):
-        return []
+    """Return the functions that a recurrent layer calls; none for any other layer, or one whose scan is Mamba-1's."""
     module = sys.modules[type(layer).__module__]
+    if hasattr(module, "mamba_selective_scan") or not any(_convolves(module) for module in layer.children()):
+        return []
     return [name for name in _REPLACEMENTS if callable(getattr(module, name, None))]
 
 

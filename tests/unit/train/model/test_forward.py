@@ -12,7 +12,7 @@ from lachesis.train.model import attention
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-PACKED = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4_text"]
+PACKED = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4_text", "stablelm"]
 PADDED = ["bloom", "mamba"]
 
 
