@@ -64,6 +64,7 @@ KINDS = {
         *(f"errors/exit-code-{code}" for code in EXIT_CODES),
         "metrics",
         "losses",
+        "models",
         "mixtures",
         "atropos-api",
         "public-files",

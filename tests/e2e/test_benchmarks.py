@@ -26,6 +26,7 @@ RUN_HERE = {
                    "| Lachesis |"),
     "hybrids": (["--repeats", "1", "--lengths", "ragged", "--trained", "LoRA", "--groups", "2"], '"way": "dense"'),
     "long_rows": (["--repeats", "1", "--only", "4B LoRA 65536"], "Qwen3-4B LoRA 65536"),
+    "models": ([], "| qwen3_5_text | packed |"),
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
     "proof": (["--port", PORT, "--only", "broadcast, bf16", "LoRA by file"], "missed: 0, false alarms: 0"),

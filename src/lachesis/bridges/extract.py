@@ -106,11 +106,21 @@ def full_weights(
 
 
 def weight_parts(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
-    """Return the parts of each tensor of :func:`full_weights`: a parameter, and A and B of its adapter, if any."""
-    pairs = _merged_pairs(model)
+    """Return the parts of each tensor of :func:`full_weights`: a parameter, and A and B of its adapter, if any.
+
+    Raises:
+        ModelError: an adapter is on a head whose weight is that of the embeddings.
+    """
+    pairs, parameters = _merged_pairs(model), base_parameters(model)
+    if tied := sorted(pairs.keys() - parameters.keys()):
+        raise ModelError(
+            f"the adapter changes {tied[0]}, whose weight is that of the embeddings too (tie_word_embeddings): merged "
+            "into it, as this bridge sends it, it would change both",
+            remedy="take it out of adapter.targets, or use bridge.kind lora_only or in_process",
+        )
     return {
         name: (parameter, pairs[name].a, pairs[name].b) if name in pairs else (parameter,)
-        for name, parameter in base_parameters(model).items()
+        for name, parameter in parameters.items()
     }
 
 

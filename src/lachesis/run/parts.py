@@ -36,6 +36,7 @@ from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.losses.custom import LOSS, load_custom_loss
 from lachesis.train.losses.custom_advantage import ADVANTAGE
 from lachesis.train.model.loading import LoadedModel, WeightSource, load_model, load_teacher
+from lachesis.train.model.repeatable import require_long_factors
 from lachesis.train.optim.custom import OPTIMIZER, SCHEDULE
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharding import build_sharded_optimizer
@@ -64,6 +65,7 @@ def build_policy(
     """
     strategy = strategy or SingleDevice()
     loaded = load_model(config.model, config.adapter, weights=weights, sharded=strategy.sharded)
+    require_long_factors(loaded.transformer, getattr(config.engine, "max_model_len", None))
     return policy_of(loaded, config, strategy=strategy, make=make)
 
 

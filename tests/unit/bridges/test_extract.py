@@ -84,6 +84,13 @@ class TestFullWeights:
         assert not any(tensor.requires_grad for _, tensor in full_weights(model))
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
+    def test_an_adapter_on_a_tied_head_is_not_merged_into_the_embeddings(self):
+        model = get_peft_model(
+            tiny_model(tie_word_embeddings=True), LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
+        )
+        with pytest.raises(ModelError, match=r"lm_head\.weight, whose weight is that of the embeddings .*lora_only"):
+            [*full_weights(model)]
+
 
 class TestAdapter:
     def test_names_are_those_of_a_saved_adapter(self, tmp_path):

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lachesis.common.errors import ConfigError
+
 
 def make_repeatable(model: PreTrainedModel) -> None:
     """Have the model compute the same in every pass: in training and sampling, alone and beside other sequences."""
@@ -41,6 +43,25 @@ def fix_longrope(model: PreTrainedModel) -> None:
         for layer_type in kinds if isinstance(kinds, dict) else (None,):
             if (kinds if layer_type is None else kinds[layer_type]) == "longrope":
                 _use_long_factors(module, layer_type)
+
+
+def require_long_factors(model: PreTrainedModel, max_model_len: int | None) -> None:
+    """Refuse an engine that would choose other factors of longrope than :func:`fix_longrope` has.
+
+    Args:
+        max_model_len: longest sequence of a vLLM engine, by which it chooses; the model's own if None.
+
+    Raises:
+        ConfigError: it would take the short ones.
+    """
+    parameters: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type") == "longrope" and max_model_len is not None and max_model_len <= original:
+        raise ConfigError(
+            f"with engine.max_model_len {max_model_len} vLLM takes the short rotary factors of this model (longrope, "
+            f"up to {original} tokens), and training takes the long ones",
+            remedy=f"set engine.max_model_len above {original}, or leave it out",
+        )
 
 
 def _use_long_factors(module: Any, layer_type: str | None) -> None:

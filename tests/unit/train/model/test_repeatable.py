@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from lachesis.train.model.repeatable import make_repeatable
+from lachesis.common.errors import ConfigError
+from lachesis.train.model.repeatable import make_repeatable, require_long_factors
 from tests.tiny import tiny_model
 from tests.unit.train.model.test_forward import check_against_plain, random_groups
 
@@ -39,3 +42,9 @@ def test_rotary_factors_do_not_depend_on_the_longest_sequence_of_a_pass():
     model(input_ids=long)
     torch.testing.assert_close(model(input_ids=long).logits[:, :5], alone, atol=1e-4, rtol=1e-4)
     check_against_plain(model, random_groups(groups=4, samples=3, longest=9), max_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(("max_model_len", "refused"), [(8, True), (9, False), (None, False)])
+def test_an_engine_that_takes_the_short_factors_is_refused(max_model_len: int | None, refused: bool):
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len above 8") if refused else nullcontext():
+        require_long_factors(tiny_model("phi3"), max_model_len)
