@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
@@ -141,13 +142,25 @@ def _replacement(original: Callable[..., Any], packed: Callable[..., Any]) -> Ca
 
 
 def _convolution(
-    original: Callable[..., Tensor], plan: RecurrentPlan, hidden_states: Tensor, *positional: Any, **keywords: Any
+    original: Callable[..., Tensor],
+    plan: RecurrentPlan,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **keywords: Any,
 ) -> Tensor:
-    """Convolve [1, C, T], each run after the tokens before it in its own sequence."""
+    """Convolve [1, C, T] with a weight [C, W], each run after the tokens before it in its own sequence."""
     stream = pad(hidden_states.squeeze(0).transpose(0, 1), (0, 0, 0, 1))
-    tailed = stream.index_select(0, plan.tailed).transpose(0, 1)[None]
-    out = original(tailed, *positional, **keywords)
-    return out.squeeze(0).transpose(0, 1).index_select(0, plan.untail).transpose(0, 1)[None]
+    tailed = stream.index_select(0, plan.tailed)
+    if plan.rows[0].bounds is not None and find_spec("causal_conv1d") is None:
+        # torch's convolution of single channels is slow on GPUs, its gradient above all.
+        fla: Any = import_module("fla.modules.causal_conv1d")
+        out = fla.causal_conv1d(tailed[None], weight, bias, activation=activation)[0].squeeze(0)
+    else:
+        out = original(tailed.transpose(0, 1)[None], weight, bias, activation=activation)
+        out = out.squeeze(0).transpose(0, 1)
+    return out.index_select(0, plan.untail).transpose(0, 1)[None]
 
 
 def _delta_rule(
@@ -164,7 +177,7 @@ def _delta_rule(
     """Compute a gated delta rule over the runs: queries, keys and values [1, T, H, D], decay ``g`` and ``beta``."""
     given = {name: value for name, value in keywords.items() if name in ("use_qk_l2norm_in_kernel", "chunk_size")}
 
-    def scan(rows: Rows, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scan(rows: Rows, initial: Tensor | None, more: bool) -> tuple[Tensor, Tensor | None]:
         laid = [rows.lay(x.squeeze(0)) for x in (query, key, value)]
         gates = {"g": rows.lay_gate(g.squeeze(0)), "beta": rows.lay_gate(beta.squeeze(0))}
         return original(*laid, **gates, **given, initial_state=initial, output_final_state=True, cu_seqlens=rows.bounds)
@@ -193,7 +206,7 @@ def _state_space(
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit).squeeze(0)
 
-    def scan(rows: Rows, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scan(rows: Rows, initial: Tensor | None, more: bool) -> tuple[Tensor, Tensor]:
         states, b, c = (rows.lay(x.squeeze(0)) for x in (hidden_states, B, C))
         return original(
             states, rows.lay_gate(steps), A, b, c, chunk_size=chunk_size, D=D, initial_states=initial,
@@ -216,15 +229,19 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None], tuple[Tensor, Tensor]]) -> Tensor:
-    """Scan all rows, each from its initial state, and return the output [1, T, ...] in the order of the stream."""
+def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Scan all rows, each from its initial state, and return the output [1, T, ...] in the order of the stream.
+
+    ``scan`` is told whether other rows may continue from the states that it returns.
+    """
     outputs: list[Tensor] = []
     states: list[Tensor] = []
     for rows in plan.rows:
         initial = None if rows.parents is None else torch.cat(states).index_select(0, rows.parents)
-        output, final = scan(rows, initial)
+        output, final = scan(rows, initial, rows is not plan.rows[-1])
         outputs.append(output.flatten(0, 1))
-        states.append(final)
+        if final is not None:
+            states.append(final)
     return torch.cat(outputs).index_select(0, plan.unscan)[None]
 
 
