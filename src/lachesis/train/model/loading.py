@@ -135,7 +135,6 @@ def load_model(
         DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
             float8, and torchao is not.
     """
-    require_no_adapter(config.path)
     tokenizer = load_tokenizer(config)
     if (saved := saved_quantization(config)) and isinstance(adapter, NoAdapterConfig):
         raise ModelError(
@@ -253,6 +252,7 @@ def _revision(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_config(config: ModelConfig) -> Any:
+    _require_no_adapter(config.path)
     return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **_revision(config))
 
 
@@ -549,15 +549,15 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
     return found
 
 
-def require_no_adapter(path: str) -> None:
+def _require_no_adapter(path: str) -> None:
     """Raise ModelError if a model's directory has an adapter in place of a model."""
     directory = Path(path)
     file = directory / "adapter_config.json"
     if not file.is_file() or (directory / "config.json").is_file():
         return
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base model"
     raise ModelError(
-        f"model.path {path!r} is an adapter, of the model {base!r}",
+        f"{path!r} is an adapter, and no model",
         remedy=f"set model.path: {base}, adapter.kind: lora and adapter.path: {path} to go on training it; or merge it "
         "(lachesis export --merge), and set model.path to what that writes",
     )
