@@ -135,6 +135,7 @@ def load_model(
         DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
             float8, and torchao is not.
     """
+    _require_no_adapter(config.path)
     tokenizer = load_tokenizer(config)
     if (saved := saved_quantization(config)) and isinstance(adapter, NoAdapterConfig):
         raise ModelError(
@@ -507,13 +508,13 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
             remedy="merge it into its model, and set model.path to that",
         )
     targets = saved.target_modules if isinstance(saved.target_modules, str) else sorted(saved.target_modules or ())
-    remedy = f"set adapter.r: {saved.r}, adapter.alpha: {saved.lora_alpha} and adapter.targets: {targets}"
+    remedy = f"set adapter.r: {saved.r}, adapter.alpha: {saved.lora_alpha:g} and adapter.targets: {targets}"
     own = sum("lora_" in name for name, _ in model.named_parameters())
     same = (saved.r, saved.lora_alpha) == (adapter.r, adapter.alpha) and own == len(weights)
     if not same or set_peft_model_state_dict(model, weights).unexpected_keys:
         raise ModelError(
-            f"the adapter in {directory} has rank {saved.r}, alpha {saved.lora_alpha} and {len(weights)} tensors, and "
-            f"the configuration asks for rank {adapter.r}, alpha {adapter.alpha:g} and {own} tensors",
+            f"the adapter in {directory} has rank {saved.r}, alpha {saved.lora_alpha:g} and {len(weights)} tensors, "
+            f"and the configuration asks for rank {adapter.r}, alpha {adapter.alpha:g} and {own} tensors",
             remedy=remedy + (f", and adapter.layers: {saved.layers_to_transform}" if saved.layers_to_transform else ""),
         )
 

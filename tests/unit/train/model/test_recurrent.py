@@ -134,4 +134,4 @@ def test_context_parallelism_is_refused_in_words():
 
 
 def test_models_without_recurrent_layers_have_no_plan_for_them():
-    assert recurrent.ways_of(tiny_model("qwen3"), torch.device("cpu")) is None
+    assert recurrent.ways_of(tiny_model("qwen3"), torch.device("cpu")) == ()
