@@ -101,7 +101,7 @@ ORDER_TEXT = """
 ## When it does not fit: in this order
 
 From what costs only time to what changes training, with what each saves for 8B, all weights, vLLM beside it with a copy
-of its own, a context of 8,192 and micro-batches of 16,384. Then: more cards (`torchrun`), or shorter completions.
+to itself, a context of 8,192 and micro-batches of 16,384. Then: more cards (`torchrun`), or shorter completions.
 """
 
 

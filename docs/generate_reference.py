@@ -102,7 +102,7 @@ The [data](assets/keys.json) behind the search is made from the same tables as t
 - **It has a counterpart**: it is translated. `null` counts as unset, and the last of duplicate keys wins.
 - **It means nothing here**: one note lists all of these.
 - **It affects something beside training** and cannot be done, such as an upload: a warning.
-- **It would change what is trained** and cannot be done: an error, with the line and what to do. `--set KEY=null`
+- **It would change training** and cannot be done: an error, with the line and what to do. `--set KEY=null`
   trains without it.
 
 `--set` takes the file's own keys (`--set trl.beta=0.01`) and ours (`--set algorithm.beta=0.01`). The run directory's

@@ -83,7 +83,7 @@ RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
 
 With `pip install 'lachesis[ray]'` on all nodes, `lachesis run` uses Ray where RAY_ADDRESS is set, or with
 `cluster.kind: ray` ([keys](configuration.md#cluster)). Ray places ranks, engines, rollout API and environment. An
-engine that is lost with its node comes up on another while the others go on. If a rank is lost, all ranks start again
+engine that is lost with its node comes up on another while the others continue. If a rank is lost, all ranks start again
 from the last checkpoint. Whoever reaches Ray's ports can run programs there: set `RAY_AUTH_MODE=token`. `lachesis
 cluster slurm --ray` and `kubernetes --ray` print jobs that bring their own Ray cluster. Tests use three simulated nodes
 of one machine.
@@ -98,7 +98,7 @@ of one machine.
   part. A kill leaves the checkpoint before.
 - The final model is written as it is gathered, in files of at most 512 MiB.
 
-## What has run
+## Tested so far
 
 One, two and four GPUs of one host: sharded training, trainer and engine apart
 ([measured](../benchmarks/RESULTS.md#two-gpus-train-and-two-generate)), and both on the same two GPUs
