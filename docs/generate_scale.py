@@ -83,8 +83,8 @@ RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
 
 With `pip install 'lachesis[ray]'` on all nodes, `lachesis run` uses Ray where RAY_ADDRESS is set, or with
 `cluster.kind: ray` ([keys](configuration.md#cluster)). Ray places ranks, engines, rollout API and environment. An
-engine that is lost with its node comes up on another while the others continue. If a rank is lost, all ranks start again
-from the last checkpoint. Whoever reaches Ray's ports can run programs there: set `RAY_AUTH_MODE=token`. `lachesis
+engine that is lost with its node comes up on another while the others continue. If a rank is lost, all ranks start
+again from the last checkpoint. Whoever reaches Ray's ports can run programs there: set `RAY_AUTH_MODE=token`. `lachesis
 cluster slurm --ray` and `kubernetes --ray` print jobs that bring their own Ray cluster. Tests use three simulated nodes
 of one machine.
 
