@@ -200,7 +200,7 @@ def test_one_command_outlives_the_engine_that_shares_its_weights_and_killed_supe
         assert job.wait_trainer() == 0, job.log("trainer")
         said = job.log("trainer")
         assert "the rollout API" in said and "lost its supervisor" in said
-        assert said.count("the run goes on from its last checkpoint") == 2
+        assert said.count("the run resumes from its last checkpoint") == 2
         assert state(job.run_dir)["status"] == "finished"
         assert [line.step for line in metrics(job.run_dir).steps] == list(range(1, steps + 1))
 
@@ -214,4 +214,4 @@ def test_one_command_stops_everything_when_it_is_asked_to(model: Path, tmp_path:
         job.processes["trainer"].send_signal(signal.SIGINT)
         assert job.wait_trainer() == 128 + signal.SIGINT
         wait_for(lambda: not any(process.is_running() for process in below), "the end of all processes")
-        assert "go on with: lachesis run" in job.log("trainer")
+        assert "resume with: lachesis run" in job.log("trainer")

@@ -212,7 +212,7 @@ def run_that_may_restart(directory: Path, *, killed: int) -> Path:
     config = write_run(directory, **SECTIONS | {"algorithm": {"loss": loss}})
     done = torchrun(2, "lachesis", "train", config, max_restarts=1)
     assert done.code == 0, done.err
-    assert ("the run goes on from its last checkpoint" in done.err) == (killed >= 0), done.err
+    assert ("the run resumes from its last checkpoint" in done.err) == (killed >= 0), done.err
     if killed >= 0:  # those that are started again are once all have ended
         started = min(float(path.read_text()) for path in (directory / "times").glob("1-*"))
         # The system tells when a process was started from the second in which it was booted.
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_path:
     )
     done = torchrun(2, "lachesis", "train", config, max_restarts=1)
     assert done.code == 0, done.err
-    assert "the run goes on from its last checkpoint" in done.err, done.err
+    assert "the run resumes from its last checkpoint" in done.err, done.err
     found = tmp_path / "runs/proof"
     assert checkpoints(found) == ["step_000004", "step_000006"]
     assert untimed(found) == untimed(undisturbed)

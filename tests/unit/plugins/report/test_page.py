@@ -409,7 +409,7 @@ def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl does not exist"):
         write_report(tmp_path)
     run = write_run(tmp_path, steps=1, config="a: [")
-    with pytest.raises(DataError, match=r"config\.yaml is no YAML"):
+    with pytest.raises(DataError, match=r"config\.yaml is not YAML"):
         write_report(run)
     assert not (tmp_path / "report.html").exists()
 

@@ -112,7 +112,7 @@ def test_an_index_and_what_ranks_are_told_call_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"posix.mkdir is not a record of a checkpoint"):
         saved_tensors(tmp_path)
     for received in (lambda: sharded_checkpoint._gathered(Calling()), lambda: sharded_checkpoint._dealt([Calling()])):
-        with pytest.raises(pickle.UnpicklingError, match=r"posix.mkdir is no record"):
+        with pytest.raises(pickle.UnpicklingError, match=r"posix.mkdir is not a record"):
             received()
     assert not (tmp_path / "called").exists()
 

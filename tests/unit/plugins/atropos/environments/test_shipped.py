@@ -174,8 +174,8 @@ class TestGsm8k:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("train.jsonl", '{"question": "x", "answer": "y"}', "row 1 is not a problem of GSM8K"),
-            ("train.jsonl", "[1]", "row 1 is not a problem of GSM8K"),
+            ("train.jsonl", '{"question": "x", "answer": "y"}', "row 1 is not a GSM8K problem"),
+            ("train.jsonl", "[1]", "row 1 is not a GSM8K problem"),
             ("train.jsonl", "{", "line 1: malformed JSON"),
             ("train.jsonl", "", "has no problems in its split train"),
             ("train.parquet", "{", "is not a Parquet file"),
