@@ -156,7 +156,7 @@ class TestAttaching:
         file = share_tensors(theirs.parameters(), tmp_path)
         server = FakeServer(dict(theirs.named_parameters()), file, engine="vllm 0.32.0")
         ours = tiny_model("llama", tie_word_embeddings=True)
-        with pytest.raises(ModelError, match=r"lm_head\.weight of its own"):
+        with pytest.raises(ModelError, match=r"lm_head\.weight that is separate"):
             opened(server, ours, tmp_path)
         file.close()
 
