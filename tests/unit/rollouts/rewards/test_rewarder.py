@@ -535,6 +535,17 @@ class TestLoading:
         assert [reward.name for reward in loaded] == ["a.py:good", "b.py:good", "other"]
 
 
+def test_a_column_that_is_missing_is_found_early_unless_rollouts_may_bring_it():
+    def score(completions: list[str], turns: list[int], **columns: object) -> list[float]:
+        return [0.0] * len(completions)
+
+    rewarder = Rewarder([NamedReward("score", score)])
+    rewarder.check_early({"turns"}, within_s=0.0)
+    rewarder.check_early(None, within_s=0.0)
+    with pytest.raises(RewardError, match="'score' needs 'turns'"):
+        rewarder.check_early({"prompt"}, within_s=0.0)
+
+
 def test_scoring_costs_little_beyond_the_function():
     groups = [group(str(i), *["28"] * 8, answer="28", prompt="37+45=") for i in range(32)]
     rewarder = Rewarder([NamedReward("f", exact)])
