@@ -149,11 +149,13 @@ def _tried(name: str, sandbox: Runs, wall: str) -> list[Check]:
         return [Check(name, f"none: {error}")]
     held = sum(attempt.held for attempt in attempts)
     first = Check(name, f"{wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
-    return [first, *(_escape_check(attempt) for attempt in attempts)]
+    return [first, *(_escape_check(name, attempt) for attempt in attempts)]
 
 
-def _escape_check(attempt: Attempt) -> Check:
-    return Check(attempt.name, f"escape {'held' if attempt.held else attempt.detail}", failed=not attempt.held)
+def _escape_check(wall: str, attempt: Attempt) -> Check:
+    return Check(
+        f"{wall}: {attempt.name}", f"escape {'held' if attempt.held else attempt.detail}", failed=not attempt.held
+    )
 
 
 def inspect_config(path: Path) -> list[Check]:

@@ -24,6 +24,7 @@ from lachesis.config.rules import check
 from lachesis.plugins.checks import doctor
 from lachesis.plugins.checks.doctor import (
     Check,
+    inspect_agents_wall,
     inspect_config,
     inspect_installation,
     prove_learning,
@@ -31,6 +32,7 @@ from lachesis.plugins.checks.doctor import (
 )
 from lachesis.plugins.checks.findings import failure
 from tests.logs import handlers_kept
+from tests.walls import needs_namespaces
 
 
 def by_subject(checks: list[Check]) -> dict[str, Check]:
@@ -243,3 +245,11 @@ class TestProof:
         monkeypatch.setattr(doctor, "train", train)
         assert prove_learning() == Check("learning", "no model -> find one", failed=True)
         assert not logging.getLogger("lachesis").disabled
+
+
+@needs_namespaces
+def test_the_wall_of_agents_is_tried_and_its_lines_are_told_apart_from_the_sandboxs():
+    first, *tried = inspect_agents_wall()
+    assert first.subject == "agents' wall" and "10 of 10 escapes held" in first.message and not first.failed
+    assert len(tried) == 10 and {one.message for one in tried} == {"escape held"}
+    assert "agents' wall: use the network" in {one.subject for one in tried}
