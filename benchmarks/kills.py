@@ -6,9 +6,8 @@ trainer is started again with ``--resume``, as its user would; nothing else is t
 each batch that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none
 of its processes is left.
 
-With ``--chaos N`` processes and pairs of them are killed, stopped, or get no more disk or memory for some seconds,
-N times, drawn at random. Of what is stopped for longer than five seconds the run has to speak, and a run that ends for
-want of disk or memory has to say so; it is then resumed.
+With ``--chaos N`` processes and pairs of them are killed or stopped for a while, N times, drawn at random; of what is
+stopped for longer than five seconds the run has to speak.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ VICTIMS = {
 CHAOS = ("rollout API", "environment", "trainer", "engine, shared weights")
 STOPS_S = (3.0, 8.0)
 TOLD_S = 5.0
-# How long there is no more disk or memory, and how soon after that a run has ended that is going to.
-SHORT_S, ENDS_S = 6.0, 3.0
 _TOLD = "is stopped by a signal"
 
 
@@ -207,24 +204,21 @@ def trial(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one process or to two at once: SIGKILL, SIGSTOP and after some seconds SIGCONT, or no more of
-    ``short_of`` (``disk`` or ``memory``) for some seconds."""
+    """What happens to one process or to two at once: SIGKILL, or SIGSTOP and after some seconds SIGCONT."""
 
     names: tuple[str, ...]
-    stopped_s: float | None = None
-    short_of: str = ""
+    stopped_s: float | None
 
     def __str__(self) -> str:
         what = "killed" if self.stopped_s is None else f"stopped for {self.stopped_s:g} s"
-        what = f"without {self.short_of} for {SHORT_S:g} s" if self.short_of else what
         return f"{' and '.join(self.names)} {what}"
 
 
 def draw_faults(draws: random.Random, count: int) -> list[Fault]:
     """Faults of single processes and of pairs of them."""
-    kinds: list[dict[str, Any]] = [{}, *({"stopped_s": seconds} for seconds in STOPS_S)]
-    kinds += [{"short_of": "disk"}, {"short_of": "memory"}]
-    return [Fault(tuple(draws.sample(CHAOS, draws.choice((1, 1, 2)))), **draws.choice(kinds)) for _ in range(count)]
+    return [
+        Fault(tuple(draws.sample(CHAOS, draws.choice((1, 1, 2)))), draws.choice((None, *STOPS_S))) for _ in range(count)
+    ]
 
 
 def chaos(
@@ -252,11 +246,7 @@ def chaos(
             below = started_by(job)
             everyone |= set(below)
             hit = [process for victim in victims if (process := find(job, victim)) is not None]
-            if fault.short_of:
-                back += run_short(job, config, fault, victims, hit, below, forked=forked)
-                if job.log("trainer").count("\nTraceback"):
-                    silent.append(fault)
-            elif fault.stopped_s is None:
+            if fault.stopped_s is None:
                 back.append(after_kill(job, config, victims, hit, below, forked=forked))
             elif not wait_stopped(job, hit, seconds=fault.stopped_s, told="trainer" not in fault.names):
                 silent.append(fault)
@@ -279,28 +269,6 @@ def after_kill(
     if any(not victim.words for victim in victims):
         return resume(job, config, below, forked=forked)
     return max(wait_back(job, victim, process) for victim, process in zip(victims, hit, strict=True))
-
-
-def run_short(
-    job: Stage, config: Path, fault: Fault, victims: Sequence[Victim], hit: Sequence[psutil.Process],
-    below: Sequence[psutil.Process], *, forked: bool,
-) -> list[float]:  # fmt: skip
-    """Let these processes have no more disk or memory for some seconds; seconds until what ended of it is back."""
-    kind = psutil.RLIMIT_FSIZE if fault.short_of == "disk" else psutil.RLIMIT_AS
-    before: list[tuple[psutil.Process, tuple[int, int]]] = []
-    for process in hit:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            soft, hard = process.rlimit(kind)
-            before.append((process, (soft, hard)))
-            process.rlimit(kind, (0 if fault.short_of == "disk" else process.memory_info().vms, hard))
-    time.sleep(SHORT_S)
-    for process, limits in before:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.rlimit(kind, limits)
-    time.sleep(ENDS_S)
-    if job.processes["trainer"].poll() is not None:
-        return [resume(job, config, below, forked=forked)]
-    return [wait_back(job, victim, one) for victim, one in zip(victims, hit, strict=True) if not runs(one)]
 
 
 def wait_stopped(job: Stage, hit: Sequence[psutil.Process], *, seconds: float, told: bool) -> bool:

@@ -25,7 +25,7 @@ def test_a_run_with_faults_drawn_at_random_loses_nothing_and_tells_of_what_is_st
     kills = load("kills")
     model = write_model(tmp_path / "model")
     stopped = kills.Fault((random.Random(4).choice(["environment", "engine, shared weights"]),), 6.0)
-    faults = [stopped, kills.Fault(("trainer",), short_of="disk")]
+    faults = [stopped, *kills.draw_faults(random.Random(4), 1)]
     found, silent = kills.chaos(tmp_path, model, faults, seed=4, steps=12, forked=True)
     assert (found.code, found.lost, found.doubled, found.gaps, found.left) == (0, 0, 0, 0, 0)
     assert not silent
