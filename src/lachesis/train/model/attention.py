@@ -278,11 +278,11 @@ def chunk_size(module: torch.nn.Module) -> int | None:
     transformers builds it into the mask of the pass alone, which a packed pass does not have.
     """
     config: Any = getattr(module, "config", None)
+    size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
+    if size is None or kinds is None:
+        return None  # before the layer's number is read, for which torch would compile each layer anew
     index = getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or index is None or index >= len(kinds) or kinds[index] != "chunked_attention":
-        return None
-    return getattr(config, "attention_chunk_size", None)
+    return size if index is not None and index < len(kinds) and kinds[index] == "chunked_attention" else None
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None) -> Tensor:

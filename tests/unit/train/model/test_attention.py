@@ -47,3 +47,25 @@ def test_compiled_layers_are_not_compiled_anew_for_another_number_of_buckets():
         graphs.append(len(compiled))
     assert len(set(buckets)) == 3
     assert 0 < graphs[0] == graphs[1] == graphs[2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_one_compilation_serves_all_layers(architecture: str):
+    """What is read of a layer must not tell it from the others: torch compiles eight, and runs the rest as they are."""
+    (micro,) = pack(random_groups(groups=3, samples=3, longest=20), max_tokens=1 << 20).micro_batches
+    graphs = []
+    for layers in (1, 3):
+        torch._dynamo.reset()
+        model = tiny_model(architecture, num_hidden_layers=layers)
+        attention.install(model)
+        compiled = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], compiled: list[object] = compiled):
+            compiled.append(graph)
+            return graph.forward
+
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend=backend)
+        target_logprobs(model, micro, plan=ForwardPlan(attention="bucketed", head="chunked"))
+        graphs.append(len(compiled))
+    assert 0 < graphs[0] == graphs[1]
