@@ -87,7 +87,7 @@ class Bridge(ABC, Generic[PolicyT]):
         self._policy: PolicyT | None = None
         self.last_report: SyncReport | None = None
         self._slept: float | None = None
-        # Of the transfer that goes on, or the last: for a transport to note.
+        # Of the current transfer, or the last: for a transport to note.
         self._engine_seconds: dict[str, float] = {}
         self._rank_sent: dict[int, RankSent] = {}
         self.version: int = 0  # of the trainer's weights; the engine's lags behind it between transfers

@@ -110,7 +110,7 @@ class Allowance:
 # How many times the usual disagreement is agreement still. From one transfer to the next the mean of |z| varies by a
 # fifth, so that four times the usual one does not come about by chance.
 _MARGIN = 4.0
-# So many accepted readings say what is usual.
+# Number of accepted readings that define the usual range.
 _REMEMBERED = 33
 # Where nothing was accepted yet and no digest vouches for the bytes; in units of ``limit``.
 _HIGH_OVER_MEAN = 2.0

@@ -23,7 +23,7 @@ from lachesis.engines.embedded.adapters import is_adapted
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-# A file of a checkpoint holds about this much, which bounds what is in memory twice while it is written.
+# A file of a checkpoint holds about this much, which bounds the memory held twice while it is written.
 SHARD_BYTES = 512 * 2**20
 
 
@@ -67,7 +67,7 @@ def _final_name(number: int, *, of: int) -> str:
 def save_companions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a checkpoint's files besides its weights: the configurations and the tokenizer."""
     config: Any = copy.deepcopy(model.config)
-    # FSDP2 makes a class of its own of what it shards.
+    # FSDP2 gives sharded modules a new class.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = model.dtype
     parts: list[Any] = [config, model.generation_config, tokenizer]

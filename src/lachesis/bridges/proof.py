@@ -163,7 +163,7 @@ class SyncProof:
         found = disagreement(expected, reading.logprobs)
         ratio = self._scale.allowance.ratio(found)
         doubt = self._doubt(reading, expected, found.mean, ratio, version=version)
-        # A NaN is no agreement.
+        # A NaN does not agree.
         if not found.is_finite or (doubt and (self._evidence != "weights" or ratio > _BEYOND_ROUNDING)):
             raise StaleWeights(
                 doubt

@@ -57,7 +57,7 @@ EXIT_INTERNAL = 70
 
 # Flags that a command does not know are kept for the program it starts.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-# The same for a command that has help of its own.
+# The same for a command with its own help.
 ALL_WORDS = {**PASS_ON, "help_option_names": []}
 HELP_FLAGS = {"--help", "-h"}
 

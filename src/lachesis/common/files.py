@@ -36,7 +36,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: i
     path.parent.mkdir(parents=True, exist_ok=True)
     payload = data.encode("utf-8") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    # What a killed process of the same number left might be another user's, or a link to what is not ours.
+    # A leftover of a killed process with the same number might be another user's, or a link to a foreign file.
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -21,7 +21,7 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
     if Path(path).exists() or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
         yield
         return
-    # `datasets` has a copy of its own, made as it is imported.
+    # `datasets` has its own copy, made on import.
     places: list[Any] = [constants, *(module for module in [sys.modules.get("datasets.config")] if module)]
     before = [place.HF_HUB_OFFLINE for place in places]
     for place in places:

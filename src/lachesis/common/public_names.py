@@ -9,7 +9,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Public packages, and where they are; what is in them is found by its public name too.
+# Public packages, and where they are; their modules are found by public names too.
 PUBLIC = {
     "lachesis.environments": "lachesis.plugins.atropos.environments",
     "lachesis.rollouts.agent": "lachesis.plugins.environments.agents",

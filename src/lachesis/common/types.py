@@ -18,7 +18,7 @@ Level = Literal["note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 # What float32 cannot compute with: e^-80 is nearly its smallest probability, and of numbers above the largest the
-# squares, which norms and deviations are made of, come near its end. Each door sets aside what is beyond.
+# squares, which norms and deviations need, come near its end. Each entrance sets larger numbers aside.
 LOWEST_LOGPROB = -80.0
 LARGEST_NUMBER = 1e15
 

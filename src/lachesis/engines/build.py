@@ -117,7 +117,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
             server_command(config, number, directory=directory),
             url=url,
             log_path=log_path if number == 0 else log_path.with_stem(f"{log_path.stem}-{number}"),
-            # A server is no rank of this run.
+            # A server is not a rank of this run.
             env=dict.fromkeys(launchers_variables(os.environ)) | own,
             on_death=lambda error: logger.error("%s", error),
             after=last_on.get(place) if one_by_one else None,

@@ -91,7 +91,7 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     fits = servers * least <= engine
     if sleeps(config):
         engine = max(resting + engine - trainer, servers * (CONTEXT_BYTES + ENGINE_GRAPHS_BYTES))
-    # An engine that looks for room itself does so before the first step, when what is trained with is not taken yet.
+    # An engine that measures free memory does so before the first step, when training has not allocated its own yet.
     room = must or trainer + engine + aside <= card
     return CardUse(card, trainer, engine, servers * least, fits, share, aside if room else 0, not room)
 

@@ -13,7 +13,7 @@ from lachesis.rollouts.rewards.functions import Excluded
 
 logger = logging.getLogger(__name__)
 
-# A logger of its own: sources know of no run directory, and whoever has one listens here.
+# A separate logger: sources know no run directory, and its owner listens here.
 _LOGGER = logging.getLogger("lachesis.failures")
 _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False

@@ -212,7 +212,7 @@ def _name(number: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 
-# Rewards have names of their own, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
+# Rewards have their own names, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
 CONTRACTS: Mapping[str, Contract] = {
     wanted.kind: wanted
     for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SCHEDULE, SINK, HEALTH_RULE, ENGINE, BRIDGE)

@@ -47,7 +47,7 @@ def either(*asked: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: any(one() for one in asked)
 
 
-# How soon a run hears that it may go on, and that it is to stop or to save a checkpoint meanwhile: seconds.
+# Seconds between checks for a request to resume, stop or save a checkpoint during a pause.
 _LOOK_S = 0.2
 
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Calls of an engine with servers of its own, which takes many at once.
+# Calls of an engine with separate servers, which takes many at once.
 _CALLS = 16
 
 # Environments that a message names.
 _NAMED = 10
 
-# How long the start of a run waits for the imports of reward functions before it goes on beside them.
+# How long the start of a run waits for the imports of reward functions before it continues beside them.
 _EARLY_S = 1.0
 
 

@@ -37,12 +37,12 @@ SECONDS = {
     "eval_time": "evaluation",
     "checkpoint_time": "checkpoint",
 }
-# Less than so many seconds of a part of a step are no news.
+# Parts of a step below this many seconds are not shown.
 _WORTH_SAYING_S = 1e-3
 # The expected remaining time is from the mean of so many steps.
 _RECENT_STEPS = 20
 
-# A bool is no number here, and text none either.
+# Neither a bool nor text counts as a number here.
 _STRICT = ConfigDict(strict=True)
 
 

@@ -96,7 +96,7 @@ def _round_row(
     for start in range(0, columns, HELD):
         value = tl.load(weight + start + at, mask=at < columns - start, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
-    # A largest value over all would leave out what is no number.
+    # A maximum over all would ignore NaN.
     nothing = tl.sum(tl.where(largest == largest, 0.0, largest))
     scale = tl.maximum(tl.math.div_rn(tl.max(largest) + nothing, 448.0), least_scale, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scales + row * scale_stride, scale)

@@ -31,7 +31,7 @@ from lachesis.transport.shared_tensors import (
     gpu_uuid,
 )
 
-# Between two looks at what is under way on a GPU. Waiting for messages meanwhile would round it up to a millisecond.
+# Between two checks of work on a GPU. Waiting for messages meanwhile would round it up to a millisecond.
 _POLL_S = 0.0001
 # The same on a CPU, whose cores the work itself needs.
 _CPU_POLL_S = 0.001

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Lower ends of the probabilities with the colours p0, p1, ...; what is below the last has one more colour.
+# Lower ends of the probabilities with the colours p0, p1, ...; lower ones have one more colour.
 BOUNDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01)
 
 

@@ -148,7 +148,7 @@ class LachesisConfig(Section):
             return 0.0
         if checkpoint.max_share is not None:
             return checkpoint.max_share
-        # What an engine of its own process shares with the trainer dies with it.
+        # Memory that an engine in another process shares with the trainer dies with the engine.
         shared = self.bridge.capabilities.shares_storage or getattr(self.bridge, "share_base", False)
         return CHECKPOINT_SHARE if shared and self.engine.place != "trainer" else 0.0
 

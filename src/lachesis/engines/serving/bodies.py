@@ -114,7 +114,7 @@ def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", contex
 def fault_of(error: ValidationError, *, where: str = "") -> str:
     """Describe the first invalid field."""
     fault: ErrorDetails = error.errors(include_url=False)[0]
-    # Without what is not in the body: the field that gathers the sampling fields, and the tags of unions.
+    # Without names that are not in the body: the field that gathers the sampling fields, and the tags of unions.
     parts = [str(part) for part in (where, *fault["loc"]) if part not in ("", "sampling") and "[" not in str(part)]
     name = ".".join(parts)
     if fault["type"] == "missing":

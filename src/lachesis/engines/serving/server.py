@@ -452,7 +452,7 @@ async def _generate(server: Server, request: Request) -> Response:
         body = to_json(answer | {"session_id": server.session.session_id})
         return Response(body, media_type="application/json")
     chunks = _chunks(server, wanted)
-    # The first chunk is waited for here, so that a request that is refused has a status of its own.
+    # The first chunk is awaited here, so that a refused request gets its own status.
     first = await while_connected(request, anext(chunks))
     return event_stream(first, chunks)
 

@@ -129,7 +129,7 @@ def add_workers(answers: Iterable[Parts]) -> dict[str, int]:
 def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
     kind, layer = type(owner).__name__, owner  # vLLM's attributes are no parameters
     if not hasattr(owner, "quant_method"):
-        # What has no loader of its own is loaded whole.
+        # A parameter without a loader is loaded whole.
         return None if hasattr(held, "weight_loader") else _whole(held)
     if leaf in ("w13_weight", "w2_weight"):
         return _experts(layer, leaf, held)

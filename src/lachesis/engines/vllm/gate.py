@@ -85,7 +85,7 @@ class Gate:
                 return False
             self.asleep = frozenset(MEMORY_PARTS)
             self._open.clear()
-            # Requests in flight go on after waking, from a cache that is computed anew; without weights they end.
+            # Requests in flight continue after waking, from a recomputed cache; without weights they end.
             await self._engine.sleep(level=level, mode="keep" if level == 1 else "abort")
             return True
 

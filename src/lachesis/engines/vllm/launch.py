@@ -262,7 +262,7 @@ def _environment(
     child, warnings = dict(environment), []
     for name, reason in {**_OBSOLETE, **_HARMFUL}.items():
         value = child.pop(name, None)
-        # What asks for what is done anyway needs no warning.
+        # Options for the default behaviour need no warning.
         if value is not None and (name, value) not in {("VLLM_USE_V1", "1"), ("NUM_INFERENCE_NODES", "0")}:
             kind = "is obsolete and" if name in _OBSOLETE else "is not supported here and"
             warnings.append(f"{name}={value} {kind} has no effect: {reason}")

@@ -41,7 +41,7 @@ def vllm_parser(
         near = nearest(name, parsers.list_registered())
         known = f"did you mean {near}?" if near else f"it has {', '.join(parsers.list_registered())}"
         raise ConfigError(f"vLLM has no tool parser {name!r}", remedy=known)
-    # They log a traceback for each text that is no call, and a model that learns writes many.
+    # They log a traceback for each text that is not a call, and a model in training writes many.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     made = parsers.get_tool_parser(name)
 

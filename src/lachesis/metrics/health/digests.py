@@ -12,7 +12,7 @@ from lachesis.metrics.health.types import GroupDigest
 
 # Tokens of a completion of which the logprobs are looked at: long ones would take long.
 FIRST_TOKENS = 64
-# Columns in which data sets have what is right.
+# Columns in which data sets have the right answer.
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 
 

@@ -29,7 +29,7 @@ ENOUGH_GROUPS = 12
 # And so many completions, or steps, where all have the same reward: of a task that is solved once in 40 times, none of
 # 192 are right once in 130.
 ENOUGH_COMPLETIONS, ENOUGH_STEPS = 192, 8
-# Standard errors beyond which a difference that is looked for in every step is no chance, and where two are looked for.
+# Standard errors beyond which a difference is not chance, if one is tested in every step, and if two are.
 SURE, LIKELY = 4.0, 2.0
 # What templates put around turns, of the families in use.
 TURN_MARKS = re.compile(r"<\|[A-Za-z_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<<SYS>>|<｜[^<>｜]{1,24}｜>")

@@ -25,7 +25,7 @@ from lachesis.plugins.environments.steps.build import StepSettings, step_players
 from lachesis.plugins.environments.verifiers.build import verifiers_players
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
 
-# The server itself knows its model's vocabulary and refuses what is not in it.
+# The server itself knows its model's vocabulary and refuses other tokens.
 _ANY_TOKEN = 1 << 31
 
 

@@ -128,7 +128,7 @@ def sections(config: LachesisConfig, engine: dict[str, Any], *, directory: Path,
     bridge = config.bridge.model_dump(exclude_defaults=True) | {"kind": config.bridge.kind, "proof": True}
     for one_of_the_run in ("init_method", "config_path", "keep_last"):
         bridge.pop(one_of_the_run, None)
-    # NCCL refuses two processes of one GPU, and the engine of the trial has none of its own.
+    # NCCL refuses two processes of one GPU, and the engine of the trial has no separate one.
     if bridge.get("transport") == "nccl" and engine.get("devices") is None:
         bridge.pop("transport")
     if "every_steps" in type(config.bridge).model_fields:

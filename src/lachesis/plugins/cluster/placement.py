@@ -16,7 +16,7 @@ from lachesis.plugins.cluster.layout import FINAL, Layout, Machines, of_ranks
 # As the modules that read them have them; neither is imported here, for both import torch.
 NODE_VARIABLE, JOB_TOKEN, SESSION_TOKEN = "LACHESIS_NODE", "LACHESIS_JOB_TOKEN", "LACHESIS_SESSION_TOKEN"
 Bundle = Mapping[str, float]
-# A rank that is told to end goes on to a checkpoint, by which time others would be in its place.
+# A rank that is asked to end first writes a checkpoint, by which time others would be in its place.
 _RANK_GRACE_S = 2.0
 
 

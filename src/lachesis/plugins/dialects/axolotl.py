@@ -270,7 +270,7 @@ def _put_algorithm(translation: Translation) -> None:
     put_cispo_bound(translation, "trl.")
     put_reference(translation, "trl.", alpha=0.9, steps=64)
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
-    # Only its asynchronous trainer has defaults of its own; the other one is TRL's.
+    # Only its asynchronous trainer has its own defaults; the other one is TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
     put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
     _put_staleness(translation)

@@ -149,7 +149,7 @@ def _process() -> Iterator[Entry]:
 
 # Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
 EARLIER_SERVER_KEYS = ("gpu_memory_utilization", "max_model_len", "dtype")
-# Of Trackio and MLflow: the switch of each, and what is said of it.
+# The switches of Trackio and MLflow, with their notes.
 TRACKERS = (
     ("use_trackio", "logging.trackio.project"),
     ("trackio_project_name", "logging.trackio.project"),

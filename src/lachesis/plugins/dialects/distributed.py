@@ -43,7 +43,7 @@ _DONE_ANYWAY = {
     "each process loads on its CPU and keeps its part": ("sync_module_states", "cpu_ram_efficient_loading"),
     "FSDP2 decides": ("limit_all_gathers", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
 }
-# By their names: whether weights are let go of between forward and backward; None is no sharding at all.
+# By name: True if weights are freed between forward and backward; None without sharding.
 _STRATEGIES: Mapping[str, bool | None] = {
     "full_shard": True,
     "hybrid_shard": True,

@@ -38,7 +38,7 @@ ENVIRONMENT = Dialect(
     prefix="$",
 )
 
-# What asks for what is done anyway is not worth a word.
+# Settings for the default behaviour are not reported.
 _AS_IS = {("VLLM_USE_V1", "1"), ("NUM_INFERENCE_NODES", "0"), ("NUM_INFERENCE_NODES", "-1")}
 
 

@@ -30,7 +30,7 @@ _FLAT_STEPS, _FLAT = 5, 1e-3
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
-# In the place of sampling where that goes on elsewhere: beside training, or in environments.
+# Instead of sampling if that happens elsewhere: beside training, or in environments.
 WAITING = (("data_fetch_time", "Waiting for a batch"),)
 
 # What a line is called beside others in one chart.

@@ -255,7 +255,7 @@ def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
 
 def _limit(limits: Limits) -> None:
     """Set the limits for the subject, and for each process that it starts."""
-    # Those of a warden without users of its own count its processes too.
+    # Limits of a warden without separate users count its processes too.
     limit(resource.RLIMIT_NPROC, limits.processes + 4)
     limit(resource.RLIMIT_CPU, max(1, round(limits.cpu_s + 0.5)))
     limit(resource.RLIMIT_AS, limits.memory_bytes + _OWN_SPACE.get("bytes", 1 << 30))

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-# Of an answer of the code, and of what is asked: tests and inputs come from the dataset.
+# Of an answer of the code, and of a request: tests and inputs come from the dataset.
 MAX_BYTES = 32 << 20
 MAX_REQUEST_BYTES = 1 << 30
 _COPIED_BYTES = 1 << 16

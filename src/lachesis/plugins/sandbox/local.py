@@ -34,7 +34,7 @@ _GRACE_S = 20.0
 # Each has a socket.
 _TESTS_AT_A_TIME = 64
 _INPUTS_AT_A_TIME_BYTES = 8 << 20
-# How often what is asked may be in a judge's memory: as bytes, as a text and as values.
+# Copies of a request in a judge's memory: as bytes, as a text and as values.
 _COPIES = 4
 _REASONS = {
     "wall": "it took longer than {0.wall_s:g} s",

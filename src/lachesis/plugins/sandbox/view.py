@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lachesis.plugins.sandbox import kernel
 
-# Libraries and programs of the system; what is not there is left out.
+# Libraries and programs of the system; missing ones are left out.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
 # Without /dev/zero: to map it gives memory that no process is seen to have.
 _DEVICES = ("null", "full", "random", "urandom")

@@ -17,7 +17,7 @@ from lachesis.plugins.sandbox.job import ENVIRONMENT, Walls, measure_own_space, 
 from lachesis.plugins.sandbox.link import LinkClosed, receive, send
 from lachesis.plugins.sandbox.view import enter_view, python_view, use_real_paths
 
-# What programs mostly import, and little else: imported once, forked warm, and each fork costs what is in memory.
+# Usual imports of programs, and little else: imported once, forked warm; each fork costs their memory.
 _WARM = (
     "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "enum", "functools", "heapq", "io",
     "itertools", "json", "math", "operator", "random", "re", "string", "threading", "time", "traceback", "typing",

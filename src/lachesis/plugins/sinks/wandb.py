@@ -79,7 +79,7 @@ class WandbSink(Sink):
                 f"Weights & Biases did not start: {type(error).__name__}: {error}",
                 remedy="run `wandb login`, or set logging.wandb.mode to offline",
             ) from error
-        # Without a step of its own W&B refuses the steps between the resumed one and the last one logged.
+        # Without our own step W&B refuses the steps between the resumed one and the last one logged.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

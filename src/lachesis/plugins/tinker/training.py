@@ -45,7 +45,7 @@ class TrainingRun:
     def __init__(self, base: Base, shape: LoraShape, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.shape = shape
         self._base = base
-        # Logits are no linear map of the hidden states alone where the head has an adapter.
+        # With an adapter on the head, logits are not a linear map of the hidden states alone.
         self._plan = replace(base.plan, head="model") if shape.train_unembed else base.plan
         self.adapter = base.bank.add(shape, tensors)
         self._optimizer = torch.optim.AdamW(self._parameters.values())

@@ -15,7 +15,7 @@ from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.files import write_atomic
 from lachesis.rollouts.datasets.rows import read_file, read_object
 
-# Fields of LoraConfig that are translated, or say nothing of what is trained.
+# Fields of LoraConfig that are translated, or do not affect training.
 _LORA = frozenset(
     {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "base_model_name_or_path", "peft_type"}
     | {"inference_mode", "peft_version", "revision", "auto_mapping", "runtime_config", "fan_in_fan_out"}

@@ -85,7 +85,7 @@ class RewardAttempts:
         for name in self.runner.signature.required:
             if name in columns or name in GIVEN:
                 continue
-            # What is given is meant where it is all but written: "solution" is no misspelt "completions".
+            # A given argument is suggested only for a near miss: "solution" is not a misspelt "completions".
             close = nearest(name, known, cutoff=0.5) or nearest(name, GIVEN, cutoff=0.8)
             raise RewardError(
                 f"reward function {self.name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "

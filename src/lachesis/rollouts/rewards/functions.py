@@ -29,7 +29,7 @@ _MESSAGES_REMEDY = (
     'completions are lists of one message here: read completions[i][0]["content"], or set rewards.text_completions: '
     "text, with which those of prompts that are texts are texts"
 )
-# By what is in the error.
+# By a part of the error's text.
 _REMEDIES = {
     "signal.alarm": SIGNAL_REMEDY,
     "signal only works in main thread": SIGNAL_REMEDY,

@@ -30,7 +30,7 @@ from lachesis.train.policy import Policy
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked
 
-# Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.
+# Turns other than methods of a policy: the first, which builds it from a configuration, and the last.
 BUILD = "build"
 END = "end"
 # Seconds: between two signs of life; that news of a failure may take; by which news of a death may come later than of

@@ -107,7 +107,7 @@ def _document(value: Any, tensors: dict[str, Tensor]) -> Any:
             return {"meta": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
         case Tensor():
             name = str(len(tensors))
-            # One tensor may stand in several places, and safetensors wants storage of its own for each.
+            # One tensor may stand in several places, and safetensors requires separate storage for each.
             tensors[name] = value.detach().cpu().contiguous().clone()
             return {"tensor": name}
         case Mapping():

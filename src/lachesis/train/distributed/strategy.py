@@ -168,7 +168,7 @@ class Ranks(Strategy):
 
     def compile(self, model: PreTrainedModel) -> None:
         for layer in decoder_layers(model):
-            # The forward alone: hooks around it gather parameters, which is no part of a graph.
+            # The forward alone: hooks around it gather parameters, which must stay outside the graph.
             layer.forward = torch.compile(layer.forward, **compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ ATTENTION_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
-# What layers pass on of a whole pass, and attention has no use for. Any other keyword may change what is computed.
+# Keywords of a whole pass that attention does not use. Any other keyword may change the result.
 _OF_THE_PASS = frozenset(
     {
         "position_ids", "cache_position", "use_cache", "past_key_values", "is_causal", "target_dtype",

@@ -25,7 +25,7 @@ PACKAGE = "flash-attn-4"
 _CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 # Queries and keys of the segments that are tried: with a context before them and without, within and beyond a tile.
 _TRIED = ((5, 5), (140, 333), (1, 64), (270, 270))
-# Of the norm of what is tried. Weights of 16 bits round results by 0.004 and less.
+# Relative to the norm of the tried result. Weights of 16 bits round results by 0.004 and less.
 _MOST_ERROR = 0.02
 _LONGEST_MESSAGE = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

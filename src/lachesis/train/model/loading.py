@@ -215,7 +215,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     path = config.tokenizer or config.path
     try:
-        # A tokenizer of its own has revisions of its own.
+        # A separate tokenizer has separate revisions.
         revision = {} if config.tokenizer else _revision(config)
         with cache_alone_where_the_hub_is_away(path):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **revision)

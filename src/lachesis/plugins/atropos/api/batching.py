@@ -169,7 +169,7 @@ def _oldest_first(
                 got += key[1]
                 owing = rest
             else:
-                # No exact batch has one more of these; later ones in the lane are no different.
+                # No exact batch has one more of these, nor of later ones in the lane.
                 counts[key] += 1
                 lanes_open.discard(key)
             if not counts[key]:

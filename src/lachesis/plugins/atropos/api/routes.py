@@ -285,7 +285,7 @@ class Handover:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            # An empty part waits until the client has taken what is beyond the socket's buffer, or has left.
+            # An empty part waits until the client has read beyond the socket's buffer, or has left.
             await send({"type": "http.response.body", "body": b"", "more_body": True})
             if await Request(scope, receive).is_disconnected():
                 self._put_back()

@@ -123,7 +123,7 @@ def _extreme_number(group: ScoredGroup) -> str:
         if (at := _first_beyond(row)) is not None:
             return f"advantages[{index}][{at}] is {row[at]:g}, beyond {LARGEST_NUMBER:g}"
     for index, (row, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
-        # Another API than ours may let null pass, for what is not known.
+        # Another API than ours may let null pass, for unknown values.
         trained: list[float | None] = list(compress(row, map(UNTRAINED.__ne__, mask)))
         lowest = min((value for value in trained if value is not None), default=0.0)
         if lowest < LOWEST_LOGPROB:

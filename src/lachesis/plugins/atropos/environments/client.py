@@ -37,7 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})
 _FAILURES = 4
 _SETTING = "--openai.timeout"
-# A rounding error of a log-softmax; anything above is no logprob.
+# A rounding error of a log-softmax; anything above is not a logprob.
 _ROUNDING = 1e-4
 _FINISH_REASONS: dict[Any, FinishReason] = {
     "stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop",

@@ -197,7 +197,7 @@ class RolloutApi:
             deadline,
             first_s=_PAUSE_S,
             longest_s=_LONGEST_PAUSE_S,
-            # A single failure is no news: a connection that was idle may be closed at any time.
+            # A single failure is not reported: an idle connection may be closed at any time.
             told_at=2,
             say=lambda reason: logger.info(f"{deadline.name}, for up to {self._wait_s:g} s ({SETTING}): {reason}"),
         )

@@ -114,7 +114,7 @@ class Runner:
             if member is not self._membership.current:
                 # The sender noticed first that the registration was gone.
                 member = await self._join()
-            # Counted before the queue is: what is posted in between may not be part of its size yet.
+            # Counted before the queue: groups posted in between may not be part of its size yet.
             pending = self._sender.pending
             try:
                 status = await self._api.status(member.env_id)

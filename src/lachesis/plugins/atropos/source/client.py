@@ -203,7 +203,7 @@ class RolloutApiClient:
         retry = Retry(
             deadline,
             first_s=_FIRST_PAUSE_S,
-            # A single failure is no news: a connection that was idle may be closed at any time.
+            # A single failure is not reported: an idle connection may be closed at any time.
             told_at=2,
             say=lambda reason: logger.warning("%s; trying again", reason),
         )

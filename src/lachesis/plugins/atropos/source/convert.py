@@ -21,7 +21,7 @@ from lachesis.plugins.atropos.api.scored_group import UNTRAINED, ScoredGroup, wh
 from lachesis.rollouts.generation import TextDecoder
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
-# A rounding error of a log-softmax; anything above is no logprob.
+# A rounding error of a log-softmax; anything above is not a logprob.
 _ROUNDING = 1e-4
 # Logits are divided by it; 0 stands for the likeliest token.
 _COLDEST = 1e-4

@@ -15,10 +15,10 @@ from lachesis.plugins.dialects.trl import TRL
 
 Words = Sequence[str]
 
-# Options of `lachesis train` that are no keys of Axolotl's.
+# Options of `lachesis train` that are not keys of Axolotl.
 _OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
 
-# Flags of `axolotl train` that are no keys either.
+# Flags of `axolotl train` that are not keys either.
 _LAUNCHER = ("launcher", "num_processes", "accelerate", "no_accelerate")
 _LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
 
