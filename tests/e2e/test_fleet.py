@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from lachesis.bridges import build
+from lachesis.bridges import saved
 from lachesis.bridges.external import ExternalBridge, OwnedEngine
 from lachesis.bridges.saved import load_checkpoint
 from lachesis.common.deadline import Deadline
@@ -214,7 +214,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
             else:
                 load_checkpoint(server, path, version, deadline)
 
-        monkeypatch.setattr(build, "load_checkpoint", load)
+        monkeypatch.setattr(saved, "load_checkpoint", load)
         at = sorted(random.Random(7).sample(range(3, 50, 5), 4))
         disturbance = Disturbance(
             directory / "runs/proof",
