@@ -137,7 +137,6 @@ SAME = {
     "client.py": "the client of a server: of inference, or of the rollout API",
     "custom.py": "parts that users write, of the kind of that folder",
     "environments.py": "the command `lachesis env`, and what it does",
-    "fleet.py": "the command `lachesis fleet`, and what it does",
     "gate.py": "who may use an engine's model, and when",
     "training.py": "sections of the configuration, and the rules over them",
 }

@@ -38,7 +38,9 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "cluster": Command(
             "plugins.cluster.commands", "Start a run on several nodes: cluster slurm, kubernetes, preflight."
         ),
-        "fleet": Command("cli.fleet", "Add an inference server to a running run, or remove one: fleet add, drain."),
+        "fleet": Command(
+            "plugins.cluster.fleet", "Add an inference server to a running run, or remove one: fleet add, drain."
+        ),
     },
     "Look": {
         "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),

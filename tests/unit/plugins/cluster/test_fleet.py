@@ -8,7 +8,8 @@ import pytest
 
 from lachesis import cli
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.run.fleet import add, changes, drain
+from lachesis.plugins.cluster.fleet import add, drain
+from lachesis.run.fleet import changes
 from tests.logs import handlers_kept
 
 CONFIG = """
