@@ -28,11 +28,18 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
             f"pipeline.async_prefetch with engine.kind {config.engine.kind}: generation and training share one process "
             "and its weights, so little overlaps; use embedded_server or vllm"
         )
-    if config.algorithm.sampler_correction == "none":
+    correction = config.algorithm.sampler_correction
+    if correction != "none" and "sampler_correction" not in config.algorithm.model_fields_set:
+        yield note(
+            f"pipeline.async_prefetch: completions are sampled by older weights than those that learn from them, and "
+            f"algorithm.sampler_correction {correction} weighs each token by how its probability has changed since; "
+            "none turns that off"
+        )
+    elif correction == "none" and not config.algorithm.loss_type.startswith("dppo"):
         yield warning(
-            "pipeline.async_prefetch: samples come from older weights and algorithm.sampler_correction is none, so the "
-            "clip (GSPO's above all) also cuts tokens that are only old; set it to token_truncate to correct for their "
-            "age"
+            "pipeline.async_prefetch: completions are sampled by older weights than those that learn from them, and "
+            "algorithm.sampler_correction none does not allow for that: the clip takes tokens out of the loss for "
+            "their age alone; remove the key, and it is token_truncate"
         )
 
 

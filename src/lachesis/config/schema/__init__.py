@@ -113,11 +113,17 @@ class LachesisConfig(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:
-        """Set the sampler correction if the engine computes in 8 bits, so from another policy, and the key is unset."""
+        """Set an unset sampler correction where the sampler is another policy: one of 8 bits, or an older one.
+
+        The trust region of DPPO is around the sampler, and has no use for a correction by age.
+        """
         rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds > 0
-        if not rounds or "sampler_correction" in self.algorithm.model_fields_set:
+        older = self.pipeline.async_prefetch and self.source.kind != "atropos"
+        older = older and not self.algorithm.loss_type.startswith("dppo")
+        if not (rounds or older) or "sampler_correction" in self.algorithm.model_fields_set:
             return self
         algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})
+        algorithm.model_fields_set.discard("sampler_correction")  # nobody has written it, which is said in a note
         return self.model_copy(update={"algorithm": algorithm})
 
     @property

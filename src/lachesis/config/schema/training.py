@@ -171,8 +171,8 @@ class AlgorithmConfig(Section):
     sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
         description="Weight the loss by the trainer's probability over the sampler's, a token or a sequence at a "
-        "time; outside the bounds it is set to the bound (truncate) or to 0 (mask). With an engine that computes in 8 "
-        "bits `token_truncate` if unset.",
+        "time; outside the bounds it is set to the bound (truncate) or to 0 (mask). If unset `token_truncate` with "
+        "an engine that computes in 8 bits, and with `pipeline.async_prefetch` (but not for DPPO).",
     )
     sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
     sampler_correction_min: PositiveFloat | None = Field(

@@ -182,6 +182,7 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
         return
     correction = translation.value(names["correction"], True)
     if correction is False:
+        translation.put("algorithm.sampler_correction", "none", names["correction"])
         return
     if correction is not True:
         translation.problem(names["correction"], f"expected true or false, got {describe(correction)}")

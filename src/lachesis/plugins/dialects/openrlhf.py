@@ -135,14 +135,30 @@ def _put_lengths(reader: _Reader) -> None:
     )
 
 
+_ESTIMATORS = {
+    "group_norm": ("group_mean", "group"),
+    "dr_grpo": ("group_mean", "none"),
+    "rloo": ("leave_one_out", "none"),
+    # Whitened by the variance of the tokens themselves there, by that of a sample here: over N tokens 1/(2N) apart.
+    "reinforce": ("none", "tokens"),
+    "reinforce_baseline": ("group_mean", "tokens"),
+}
+"""Baselines and scales of OpenRLHF's advantage estimators."""
+
+
 def _put_loss(reader: _Reader) -> None:
     translation = reader.translation
     estimator = reader.value("algo.advantage.estimator", "gae")
-    if estimator not in ("group_norm", "dr_grpo"):
+    baseline, scale = _ESTIMATORS.get(estimator, ("group_mean", "group"))
+    if estimator not in _ESTIMATORS:
         needs = "trains a critic, which Lachesis does not have" if estimator == "gae" else "has no counterpart"
-        reader.problem("algo.advantage.estimator", f"{estimator} {needs}; write group_norm or dr_grpo")
-    plain = estimator == "dr_grpo" or bool(reader.value("algo.advantage.no_std_norm"))
-    translation.put("algorithm.scale_rewards", "none" if plain else "group", reader.name("algo.advantage.estimator"))
+        reader.problem("algo.advantage.estimator", f"{estimator} {needs}; write one of {', '.join(_ESTIMATORS)}")
+    if reader.value("algo.advantage.no_std_norm"):
+        if scale == "tokens":
+            reader.problem("algo.advantage.no_std_norm", f"with {estimator} it has no counterpart; take it out")
+        scale = "none"
+    translation.put("algorithm.baseline", baseline, reader.name("algo.advantage.estimator"))
+    translation.put("algorithm.scale_rewards", scale, reader.name("algo.advantage.estimator"))
     # The mean over all tokens of a step.
     translation.put("algorithm.loss_type", "dapo", reader.name("actor.policy_loss_type"))
     kind = reader.value("actor.policy_loss_type", "ppo")

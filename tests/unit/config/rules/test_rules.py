@@ -499,7 +499,13 @@ def test_all_problems_are_told_at_once(build):
             "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process",
         ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
-        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "set it to token_truncate"),
+        ({**ASYNC, "algorithm": {}}, "note", "prefetch", "token_truncate weighs each token by how its probability has"),
+        (
+            {**ASYNC, "algorithm": {"sampler_correction": "none"}},
+            "warning",
+            "prefetch",
+            "the clip takes tokens out of the loss for their age alone",
+        ),
         (
             {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
             "warning",

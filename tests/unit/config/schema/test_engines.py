@@ -52,3 +52,18 @@ def test_the_loss_is_corrected_for_an_engine_in_8_bits_unless_it_is_told_otherwi
     config = LachesisConfig.model_validate(tree)
     assert config.algorithm.sampler_correction == expected
     assert LachesisConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"pipeline": {"async_prefetch": True}}, "token_truncate"),
+        ({"pipeline": {"async_prefetch": True}, "algorithm": {"sampler_correction": "none"}}, "none"),
+        ({"pipeline": {"async_prefetch": True}, "algorithm": {"loss_type": "dppo_tv"}}, "none"),
+        ({"pipeline": {"async_prefetch": True}, "source": {"kind": "atropos", "batch_size": 8}}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_the_loss_is_corrected_for_age_where_generation_runs_ahead(sections: dict, expected: str):
+    config = LachesisConfig.model_validate({"run": {"steps": 1}, "model": {"path": "m"}, **sections})
+    assert config.algorithm.sampler_correction == expected

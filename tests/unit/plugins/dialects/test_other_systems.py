@@ -149,6 +149,10 @@ def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
         ("", {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1, "optimizer.warmup_ratio": 0.03,
               "optimizer.betas": [0.9, 0.95], "algorithm.loss_type": "dapo", "algorithm.beta": None}),
         ("", {"batch.prompts_per_step": 16, "batch.steps_per_generation": 8, "sampling.max_completion_length": 2048}),
+        ("--algo.advantage.estimator reinforce_baseline", {"algorithm.scale_rewards": "tokens"}),
+        ("--algo.advantage.estimator reinforce", {"algorithm.baseline": "none", "algorithm.scale_rewards": "tokens"}),
+        ("--algo.advantage.estimator rloo",
+         {"algorithm.baseline": "leave_one_out", "algorithm.scale_rewards": "none"}),
         ("--actor.eps_clip_low_high 0.2 0.27", {"algorithm.epsilon": 0.2, "algorithm.epsilon_high": 0.27}),
         ("--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3", {"algorithm.beta": 0.001}),
         ("--algo.advantage.estimator dr_grpo", {"algorithm.scale_rewards": "none"}),
@@ -165,7 +169,7 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
 @pytest.mark.parametrize(
     ("also", "named"),
     [
-        ("--algo.advantage.estimator reinforce_baseline", "reinforce_baseline has no counterpart"),
+        ("--algo.advantage.estimator gae", "gae trains a critic"),
         ("--algo.advantage.estimator gae", "gae trains a critic"),
         ("--algo.kl.init_coef 0.01", "a KL of weight 0.01 in the reward has no counterpart"),
         ("--algo.kl.init_coef 0.01 --algo.kl.use_loss", "k1 has no counterpart in the loss"),
