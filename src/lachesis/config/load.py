@@ -192,7 +192,6 @@ def dump_config(config: LachesisConfig) -> str:
 def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     """Check a document against the schema, strictly: text is not taken for a number, nor a number for text.
 
-    The keys of ``algorithm.preset`` are written into the document first.
     ``complete`` requires all keys that a run needs: its length, and data and rewards for the local source.
 
     Raises:
@@ -201,7 +200,7 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     if is_object(algorithm := document.data.get("algorithm")) and "preset" in algorithm:
         from lachesis.config.presets import apply_preset
 
-        apply_preset(document.data)
+        apply_preset(document.data)  # it writes the preset's keys into the document
     repeated = [f"{text}; remove one" for text in document.repeated]
     missing = missing_problems(document) if complete else []
     problems = [*repeated, *document.problems, *missing]

@@ -421,6 +421,10 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
             return 2 * trained + masters
         case "adamw_cpu":
             return 0 if device == "cuda" else 2 * moment * trained + masters
+        case "muon":
+            # One moment for matrices, two for what is of the vocabulary.
+            vocabulary = 0 if config.adapter.kind == "lora" else min(trained, 2 * shape.vocab * shape.hidden)
+            return moment * (trained + vocabulary) + masters
         case "adafactor":
             # A row and a column of moments for each matrix, instead of the matrix.
             mean_side = max(1, round((trained / max(1, 7 * shape.layers)) ** 0.5))

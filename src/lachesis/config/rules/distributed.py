@@ -15,8 +15,8 @@ from lachesis.config.schema import (
 )
 from lachesis.config.schema.mesh import derive_mesh
 
-# Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
-_WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
+# Their steps or states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
+_WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor", "muon")
 
 
 def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str, str]) -> str | None:

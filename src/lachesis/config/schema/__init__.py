@@ -113,13 +113,10 @@ class LachesisConfig(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:
-        """Set an unset sampler correction where the sampler is another policy: one of 8 bits, or an older one.
-
-        The trust region of DPPO is around the sampler, and has no use for a correction by age.
-        """
+        """Set an unset sampler correction where the sampler is another policy: of 8 bits, or older, but for DPPO."""
         rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds > 0
-        older = self.pipeline.async_prefetch and self.source.kind != "atropos"
-        older = older and not self.algorithm.loss_type.startswith("dppo")
+        ahead = self.pipeline.async_prefetch and self.source.kind != "atropos"
+        older = ahead and not self.algorithm.loss_type.startswith("dppo")  # whose trust region is around the sampler
         if not (rounds or older) or "sampler_correction" in self.algorithm.model_fields_set:
             return self
         algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})

@@ -99,14 +99,13 @@ class AlgorithmConfig(Section):
 
     preset: PresetName | None = Field(
         default=None,
-        description="An algorithm by name, in place of the keys that it stands for, which `lachesis plan` prints; keys "
-        "that are written win.",
+        description="An algorithm by name, for the keys that `lachesis plan` prints; keys that are written win.",
     )
     loss_type: LossTypeName = Field(default="grpo", description="Loss and normalization.")
     normalization: Literal["sequence_mean", "sequence_sum", "token_mean", "constant_length"] | None = Field(
         default=None,
-        description="Mean over sequences of the mean or of the sum of their tokens, mean over all tokens of the step, "
-        "or the sum over sequences x `sampling.max_completion_length`; that of `loss_type` if unset.",
+        description="Mean over sequences of their tokens' mean, sum or sum / `sampling.max_completion_length`, or mean "
+        "over all tokens; that of `loss_type` if unset.",
     )
     loss: CustomPart | None = Field(
         default=None,
@@ -122,17 +121,14 @@ class AlgorithmConfig(Section):
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_product"] = Field(
         default="token",
-        description="Ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO), or their product "
-        "(TRL's RLOO).",
+        description="Ratio per token, or per sequence: its tokens' geometric mean (GSPO), or their product (RLOO).",
     )
     epsilon: NonNegativeFloat = Field(
         default=0.2,
-        description="Ratios are clipped below at 1 - epsilon; with `gmpo` their logs at -epsilon; with `dppo_tv` and "
-        "`dppo_kl` it bounds the divergence of a token whose A < 0.",
+        description="Ratios are clipped below at 1 - epsilon (GMPO: their logs at -epsilon); DPPO's bound where A < 0.",
     )
     epsilon_high: NonNegativeFloat | None = Field(
-        default=None,
-        description="The same above, and where A > 0; epsilon if unset.",
+        default=None, description="The same above, and where A > 0; epsilon if unset."
     )
     delta: PositiveFloat | None = Field(
         default=None, description="Upper bound of the ratio where it is not clipped; unbounded if unset."
@@ -153,14 +149,12 @@ class AlgorithmConfig(Section):
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: Literal["group", "batch", "none", "mean", "tokens", "signal"] = Field(
         default="group",
-        description="What advantages are divided by: the group's deviation, the batch's, or nothing; the group's mean "
-        "reward (MaxRL); `tokens` whitens them over all tokens of the batch (REINFORCE++); `signal` divides by the "
-        "share of completions whose group's rewards differ (GPG).",
+        description="What advantages are divided by: the group's deviation, the batch's, nothing; the group's mean "
+        "(MaxRL); `tokens` whitens over all tokens (REINFORCE++); `signal` is the share in groups that differ (GPG).",
     )
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = Field(
         default="group_mean",
-        description="Baseline of a reward: the mean of its group, of the others in it (RLOO, with "
-        "`scale_rewards: none`), the mean weighted by length (OPO), or nothing.",
+        description="Baseline of a reward: its group's mean, the others' (RLOO), one by length (OPO), or nothing.",
     )
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."
@@ -199,9 +193,7 @@ class AlgorithmConfig(Section):
     )
     cov_low: float = Field(default=1.0, description="With `clip_cov`: tokens of higher covariance may be chosen.")
     cov_high: float = Field(default=5.0, description="With `clip_cov`: tokens of lower covariance may be chosen.")
-    cov_kl_coef: NonNegativeFloat = Field(
-        default=1.0, description="With `kl_cov`: weight of |log r| of the chosen tokens."
-    )
+    cov_kl_coef: NonNegativeFloat = Field(default=1.0, description="With `kl_cov`: weight of the chosen's |log r|.")
     vespo_k_pos: NonNegativeFloat = Field(default=2.0, description="With `vespo`: exponent k where A >= 0.")
     vespo_lambda_pos: PositiveFloat = Field(default=3.0, description="With `vespo`: decay lambda where A >= 0.")
     vespo_k_neg: NonNegativeFloat = Field(default=3.0, description="With `vespo`: exponent k where A < 0.")
@@ -247,8 +239,9 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer, its schedule and the precision of updates."""
 
-    kind: Literal["adamw", "adamw_8bit", "adamw_cpu", "adafactor"] = Field(
-        default="adamw", description="AdamW, AdamW with 8-bit states, AdamW with states on the CPU, or Adafactor."
+    kind: Literal["adamw", "adamw_8bit", "adamw_cpu", "adafactor", "muon"] = Field(
+        default="adamw",
+        description="AdamW (also with 8-bit states, or on the CPU), Adafactor, or Muon with AdamW for vectors.",
     )
     function: CustomPart | None = Field(
         default=None,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -250,6 +252,9 @@ def build_optimizer(
     - ``adafactor``: transformers' Adafactor with this schedule's rate (no relative steps, scaling by
       parameter as ``scale_parameter`` says, no first moment; ``betas`` and ``eps`` do not apply). Rows and
       columns of state only.
+    - ``muon``: torch's Muon for matrices (momentum 0.95, steps of AdamW's size by 0.2·√max(rows, columns); Keller
+      Jordan's Muon as scaled in arXiv 2502.16982), and AdamW for embeddings, the LM head, stacked experts and vectors.
+      4 bytes of state a parameter of a matrix.
 
     ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
     ``config.weight_update`` says how 16-bit weights take small updates: see
@@ -271,14 +276,16 @@ def build_optimizer(
     """
     trained = _trained(named_parameters)
     device = trained[0][1].device
-    make = _optimizer_factory(config, device=device, learning_rate=learning_rate)
+    make = partial(_optimizer_factory, device=device, learning_rate=learning_rate)
     noise, slots_on = torch.Generator(device).manual_seed(seed), _slots_on(config, device)
     parts = []
-    for members, precision in _partition(trained, config, offload=slots_on is not None, sizes=sizes):
-        names, parameters = zip(*members, strict=True)
-        update = _weight_update(parameters, precision, noise=noise, slots_on=slots_on)
-        groups = _decay_groups(parameters, update.slots, weight_decay=config.weight_decay)
-        parts.append(_Part(names, update, make(groups)))
+    for kind, family in _families(trained, config).items():
+        factory = make(config.model_copy(update={"kind": kind}))
+        for members, precision in _partition(family, config, offload=slots_on is not None, sizes=sizes):
+            names, parameters = zip(*members, strict=True)
+            update = _weight_update(parameters, precision, noise=noise, slots_on=slots_on)
+            groups = _decay_groups(parameters, update.slots, weight_decay=config.weight_decay)
+            parts.append(_Part(names, update, factory(groups)))
     return make_policy_optimizer(
         parts,
         named_parameters=trained,
@@ -287,6 +294,20 @@ def build_optimizer(
         total_steps=total_steps,
         noise=noise if any(isinstance(part.update, StochasticRounding) for part in parts) else None,
     )
+
+
+def _families(trained: Sequence[Named], config: OptimizerConfig) -> dict[str, list[Named]]:
+    """Return the parameters by the kind of their optimizer, which is one for all but with ``muon``."""
+    if config.kind != "muon" or config.function is not None:
+        return {config.kind: list(trained)}
+    matrices = [pair for pair in trained if pair[1].ndim == 2 and not _VOCABULARY.search(pair[0])]
+    names = {name for name, _ in matrices}
+    rest = [pair for pair in trained if pair[0] not in names]
+    return {kind: family for kind, family in (("muon", matrices), ("adamw", rest)) if family}
+
+
+# Names of embeddings and LM heads, whose rows are of single tokens.
+_VOCABULARY = re.compile(r"embed|lm_head|\bw[tp]e\b")
 
 
 def _slots_on(config: OptimizerConfig, device: torch.device) -> torch.device | None:
@@ -380,6 +401,9 @@ def _optimizer_factory(
 
         scale = config.scale_parameter
         return lambda groups: Adafactor(groups, lr=learning_rate, scale_parameter=scale, relative_step=False)
+    if config.kind == "muon":
+        rate = {"lr": learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        return lambda groups: torch.optim.Muon(groups, **rate)
     adam: dict[str, Any] = {"lr": learning_rate, "betas": config.betas, "eps": config.eps}
     if config.kind == "adamw_8bit":
         eight_bit = _eight_bit_adamw(device)

@@ -176,7 +176,8 @@ class StochasticRounding(WeightUpdate):
         self._parameters = list(parameters)
         self._generator = generator
         self.slots = [
-            Parameter(torch.empty(0, dtype=torch.float32, device=device or p.device)) for p in self._parameters
+            Parameter(torch.empty((0,) * max(1, p.ndim), dtype=torch.float32, device=device or p.device))
+            for p in self._parameters
         ]
 
     @torch.no_grad()
@@ -192,7 +193,7 @@ class StochasticRounding(WeightUpdate):
             if slot.grad is not None:
                 stochastic_round_(parameter, slot.detach().to(parameter.device), generator=self._generator)
             slot.grad = None
-            slot.data = slot.data.new_empty(0)
+            slot.data = slot.data.new_empty((0,) * max(1, slot.ndim))
 
 
 def buckets(

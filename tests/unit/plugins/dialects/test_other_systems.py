@@ -170,7 +170,6 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
     ("also", "named"),
     [
         ("--algo.advantage.estimator gae", "gae trains a critic"),
-        ("--algo.advantage.estimator gae", "gae trains a critic"),
         ("--algo.kl.init_coef 0.01", "a KL of weight 0.01 in the reward has no counterpart"),
         ("--algo.kl.init_coef 0.01 --algo.kl.use_loss", "k1 has no counterpart in the loss"),
         ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),

@@ -295,7 +295,7 @@ def test_buckets_change_nothing(update: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("update", ["fp32_master", "stochastic_rounding", "plain"])
-@pytest.mark.parametrize("kind", ["adamw", "adamw_cpu", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_cpu", "adafactor", "adamw_8bit", "muon"])
 def test_resuming_is_exact(kind: str, update: str) -> None:
     if kind == "adamw_8bit" and not EIGHT_BIT:
         pytest.skip("no library with 8-bit states")
@@ -390,6 +390,29 @@ def test_adafactor_is_transformers(scale: bool) -> None:
         set_gradients(theirs, seed=step)
         optimizer.step()
         reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_muon_turns_matrices_and_adamw_the_rest() -> None:
+    """As torch has both; a step of a matrix has singular values near 0.2·√max(rows, columns) of the rate."""
+    named = ["layers.0.q_proj.weight", "norm.weight", "model.embed_tokens.weight"]
+    ours = [*make_parameters(torch.float32), Parameter(torch.ones(10, 8))]
+    theirs = [*make_parameters(torch.float32), Parameter(torch.ones(10, 8))]
+    config = OptimizerConfig(kind="muon", weight_decay=0.1, max_grad_norm=None)
+    optimizer = build_optimizer(zip(named, ours, strict=True), config, learning_rate=1e-2, total_steps=10)
+    muon = torch.optim.Muon(theirs[:1], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": theirs[1:2], "weight_decay": 0.0}, {"params": theirs[2:], "weight_decay": 0.1}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=config.betas)
+    for step in range(3):
+        before = ours[0].detach().clone()
+        set_gradients(ours, seed=step)
+        set_gradients(theirs, seed=step)
+        optimizer.step()
+        muon.step()
+        adamw.step()
+        turned = torch.linalg.svdvals((ours[0].detach() - (1 - 1e-3) * before) / (1e-2 * 0.2 * 128**0.5))
+        assert float(turned.min()) > 0.6 and float(turned.max()) < 1.3
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
 
