@@ -193,10 +193,20 @@ class LocalSource(GroupwiseSource):
         scored = part.scored
         for error in scored.errors:
             note_failure(error.message, cause="reward")
+        self._count_curriculum(part)
         self._count(tokens_generated=part.tokens, dropped_groups=scored.dropped, reward_errors=len(scored.errors))
         with self._counting:
             for metric, value in scored.metrics.items():
                 self._logged.setdefault(metric, []).append((value, len(part.places)))
+
+    def _count_curriculum(self, part: RolloutPart) -> None:
+        """Note pass rates; count problems that were skipped, and the tokens that as many of these groups would have."""
+        if self.stream.adapts:
+            for _, group in part.groups():
+                self.stream.note(group)
+            skipped, self.stream.skipped = self.stream.skipped, 0
+            saved = skipped * part.tokens / max(1, len(part.places))
+            self._count(curriculum_skipped=skipped, curriculum_tokens_saved=saved)
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
         """Make these prompts the next ones. Raises DataError for a prompt that is not of this dataset."""
@@ -218,7 +228,7 @@ class LocalSource(GroupwiseSource):
             logged, self._logged = self._logged, {}
         counts["generation_time"] = self._generating.take()  # type: ignore[assignment]
         means = {f"reward_metrics/{name}": _mean(values) for name, values in logged.items()}
-        failures = [name for name in counts if name.startswith("rollout_failures")]
+        failures = [name for name in counts if name.startswith(("rollout_failures", "curriculum_"))]
         return {name: float(counts[name]) for name in (*self._counted, *failures)} | means
 
     @property

@@ -19,7 +19,7 @@ from lachesis.engines.base import Engine
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.call_batcher import GatheredCalls
-from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
+from lachesis.rollouts.datasets import Dataset, PassRates, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
 from lachesis.rollouts.evaluate import Turns
@@ -265,6 +265,7 @@ def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptSt
         shuffle=data.shuffle,
         ranks=None if data.order is None else ranks(problems, data.order, data.order_values),
         ranked_epochs=data.order_epochs,
+        rates=PassRates(config.run.seed, config.evaluation.success_reward) if data.curriculum == "pass_rate" else None,
     )
 
 

@@ -14,7 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, SamplingParams
 from lachesis.rollouts.base import Draw
-from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.datasets import PassRates, PromptStream
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.generation import nested_deadline, request_seed, text_decoder
 from lachesis.rollouts.local import LocalSource
@@ -322,3 +322,16 @@ def test_spaces_are_taken_away_only_where_that_is_left_to_a_tokenizer_that_does(
     ids = tokenizer("it 's", add_special_tokens=False)["input_ids"]
     assert text_decoder(tokenizer)([ids]) == ["it 's"]
     assert text_decoder(tokenizer, as_sampled=False)([ids]) == [tokenizer.decode(ids)] == ["it's"]
+
+
+def test_problems_solved_always_are_skipped_and_the_tokens_counted():
+    rates = PassRates(seed=0, success_reward=0.0)  # which every completion reaches
+    adapting = dataclasses.replace(source(), stream=PromptStream(prompts(50), seed=0, rates=rates))
+    first = adapting.next_groups(50, deadline=FOREVER)
+    assert adapting.counters()["curriculum_skipped"] == 0
+    second = adapting.next_groups(5, deadline=FOREVER)
+    counts = adapting.counters()
+    tokens = sum(len(sample.completion_ids) for group in second for sample in group.samples)
+    assert counts["curriculum_skipped"] > 5
+    assert counts["curriculum_tokens_saved"] == pytest.approx(counts["curriculum_skipped"] * tokens / 5)
+    assert set(rates.state_dict()) == {group.prompt.id for group in first}

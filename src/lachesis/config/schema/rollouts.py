@@ -93,6 +93,11 @@ class DataConfig(Section):
     order_epochs: PositiveInt | None = Field(
         default=None, description="With `order`: only the first N epochs heed it; all if unset."
     )
+    curriculum: Literal["none", "pass_rate"] = Field(
+        default="none",
+        description="`pass_rate` skips problems that the model solves always or never, most of the time: each is "
+        "sampled with the chance 4 r (1 - r) of its running pass rate r (`evaluation.success_reward`), at least 0.1.",
+    )
     shuffle: bool = Field(default=True, description="Shuffle the problems, anew each epoch.")
     max_prompt_length: PositiveInt | None = Field(
         default=None, description="Longest prompt in tokens; unset takes what the model's context leaves."

@@ -1,7 +1,7 @@
 """Problems to train on: files, directories and the hub, in several formats, rendered and tokenized once."""
 
-from lachesis.rollouts.datasets.curriculum import keep_matching, ranks
+from lachesis.rollouts.datasets.curriculum import PassRates, keep_matching, ranks
 from lachesis.rollouts.datasets.problems import Dataset, load_problems
 from lachesis.rollouts.datasets.stream import PromptStream, split_eval
 
-__all__ = ["Dataset", "PromptStream", "keep_matching", "load_problems", "ranks", "split_eval"]
+__all__ = ["Dataset", "PassRates", "PromptStream", "keep_matching", "load_problems", "ranks", "split_eval"]

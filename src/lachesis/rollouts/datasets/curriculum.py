@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.errors import DataError, nearest
 from lachesis.common.types import Prompt
+
+# The least chance that a problem whose turn has come is sampled: what is solved always or never may change.
+_LEAST_CHANCE = 0.1
+# The weight of a group's pass rate beside all those before it.
+_NEWEST = 0.5
+
+
+@dataclass(eq=False)
+class PassRates:
+    """Running pass rates of problems, which decide what of an epoch is sampled.
+
+    A problem whose turn has come is sampled with the chance 4·r·(1 - r) of its pass rate r: the variance of its
+    rewards over the greatest possible, and at least a tenth; one that has not been seen is sampled always.
+
+    Args:
+        seed: of the choice, which depends on the epoch and the problem besides, and on no order.
+        success_reward: the reward from which on a completion is a success.
+    """
+
+    seed: int
+    success_reward: float = 1.0
+    _rates: dict[str, float] = field(default_factory=dict[str, float], init=False)
+
+    def note(self, problem: str, rewards: Sequence[float]) -> None:
+        """Take a group's rewards into the running pass rate of its problem."""
+        if rewards:
+            rate = sum(reward >= self.success_reward for reward in rewards) / len(rewards)
+            before = self._rates.get(problem, rate)
+            self._rates[problem] = before + _NEWEST * (rate - before)
+
+    def wants(self, problem: str, *, epoch: int) -> bool:
+        """Return True if the problem is sampled in this epoch."""
+        rate = self._rates.get(problem)
+        if rate is None:
+            return True
+        chance = max(_LEAST_CHANCE, 4 * rate * (1 - rate))
+        return random.Random(f"{self.seed}:{epoch}:{problem}").random() < chance
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the rate of each problem that has been seen."""
+        return dict(self._rates)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._rates = dict(state)
+
 
 # What texts of difficulty mean where nobody says otherwise, from easy to hard.
 SCALE = ("trivial", "very easy", "easy", "simple", "medium", "intermediate", "hard", "difficult", "very hard", "expert")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from lachesis.common.errors import CheckpointError, ConfigError, DataError
-from lachesis.common.types import Prompt
+from lachesis.common.types import Group, Prompt
+from lachesis.rollouts.datasets.curriculum import PassRates
 
 # In the id of a prompt: what follows is the number of the turn within the row.
 FOLLOW_UP = "+"
@@ -63,6 +64,7 @@ class PromptStream:
         shuffle: bool = True,
         ranks: Sequence[float] | None = None,
         ranked_epochs: int | None = None,
+        rates: PassRates | None = None,
     ) -> None:
         """Initialize the stream at its start.
 
@@ -72,6 +74,7 @@ class PromptStream:
             shuffle: each epoch.
             ranks: one per prompt; lower ranks come first in an epoch, in the usual order among equals.
             ranked_epochs: number of epochs that heed the ranks; all, if unset.
+            rates: decide which problems of an epoch are sampled; all are, if unset.
 
         Raises:
             DataError: there are no prompts, or two have one id.
@@ -85,6 +88,8 @@ class PromptStream:
         self._shuffle = shuffle
         self._ranks = None if ranks is None else np.asarray(ranks, dtype=np.float64)
         self._ranked_epochs = ranked_epochs
+        self._rates = rates
+        self.skipped = 0
         self._front: deque[Prompt] = deque()
         self._enter(epoch=0, index=0)
 
@@ -108,9 +113,24 @@ class PromptStream:
         while len(taken) < count:
             if self._index == len(self._prompts):
                 self._enter(epoch=self._epoch + 1, index=0)
-            taken.append(self._prompts[self._order[self._index]])
+            prompt = self._prompts[self._order[self._index]]
             self._index += 1
+            if self._rates is None or self._rates.wants(prompt.id, epoch=self._epoch):
+                taken.append(prompt)
+            else:
+                self.skipped += 1
         return taken
+
+    @property
+    def adapts(self) -> bool:
+        """Return True if what is sampled depends on pass rates."""
+        return self._rates is not None
+
+    def note(self, group: Group) -> None:
+        """Take the rewards of a prompt's group into its pass rate."""
+        if self._rates is not None:
+            rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+            self._rates.note(group.prompt.id, rewards)
 
     def own(self, prompt: Prompt) -> Prompt:
         """Return this stream's prompt of that id, with the dataset's columns; ``prompt`` itself if it has none."""
@@ -133,6 +153,7 @@ class PromptStream:
             "index": self._index,
             "front": [prompt.id for prompt in self._front],
             "dataset": self._fingerprint,
+            **({} if self._rates is None else {"rates": self._rates.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +169,8 @@ class PromptStream:
             )
         self._enter(epoch=int(state["epoch"]), index=int(state["index"]))
         self._front = deque(self._by_id[prompt_id] for prompt_id in state["front"])
+        if self._rates is not None:
+            self._rates.load_state_dict(state.get("rates", {}))
 
     def _enter(self, *, epoch: int, index: int) -> None:
         order = np.arange(len(self._prompts))

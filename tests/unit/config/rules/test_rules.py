@@ -147,6 +147,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"algorithm": {"loss_type": "gmpo", "top_entropy_quantile": 0.2}},
             "top_entropy_quantile with loss_type gmpo",
         ),
+        (
+            {"data": {"curriculum": "pass_rate"}, "source": {"kind": "atropos", "batch_size": 8}},
+            "data.curriculum pass_rate draws the problems of source.kind local",
+        ),
         ({"algorithm": {"loss_type": "clip_cov", "cov_low": 5.0}}, "cov_low 5 is not below cov_high 5"),
         (
             {"algorithm": {"loss_type": "kl_cov", "teacher": {"model": "m", "estimate": "sampled"}}},

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from lachesis.common.errors import CheckpointError, ConfigError, DataError
-from lachesis.common.types import Prompt
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.rollouts.datasets import PromptStream, split_eval
+from lachesis.rollouts.datasets.curriculum import PassRates
 
 
 def numbered(count: int) -> list[Prompt]:
@@ -116,3 +117,50 @@ class TestStream:
 
     def test_its_columns(self):
         assert PromptStream(numbered(2), seed=0).columns == {"answer"}
+
+
+class TestPassRates:
+    @staticmethod
+    def stream() -> PromptStream:
+        return PromptStream(numbered(300), seed=0, rates=PassRates(seed=3))
+
+    @staticmethod
+    def noted(stream: PromptStream, prompts: list[Prompt]) -> None:
+        """The model solves the first hundred always, the next never, and the others half of the time."""
+        for prompt in prompts:
+            number = int(prompt.id)
+            rewards = (1.0, 1.0) if number < 100 else (0.0, 0.0) if number < 200 else (1.0, 0.0)
+            samples = tuple(Sample((1,), (2,), (-0.1,), "stop", VersionSpan(0, 0), reward=reward) for reward in rewards)
+            stream.note(Group(prompt=prompt, samples=samples))
+
+    def test_what_is_solved_sometimes_is_sampled_and_the_rest_now_and_then(self):
+        stream = self.stream()
+        first = stream.take(300)
+        assert len(set(ids(first))) == 300  # nothing is known yet
+        assert stream.skipped == 0
+        self.noted(stream, first)
+        second: list[Prompt] = []
+        while stream.epoch < 2:
+            second += stream.take(1)
+        second = second[:-1]
+        middle = [number for number in ids(second) if number >= 200]
+        assert sorted(middle) == list(range(200, 300))
+        assert 8 <= len(second) - len(middle) <= 34  # a tenth of two hundred
+        assert len(second) + stream.skipped >= 300
+
+    def test_a_rate_follows_the_model(self):
+        rates = PassRates(seed=0)
+        rates.note("a", [1.0, 1.0])
+        rates.note("a", [0.0, 0.0])
+        rates.note("a", [0.9, 1.5])
+        assert rates.state_dict() == {"a": 0.5}
+        rates.note("b", [])
+        assert rates.wants("b", epoch=0)
+
+    def test_a_stream_goes_on_as_it_would_have(self):
+        stream = self.stream()
+        self.noted(stream, stream.take(350))
+        state = json.loads(json.dumps(stream.state_dict()))
+        resumed = self.stream()
+        resumed.load_state_dict(state)
+        assert ids(resumed.take(200)) == ids(stream.take(200))
