@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.steps import nearest_multiples
 from lachesis.plugins.dialects import openrlhf, verl
 from lachesis.plugins.dialects.table import Translation
@@ -27,6 +28,29 @@ def other_system(names: Mapping[str, Any]) -> str | None:
         if any(name == mark or name.startswith(f"{mark}.") for name in names for mark in marks):
             return system
     return None
+
+
+# ms-swift's arguments that mean the same here, by their names there.
+_SWIFT: Mapping[str, str] = {
+    "model": "model.path", "dataset": "data.path", "system": "data.system_prompt",
+    "num_generations": "sampling.num_generations", "max_completion_length": "sampling.max_completion_length",
+    "temperature": "sampling.temperature", "top_p": "sampling.top_p",
+    "beta": "algorithm.beta", "epsilon": "algorithm.epsilon", "epsilon_high": "algorithm.epsilon_high",
+    "num_iterations": "algorithm.num_iterations", "importance_sampling_level": "algorithm.importance_sampling_level",
+    "learning_rate": "optimizer.learning_rate", "warmup_ratio": "optimizer.warmup_ratio", "max_steps": "run.steps",
+    "num_train_epochs": "run.epochs", "lora_rank": "adapter.r", "lora_alpha": "adapter.alpha", "seed": "run.seed",
+}  # fmt: skip
+
+
+def require_not_swift(data: Mapping[str, Any]) -> None:
+    """Raise ConfigError for ms-swift's arguments, with those of them that mean the same here in our keys."""
+    if not {"rlhf_type", "train_type", "tuner_type"} & data.keys():
+        return
+    same = [f"{ours}: {data[name]}" for name, ours in _SWIFT.items() if isinstance(data.get(name), str | int | float)]
+    raise ConfigError(
+        "this is a configuration of ms-swift, which is not translated: its rewards and data have another form",
+        remedy=f"write a configuration of Lachesis' keys; the same here are {', '.join(same) or 'none of them'}",
+    )
 
 
 def finish(translation: Translation) -> None:

@@ -250,3 +250,18 @@ def test_verls_rloo_compares_with_the_others_and_divides_by_nothing(tmp_path: Pa
     found = ours(tmp_path, VERL.format("algorithm.adv_estimator=rloo"))
     assert value(found, "algorithm.baseline") == "leave_one_out"
     assert value(found, "algorithm.scale_rewards") == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("swift.yaml", "rlhf_type: grpo\nmodel: org/m\nnum_generations: 4\ntrain_type: lora\n"),
+        ("swift.sh", "swift rlhf --rlhf_type grpo --model org/m --num_generations 4 --train_type lora\n"),
+    ],
+)
+def test_ms_swift_is_named_with_what_is_the_same_here(tmp_path: Path, name: str, text: str):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="ms-swift") as caught:
+        translated(file)
+    assert "model.path: org/m, sampling.num_generations: 4" in str(caught.value)
