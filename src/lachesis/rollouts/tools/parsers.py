@@ -112,7 +112,7 @@ def load_parser(
 
 def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
     """Wrap a parser of vLLM's; if it cannot read a text, the model is told so, as of a call that is not JSON."""
-    from lachesis.engines.vllm.tool_parsers import vllm_parser
+    from lachesis.plugins.environments.tool_parsers import vllm_parser
 
     find = vllm_parser(name, tokenizer)
 
