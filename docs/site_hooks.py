@@ -77,6 +77,7 @@ TITLES = {
     "CONTRIBUTING.md": "Contributing",
     "benchmarks/RESULTS.md": "Results",
     "benchmarks/README.md": "Benchmarks",
+    "benchmarks/raw/README.md": "Memory, measured",
     "examples/smollm2/README.md": "Example: SmolLM2",
     "recipes/README.md": "Recipes",
     "start/eight-gpus": "Eight GPUs",
@@ -117,6 +118,7 @@ PROJECT = [
     "CONTRIBUTING.md",
     "benchmarks/RESULTS.md",
     "benchmarks/README.md",
+    "benchmarks/raw/README.md",
     "examples/smollm2/README.md",
 ]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
