@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
+from lachesis.process.threads import LoopThread
 from tests.waiting import LONG_S
 
 
@@ -65,3 +69,22 @@ class _Server(uvicorn.Server):
             listener.close()
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+@contextmanager
+def listening(server: Listens) -> Iterator[None]:
+    """Within it a server of an event loop listens, on the loop of a thread of its own."""
+    loop = LoopThread("test-server", what="the test's server")
+    loop.run(server.start())
+    try:
+        yield
+    finally:
+        loop.close(server.stop)
+
+
+class Listens(Protocol):
+    """A server that starts and stops on the running loop."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...

@@ -19,6 +19,7 @@ from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.fakes import FakeEngine
+from tests.threads import listening
 from tests.tiny import EOS, tiny_tokenizer
 
 TEMPLATE = """
@@ -43,8 +44,7 @@ class World:
         self.answers: list[str] = []
         self.engine = FakeEngine(self.answer)
         recorder = Recorder(self.tokenizer, parse=hermes, template_kwargs={}, max_context=600)
-        self.proxy = AgentProxy(lambda: GatheredCalls(self.engine, at_once=1), recorder)
-        self.proxy.start()
+        self.proxy = AgentProxy(GatheredCalls(self.engine, at_once=1), recorder)
         self.key, self.session = self.proxy.open(seed=1, params=SamplingParams(max_tokens=200))
 
     def answer(self, request: GenerationRequest, index: int) -> Sequence[int]:
@@ -57,8 +57,8 @@ class World:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[World]:
     made = World()
-    yield made
-    made.proxy.stop()
+    with listening(made.proxy):
+        yield made
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ from lachesis.common.types import Prompt, SamplingParams
 from lachesis.config.schema import AgentSourceConfig
 from lachesis.plugins.environments.agents.build import agent_of
 from lachesis.plugins.environments.agents.container import Container, container_of
-from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.player import AgentPlayers
 from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.kept import over_a_restart
@@ -56,7 +56,6 @@ def run(agent: AgentCommand) -> AgentExit:
         key="sk-1",
         listen=lambda listener: listener.close(),
         stop=lambda: False,
-        limit_s=None,
     )
 
 
@@ -167,31 +166,26 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def build(engine: FakeEngine) -> Iterator[Any]:
-    made: list[AgentRollouts] = []
-
-    def make(agent: AgentCommand, **fields: Any) -> AgentRollouts:
+    def make(agent: AgentCommand, *, retries: int = 0, **fields: Any) -> Episodes:
         tokenizer: Any = tiny_tokenizer()
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
         recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=100)
-        options: dict[str, Any] = {"max_concurrent": 4, "retries": 0, "score_nonzero": False} | fields
-        proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=1), recorder)
-        made.append(AgentRollouts(agent=agent, proxy=proxy, decode=text_decoder(tokenizer), **options))
+        options: dict[str, Any] = {"max_concurrent": 4, "score_nonzero": False} | fields
+        proxy, params = AgentProxy(GatheredCalls(engine, at_once=1), recorder), SamplingParams(max_tokens=20)
+        players = AgentPlayers(agent=agent, proxy=proxy, params=params, decode=text_decoder(tokenizer), **options)
+        made.append(Episodes(players, max_concurrent=options["max_concurrent"], refill_rounds=retries))
         return made[-1]
+
+    made: list[Episodes] = []
 
     yield make
     for one in made:
         one.close()
 
 
-def sample(rollouts: AgentRollouts, *, n: int = 4, limit_s: float = 30) -> Any:
-    (item,) = rollouts.sample(
-        [PROMPT],
-        params=SamplingParams(max_tokens=20),
-        num_generations=n,
-        seeds=[1],
-        deadline=Deadline("test", limit_s),
-    )
-    return item
+def sample(episodes: Episodes, *, n: int = 4, limit_s: float = 30) -> Any:
+    (played,) = episodes.play_all([PROMPT], seeds=[1], count=n, deadline=Deadline("test", limit_s))
+    return item_of(PROMPT, played)
 
 
 FAILING = """
@@ -210,7 +204,7 @@ def test_what_crashed_took_too_long_or_said_nothing_is_left_out_and_counted(buil
     rollouts = build(command(program, "{prompt}", str(tmp_path / "count"), timeout_s=3.0), max_concurrent=1)
     item = sample(rollouts, n=5)
     assert [sample.text for sample in item.group.samples] == ["hello", "hello"]
-    counts = rollouts.take_counts()
+    counts = rollouts.counts.take()
     assert {name: count for name, count in counts.items() if "failures" in name} == {
         "rollout_failures": 3,
         "rollout_failures/crash": 1,
@@ -224,7 +218,7 @@ def test_what_failed_is_played_anew(build: Any, tmp_path: Path):
     program = f"import time{ASK}{FAILING}"
     rollouts = build(command(program, "{prompt}", str(tmp_path / "count")), max_concurrent=1, retries=1)
     assert len(sample(rollouts, n=2).group.samples) == 2
-    assert rollouts.take_counts()["refilled_rollouts"] == 1
+    assert rollouts.counts.take()["refilled_rollouts"] == 1
 
 
 def test_an_exit_code_may_be_an_outcome(build: Any):
@@ -247,17 +241,14 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
     """The crash is that of one task; the other's group is whole."""
     program = f"{ASK}urllib.request.urlopen(request).read()\nsys.exit(sys.argv[1] == 'bad')"
     rollouts = build(command(program, "{prompt}"))
-    source = PlayedSource(
-        player=rollouts,
+    source = EpisodeSource(
+        players=rollouts.players,
         stream=PromptStream(
             [Prompt(id=str(i), token_ids=(3,), text=text) for i, text in enumerate(("bad", "good"))],
             seed=0,
             shuffle=False,
         ),
-        engine=engine,
         rewarder=Rewarder([NamedReward("length", lambda completions, **_: [len(one) for one in completions])]),
-        decode=rollouts.decode,
-        params=SamplingParams(max_tokens=20),
         num_generations=2,
         seed=0,
     )
@@ -268,18 +259,15 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
 
 
 def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engine: FakeEngine, tmp_path: Path):
-    rollouts = build(command(f"{ASK}urllib.request.urlopen(request).read()", "{prompt}"))
+    agent = command(f"{ASK}urllib.request.urlopen(request).read()", "{prompt}")
     seen: list[dict[str, Any]] = []
 
-    def make() -> PlayedSource:
+    def make() -> EpisodeSource:
         engine.requests.clear()
-        return PlayedSource(
-            player=rollouts,
+        return EpisodeSource(
+            players=build(agent).players,
             stream=PromptStream([PROMPT], seed=0),
-            engine=engine,
             rewarder=Rewarder([NamedReward("seen", lambda completions, **columns: seen.append(columns) or [0.0] * 3)]),
-            decode=rollouts.decode,
-            params=SamplingParams(max_tokens=20),
             num_generations=3,
             seed=0,
         )
@@ -288,7 +276,7 @@ def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engi
     # Agents that ask at the same time may share a call.
     assert len(samples) == 1 and sum(map(len, engine.requests)) == 2, "as many agents as were missing"
     assert [sample.completion_ids for sample in group.samples] == [samples[0].completion_ids] * 3
-    before, after = ({name: columns[name] for name in rollouts.columns} for columns in seen)
+    before, after = ({name: columns[name] for name in build(agent).players.columns} for columns in seen)
     assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "output": [""] * 3, "files": [{}] * 3}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
-from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.player import AgentPlayers
 from lachesis.plugins.environments.agents.process import AgentCommand
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
@@ -26,13 +26,13 @@ from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import LocalSource, PlayedSource
+from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools.base import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
-from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from lachesis.train.losses.advantage import assign_advantages
@@ -70,15 +70,16 @@ def without_a_tool_server(*, failing: bool) -> tuple[list[Group], dict[str, floa
         return Prompt(str(task), tuple(tokenizer(text)["input_ids"]), text, messages=messages)
 
     engine = FakeEngine(turn)
-    turns = ToolTurns(
-        engine=engine, toolbox=Toolbox([Tool("double", double, {})], timeout_s=60), parse=hermes,
+    turns = ToolPlayers(
+        calls=GatheredCalls(engine, at_once=1), params=SamplingParams(max_tokens=400),
+        toolbox=Toolbox([Tool("double", double, {})], timeout_s=60), parse=hermes,
         continuation=Continuation(tokenizer, {}), tokenizer=tokenizer, decode=text_decoder(tokenizer),
         limits=TurnLimits(turns=2, result_tokens=20),
     )  # fmt: skip
-    source = PlayedSource(
-        player=turns, stream=PromptStream([prompt(task) for task in range(TASKS)], seed=1), engine=engine,
+    source = EpisodeSource(
+        players=turns, stream=PromptStream([prompt(task) for task in range(TASKS)], seed=1),
         rewarder=Rewarder([NamedReward("of its text", lambda completions: [share(str(one)) for one in completions])]),
-        decode=turns.decode, params=SamplingParams(max_tokens=400), num_generations=SIZE, seed=0,
+        num_generations=SIZE, seed=0,
     )  # fmt: skip
     return played(source)
 
@@ -157,16 +158,16 @@ def without_an_agent(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
     engine = FakeEngine(lambda request, index: [*ids(str(number(request, index))), EOS_ID])
     recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=400)
     command = (sys.executable, "-IS", "-c", AGENT, "{prompt}", "failing" if failing else "whole")
-    proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=1), recorder)
-    rollouts = AgentRollouts(
-        agent=AgentCommand(command, None, {}, 60.0), proxy=proxy, decode=decode, max_concurrent=8, retries=0,
-        score_nonzero=False,
+    proxy = AgentProxy(GatheredCalls(engine, at_once=1), recorder)
+    rollouts = AgentPlayers(
+        agent=AgentCommand(command, None, {}, 60.0), proxy=proxy, params=SamplingParams(max_tokens=20), decode=decode,
+        max_concurrent=8, score_nonzero=False,
     )  # fmt: skip
     prompts = [Prompt(str(task), (task, 2), f"say {task}") for task in range(AGENT_TASKS)]
-    source = PlayedSource(
-        player=rollouts, stream=PromptStream(prompts, seed=1), engine=engine,
+    source = EpisodeSource(
+        players=rollouts, stream=PromptStream(prompts, seed=1), max_concurrent=8,
         rewarder=Rewarder([NamedReward("of its text", lambda completions: [share(str(one)) for one in completions])]),
-        decode=decode, params=SamplingParams(max_tokens=20), num_generations=SIZE, seed=0,
+        num_generations=SIZE, seed=0,
     )  # fmt: skip
     return played(source, AGENT_TASKS)
 

@@ -18,17 +18,18 @@ from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools import Toolbox, load_parser
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.tools.toolbox import Tool
 from tests.contracts.bridge_cases import reset
 from tests.contracts.servers import MAX_LEN, TOKEN, Server
 from tests.contracts.vllm_server import needs_vllm
+from tests.threads import listening
 from tests.tiny import tiny_tokenizer
 
 # Short: the model has a context of 128 characters.
@@ -78,8 +79,9 @@ def f(x: int) -> int:
 
 @needs_vllm
 def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: Recording, tokenizer: Any):
-    turns = ToolTurns(
-        engine=engine,
+    turns = ToolPlayers(
+        calls=GatheredCalls(engine, at_once=1),
+        params=PARAMS,
         toolbox=Toolbox([Tool("f", f, SCHEMA)], timeout_s=10),
         parse=load_parser("vllm:hermes", tokenizer=tokenizer),
         continuation=Continuation(tokenizer, {"tools": [SCHEMA]}),
@@ -89,13 +91,10 @@ def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: 
     )
     messages = ({"role": "user", "content": "2?"},)
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    source = PlayedSource(
-        player=turns,
+    source = EpisodeSource(
+        players=turns,
         stream=PromptStream([Prompt("0", tuple(tokenizer(text)["input_ids"]), text, messages)], seed=0),
-        engine=engine,
         rewarder=Rewarder([NamedReward("calls", lambda tool_calls, **_: [float(n) for n in tool_calls])]),
-        decode=turns.decode,
-        params=PARAMS,
         num_generations=2,
         seed=0,
     )
@@ -119,9 +118,8 @@ def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: 
 def test_an_agent_talks_to_vllm_through_the_proxy(engine: Recording, tokenizer: Any):
     parse = load_parser("vllm:hermes", tokenizer=tokenizer)
     recorder = Recorder(tokenizer, parse=parse, template_kwargs={}, max_context=MAX_LEN)
-    proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=2), recorder)
-    proxy.start()
-    try:
+    proxy = AgentProxy(GatheredCalls(engine, at_once=2), recorder)
+    with listening(proxy):
         key, session = proxy.open(seed=1, params=PARAMS)
         client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": "2?"}]
@@ -136,8 +134,6 @@ def test_an_agent_talks_to_vllm_through_the_proxy(engine: Recording, tokenizer: 
         assert chunks[-1].finish_reason == "length", "the model's context is full"
         assert "".join(chunk.delta.content or "" for chunk in chunks).startswith("<tool_call>")
         proxy.close(key)
-    finally:
-        proxy.stop()
     (trajectory,) = session.trajectories
     assert_as_sampled(trajectory.conversation, engine, told=f";[t]{answer};[a]", tokenizer=tokenizer)
 

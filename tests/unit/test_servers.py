@@ -42,9 +42,7 @@ def watch_page(directory: Path) -> Any:
 
 def agent_proxy(directory: Path) -> Any:
     nothing: Any = None
-    proxy = AgentProxy(nothing, nothing)
-    proxy.stop()
-    return proxy.app
+    return AgentProxy(nothing, nothing).app
 
 
 async def turn_server(directory: Path) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 Seconds = Callable[[], float]
@@ -66,3 +67,51 @@ class TimeAverage:
         average = self._area / self._seconds if self._seconds else self._value
         self._area = self._seconds = 0.0
         return average
+
+
+class Tally:
+    """Counts by name, to which any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **amounts: float) -> None:
+        """Add to the counts of these names."""
+        with self._lock:
+            self._counts.update(amounts)  # type: ignore[arg-type]
+
+    def __getitem__(self, name: str) -> float:
+        return self._counts[name]
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """Return the counts whose names begin with ``prefix``, by the rest of the name."""
+        with self._lock:
+            return {name.removeprefix(prefix): n for name, n in self._counts.items() if name.startswith(prefix)}
+
+    def take(self, *names: str) -> dict[str, float]:
+        """Return the counts since the last call: of ``names``, also where they are 0, and of all other names."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {name: float(counts[name]) for name in (*names, *sorted(set(counts) - set(names)))}
+
+
+class Means:
+    """Weighted means by name, to which any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, values: Mapping[str, float], *, weight: float = 1.0) -> None:
+        """Add a value to each of these names."""
+        with self._lock:
+            for name, value in values.items():
+                total, weights = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + value * weight, weights + weight)
+
+    def take(self) -> dict[str, float]:
+        """Return the means since the last call, as ``reward_metrics/NAME``."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return {f"reward_metrics/{name}": total / weights for name, (total, weights) in sums.items()}

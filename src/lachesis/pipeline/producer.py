@@ -16,8 +16,8 @@ from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.local import MOST_EMPTY_BATCHES, all_failed
 from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.prompt_source import MOST_EMPTY_BATCHES, all_failed
 
 _JOIN_S = 10.0
 
@@ -54,7 +54,6 @@ class AsynchronousFeed(Feed[BatchT]):
         finisher: makes batches, in the caller's thread.
         ahead: batches generated ahead.
         at_once: largest number of calls at a time; ``None`` leaves only the slots as a bound.
-        whole_batches: draw no less than a batch at once.
         kept: store of finished, untrained rollouts that survives a restart; open it before the first batch.
         clock: seconds.
     """
@@ -65,7 +64,6 @@ class AsynchronousFeed(Feed[BatchT]):
     ahead: int
     batch_deadline_s: float
     at_once: int | None = None
-    whole_batches: bool = False
     kept: KeptRollouts | None = None
     clock: Seconds = time.monotonic
 
@@ -131,8 +129,7 @@ class AsynchronousFeed(Feed[BatchT]):
         """Request all groups that may be generated and are not yet under way."""
         while self._running and not self._closed and self._error is None and self._may_call():
             count = min(self._line.room, self._line.size)
-            if count == self._line.size or not self.whole_batches:
-                self._line.admit(self.source.draw(count))
+            self._line.admit(self.source.draw(count))
             places = [place for place in self._line.unfinished if place.number not in self._calls]
             if self._recall(places):
                 continue

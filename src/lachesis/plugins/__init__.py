@@ -13,7 +13,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "sources": {
         "atropos": "atropos.source.feed:build_feed",
         "agent": "environments.agents.build:build_agents",
-        "rollout_func": "environments.rollout_func:build_source",
+        "rollout_func": "environments.rollout_func:build_players",
         "steps": "environments.steps.build:build_players",
         "verifiers": "environments.verifiers.build:build_players",
     },

@@ -146,19 +146,21 @@ _Call: TypeAlias = tuple[Callable[..., Any], Mapping[str, Any]]
 class Line:
     """Calls that a thread makes one after the other, until they are taken from it.
 
-    A future for each would take longer than a calculator. ``outcomes`` are those of the calls that have returned.
+    A future for each would take longer than a calculator.
+
+    Args:
+        ended: called on the thread after the last call.
+
+    Attributes:
+        outcomes: those of the calls that have returned.
     """
 
-    def __init__(self, calls: Sequence[_Call]) -> None:
+    def __init__(self, calls: Sequence[_Call], ended: Callable[[], None]) -> None:
         self.outcomes: list[CallOutcome] = []
         self._calls = list(calls)
+        self._ended = ended
         self._changing = threading.Lock()
         self._begun, self._end = 0, len(calls)
-        self._over = threading.Event()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the last call; return True if it has returned."""
-        return self._over.wait(timeout_s)
 
     def cut(self) -> int:
         """Withdraw the calls that have not begun, and return how many had."""
@@ -178,7 +180,7 @@ class Line:
             except BaseException as error:
                 outcome = CallOutcome(error=error)
             self.outcomes.append(outcome)
-        self._over.set()
+        self._ended()
 
 
 class DaemonThread:
@@ -204,9 +206,9 @@ class DaemonThread:
         self._work.put(resolve)
         return future
 
-    def submit_all(self, calls: Sequence[_Call]) -> Line:
-        """Make these calls once it is their turn."""
-        line = Line(calls)
+    def submit_all(self, calls: Sequence[_Call], ended: Callable[[], None]) -> Line:
+        """Make these calls once it is their turn, and then call ``ended``."""
+        line = Line(calls, ended)
         self._work.put(line.run)
         return line
 
@@ -219,6 +221,29 @@ class DaemonThread:
         with closing(self._caller):
             while (work := self._work.get()) is not None:
                 work(self._caller)
+
+
+def settle(future: asyncio.Future[T], result: T) -> None:
+    """Give a future its result, unless it has one or was cancelled. Called on its loop."""
+    if not future.done():
+        future.set_result(result)
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Give a future its error, unless it has a result or was cancelled. Called on its loop."""
+    if not future.done():
+        future.set_exception(error)
+
+
+def loop_event() -> tuple[asyncio.Event, Callable[[], None]]:
+    """Return an event of the running loop, and what sets it from any thread."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def happen() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    return event, happen
 
 
 class LoopThread:

@@ -12,6 +12,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, GenerationRequest
 from lachesis.engines.base import Engine, Finished
+from lachesis.process.threads import fail, settle
 
 # Turns that are asked for together arrive some milliseconds apart.
 _GATHER_S = 0.004
@@ -27,12 +28,8 @@ class Completer(Protocol):
         """One completion of a prompt."""
         ...
 
-    async def ended(self) -> None:
-        """Wait until none is under way."""
-        ...
-
-    def close(self) -> None:
-        """Begin no further one. Idempotent."""
+    async def stop(self) -> None:
+        """Begin no further completion, and wait for those under way. Idempotent."""
         ...
 
 
@@ -50,13 +47,17 @@ class GatheredCalls:
         self._engine = engine
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lachesis-turns")
         self._slots = asyncio.Semaphore(at_once)
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def complete(self, request: GenerationRequest) -> Completion:
         """One completion of a prompt. Raises as :meth:`Engine.generate`."""
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        return (await self.completions(request))[0]
+
+    async def completions(self, request: GenerationRequest) -> list[Completion]:
+        """All ``n`` completions of a prompt. Raises as :meth:`Engine.generate`."""
+        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         if len(self._waiting) == 1:
             call = asyncio.create_task(self._call())
@@ -64,13 +65,10 @@ class GatheredCalls:
             call.add_done_callback(self._calls.discard)
         return await future
 
-    async def ended(self) -> None:
-        """Wait until no call is under way: an engine cannot be told to end one."""
-        await asyncio.gather(*self._calls, return_exceptions=True)
-
-    def close(self) -> None:
-        """Begin no further call. Idempotent, from any thread."""
+    async def stop(self) -> None:
+        """Begin no further call, and wait for those under way: an engine cannot be told to end one. Idempotent."""
         self._closed = True
+        await asyncio.gather(*self._calls, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self) -> None:
@@ -83,15 +81,14 @@ class GatheredCalls:
             loop = asyncio.get_running_loop()
 
             def finished(place: int, completions: list[Completion]) -> None:
-                loop.call_soon_threadsafe(_fulfil, wanted[place][1], completions[0])
+                loop.call_soon_threadsafe(settle, wanted[place][1], completions)
 
             try:
                 requests = [request for request, _ in wanted]
                 await loop.run_in_executor(self._threads, self._generate, requests, finished)
             except Exception as error:  # whatever it is, those who wait hear of it
                 for _, future in wanted:
-                    if not future.done():
-                        future.set_exception(error)
+                    fail(future, error)
 
     def _generate(self, requests: Sequence[GenerationRequest], finished: Finished) -> None:
         deadline = self.deadline
@@ -105,8 +102,3 @@ class GatheredCalls:
                     raise
                 deadline.check("the engine is paused")
                 time.sleep(_PAUSED_S)
-
-
-def _fulfil(future: asyncio.Future[Completion], completion: Completion) -> None:
-    if not future.done():
-        future.set_result(completion)

@@ -1,4 +1,4 @@
-"""Groups of episodes: rollouts that an environment plays with the engine, which may fail and are then no rewards."""
+"""Groups of episodes: rollouts of any length that players play with the engine, and that may fail."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DataError, DeadlineExceeded, LachesisError, RewardError
+from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, LachesisError, RewardError
 from lachesis.common.types import (
     LARGEST_NUMBER,
     LOWEST_LOGPROB,
@@ -25,23 +26,26 @@ from lachesis.common.types import (
     Sample,
     SamplingParams,
 )
-from lachesis.metrics.meters import BusyTime
-from lachesis.process.threads import LoopThread
-from lachesis.rollouts.base import Done, Draw, GroupwiseSource
+from lachesis.metrics.meters import BusyTime, Means, Tally
+from lachesis.process.threads import LoopThread, fail, settle
+from lachesis.rollouts.base import Done, Draw
 from lachesis.rollouts.call_batcher import Completer
-from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
-from lachesis.rollouts.generation import SpecialTokens, nested_deadline, request_seed
-from lachesis.rollouts.local import MOST_EMPTY_BATCHES
+from lachesis.rollouts.generation import SpecialTokens, request_seed
+from lachesis.rollouts.judge import Judge
 from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout, KeptRollouts
+from lachesis.rollouts.prompt_source import PromptSource, fewest_rollouts, tell_all, too_few
+from lachesis.rollouts.rewards.attempts import Item
+from lachesis.rollouts.rewards.rewarder import Rewarder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+Outcome: TypeAlias = Group | RewardError
+
 logger = logging.getLogger(__name__)
 
-# A group needs two rollouts: one has nothing to be measured against.
-_FEWEST = 2
 _FAILURES = "rollout_failures"
 
 
@@ -68,32 +72,55 @@ class RolloutFailed(LachesisError):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A rollout that was scored: one sample, or several where its turns do not continue each other.
+    """A rollout that came to its end: one sample, or several where its turns do not continue each other.
 
-    ``state`` is what :meth:`Players.finish` needs, where groups are scored together. Without one a rollout that is
-    finished can be kept over a restart before its group is whole.
+    Args:
+        samples: with their rewards, unless reward functions give them.
+        metrics: measurements of the rollout, by name.
+        columns: what reward functions get of it beside the dataset's columns, a value per sample; JSON-serializable.
+        state: what :meth:`Players.finish` needs, where groups are scored together. A rollout without one can be kept
+            over a restart before its group is whole.
     """
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     state: Any = None
 
 
-class Players(ABC):
-    """Plays episodes on one event loop, many at the same time.
+Play: TypeAlias = Callable[[], Awaitable[Played]]
+"""Plays one rollout of a group to its end; raises as :meth:`Players.play`."""
 
-    ``reward_names`` are those of the parts of a reward, as :attr:`Sample.rewards` has them.
+
+class Players(ABC):
+    """Plays rollouts on one event loop, many at the same time: the one contract of everything that makes episodes.
+
+    A player only plays. Seeds, retries, limits, what failed and why, what is kept over a restart, and cancellation are
+    written once, in :class:`Episodes`.
+
+    ``reward_names`` are those of the parts of a reward, as :attr:`Sample.rewards` has them; ``columns`` are the names
+    of :attr:`Played.columns` (``None``: not known beforehand); ``stage`` says, in errors, what is waited for.
     """
 
     reward_names: tuple[str, ...] = ("environment",)
+    columns: tuple[str, ...] | None = ()
+    stage: str = "rollouts were still under way"
 
     async def start(self) -> None:
         """Bring up what all episodes share. Called once, on the loop that they run on."""
         return None
 
+    async def begin(self, prompt: Prompt, *, seed: int, numbers: Sequence[int], greedy: bool = False) -> Sequence[Play]:
+        """Return what plays the rollouts with these numbers, in order, after what they do together, if anything.
+
+        Args:
+            seed: of the group; each rollout's own follows from it and its number.
+        """
+        return [partial(self.play, prompt, seed=request_seed(seed, number), greedy=greedy) for number in numbers]
+
     @abstractmethod
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """One scored rollout; cancelling it ends all that it began.
+        """Play one rollout; cancelling it ends all that it began.
 
         Raises:
             RolloutFailed: it came to no end that could be scored.
@@ -101,22 +128,26 @@ class Players(ABC):
         """
 
     async def finish(self, played: Sequence[Played]) -> Sequence[Played | RolloutFailed]:
-        """All rollouts of a group that are there, with their rewards where these depend on each other.
+        """Return the rollouts of a group with their rewards, where these depend on each other.
 
         In the place of one that could not be scored is why.
         """
         return list(played)
 
     def report(self, deadline: Deadline) -> None:
-        """The limit of what is generated from now on."""
+        """Note the limit of what is generated from now on."""
         return None
 
     def report_version(self, version: int) -> None:
-        """The policy moved on to ``version``."""
+        """Note that the policy moved on to ``version``."""
         return None
 
+    def take_counts(self) -> dict[str, float]:
+        """Return what the player itself has counted since the last call, by metric."""
+        return {}
+
     async def stop(self) -> None:
-        """The reverse of :meth:`start`. Idempotent."""
+        """Undo :meth:`start`. Idempotent."""
         return None
 
 
@@ -164,250 +195,349 @@ def cause_of(error_type: str) -> str:
     return error_type.removesuffix("Error").lower() or "error"
 
 
-@dataclass(kw_only=True, eq=False)
-class EpisodeSource(GroupwiseSource):
-    """Groups of ``num_generations`` rollouts of the same task.
+class Episodes:
+    """Has players play groups: seeds, limits, retries, failures by cause, kept rollouts and cancellation.
 
-    A rollout that fails is left out of its group, as if it had never been, and counted by its cause. Others are played
-    in its place, ``refill_rounds`` times; a group that has fewer than two rollouts then is dropped, and the next task
-    comes in its place. The seeds of rollouts depend on the run's seed, the number of the group and their place in it,
-    so those of the others are what they would have been.
+    A rollout that fails is left out of its group, as if it had never been, and counted by its cause. Another is played
+    in its place, ``refill_rounds`` times. The seeds depend on the group's seed and the rollout's number, so those of
+    the others are what they would have been.
 
     Args:
-        players: the environment.
-        max_concurrent: most rollouts at the same time.
-        refill_rounds: how often what failed in a group is played anew.
+        max_concurrent: most rollouts at the same time; ``None``: any number.
+        refill_rounds: how often a rollout that failed is played anew.
         rollout_s: limit of one rollout, in seconds.
-        generation_s: limit of all rollouts of one call, in seconds, within the deadline of the caller.
     """
 
-    stream: PromptStream
-    players: Players
-    num_generations: int
-    max_concurrent: int
-    refill_rounds: int
-    rollout_s: float | None
-    seed: int
-    generation_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self._requests = 0
-        self._counts: Counter[str] = Counter()
-        self._logged: dict[str, list[float]] = {}
-        self._playing = BusyTime()
-        self._slots = asyncio.Semaphore(self.max_concurrent)
+    def __init__(
+        self, players: Players, *, max_concurrent: int | None = None, refill_rounds: int = 0,
+        rollout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.players = players
+        self.counts = Tally()
+        self._refill_rounds = refill_rounds
+        self._rollout_s = rollout_s
+        self._slots = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._loop = LoopThread("lachesis-episodes", what="the source")
-        self._started = False
-        self._kept: KeptRollouts | None = None
+        self._starting = asyncio.Lock()
+        self._started = self._closed = False
+        self._under_way: set[asyncio.Task[Any]] = set()
 
-    def keep(self, kept: KeptRollouts) -> None:
-        """Of rollouts that are scored by themselves: those that are compared with others are whole with their group."""
-        self._kept = kept
+    def run(self, work: Coroutine[Any, Any, T], *, deadline: Deadline) -> T:
+        """Return the result of ``work`` on the players' loop, from any other thread. Raises as :meth:`within`."""
+        with deadline.waiting():
+            return self._loop.run(self._begun(deadline, work))
 
-    def draw(self, count: int) -> list[Draw]:
-        first = self._requests
-        self._requests += count
-        return [Draw(prompt, first + i) for i, prompt in enumerate(self.stream.take(count))]
+    async def _begun(self, deadline: Deadline, work: Coroutine[Any, Any, T]) -> T:
+        if deadline.remaining_s() == 0.0:
+            work.close()
+            deadline.check("nothing was begun")
+        try:
+            async with self._starting:
+                if not self._started:
+                    await self.players.start()
+                    self._started = True
+        except SystemExit as error:  # how libraries of command lines say that something is missing
+            work.close()
+            raise RewardError(f"the environment cannot be started: {error}", remedy="see what it asks for") from error
+        except BaseException:
+            work.close()
+            raise
+        self.players.report(deadline)
+        return await self.within(deadline, work)
 
-    def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
-        """Groups of the next ``count`` tasks, less those that were dropped; where all were, of the tasks after them.
+    async def within(self, limit: Deadline, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``.
 
         Raises:
-            RewardError: all groups of several calls in a row failed; the message has the causes.
+            DeadlineExceeded: the limit passed; all rollouts are cancelled and have ended.
+            EngineError: the source was closed meanwhile.
         """
-        first_request, taken = self._requests, list[Prompt]()
-        try:
-            for _ in range(MOST_EMPTY_BATCHES):
-                draws = self.draw(count)
-                taken += [draw.prompt for draw in draws]
-                outcomes: dict[int, Group | RewardError] = {}
-                self.roll_out(draws, deadline=deadline, done=outcomes.__setitem__)
-                groups = [one for _, one in sorted(outcomes.items()) if isinstance(one, Group)]
-                if groups:
-                    return groups
-                deadline.check("every group so far was dropped because its rollouts failed")
-            raise RewardError(
-                f"the rollouts of {len(taken)} groups in a row failed ({self._causes()})",
-                remedy="look at the log for the first of each; mend the environment, or give rollouts more time",
-            )
-        except BaseException:
-            self.stream.put_back(taken)
-            self._requests = first_request
-            raise
-
-    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        name = f"{len(draws)} groups of {self.num_generations} rollouts"
-        limit = nested_deadline(name, deadline, self.generation_s, "deadlines.generation_s")
-        with limit.waiting(), self._playing.span():
-            self._loop.run(self._within(limit, self._groups(draws, done)))
-
-    async def _within(self, limit: Deadline, work: Any) -> Any:
-        """``work`` within the limit; where that passes, all rollouts are cancelled and have ended when this raises."""
-        if limit.remaining_s() == 0.0:
-            work.close()
-            limit.check("nothing was begun")
-        if not self._started:
-            await self._start()
-        self.players.report(limit)
         task = asyncio.ensure_future(work)
-        await asyncio.wait([task], timeout=limit.remaining_s())
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            limit.check("rollouts were still under way")
-            raise DeadlineExceeded(f"{limit.name} took too long")
-        return task.result()
-
-    async def _start(self) -> None:
+        self._under_way.add(task)
         try:
-            await self.players.start()
-        except SystemExit as error:  # how libraries of command lines say that something is missing
-            raise RewardError(f"the environment cannot be started: {error}", remedy="see what it asks for") from error
-        self._started = True
+            await asyncio.wait([task], timeout=limit.remaining_s())
+        finally:
+            self._under_way.discard(task)
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled():
+            return task.result()
+        if self._closed:
+            raise EngineError("the source was closed while rollouts were under way", remedy="make a new one")
+        limit.check(self.players.stage)
+        raise DeadlineExceeded(f"{limit.name} took too long; {self.players.stage}")
 
-    async def _groups(self, draws: Sequence[Draw], done: Done) -> None:
-        async def one(place: int, draw: Draw) -> None:
-            kept = KeptGroup() if self._kept is None else self._kept.of(draw.request)
-            seed = request_seed(self.seed, draw.request)
-            done(place, await self._group(self.stream.own(draw.prompt), seed, kept))
+    async def group(
+        self, prompt: Prompt, *, seed: int, count: int, kept: KeptGroup | None = None, greedy: bool = False,
+        refill: bool = True,
+    ) -> list[Played]:  # fmt: skip
+        """Return the rollouts of a group that came to their end, in the order of their numbers.
 
+        Args:
+            kept: those that are there already, and who is told of each other that is finished.
+            refill: whether others are played in the place of those that fail.
+        """
+        kept = kept or KeptGroup()
+        before = {number: _of_before(one) for number, one in sorted(kept.rollouts.items())[:count]}
+        numbers = [number for number in range(count) if number not in kept.rollouts][: count - len(before)]
+        rounds = self._refill_rounds if refill else 0
+
+        async def chain(number: int, play: Play) -> tuple[int, Played] | None:
+            for again in range(rounds + 1):
+                if again:
+                    number += count
+                    self.counts.add(refilled_rollouts=1)
+                    (play,) = await self.players.begin(prompt, seed=seed, numbers=[number], greedy=greedy)
+                if (played := await self._rollout(prompt, play)) is not None:
+                    if played.state is None:
+                        extras = {"metrics": dict(played.metrics), "columns": dict(played.columns)}
+                        kept.note(KeptRollout(number, played.samples, extras))
+                    return number, played
+            return None
+
+        plays = await self.players.begin(prompt, seed=seed, numbers=numbers, greedy=greedy) if numbers else ()
         async with _Together() as together:
-            await together.results([together.begin(one(place, draw)) for place, draw in enumerate(draws)])
+            chains = [together.begin(chain(number, play)) for number, play in zip(numbers, plays, strict=True)]
+            found = [one for one in await together.results(chains) if one is not None]
+        return [played for _, played in sorted([*before.items(), *found], key=lambda one: one[0])]
 
-    async def _group(self, prompt: Prompt, seed: int, kept: KeptGroup) -> Group | RewardError:
-        of_before = [_of_before(one) for _, one in sorted(kept.rollouts.items())]
-        played = self._usable(of_before, prompt)[: self.num_generations]
-        for round_number in range(self.refill_rounds + 1):
-            missing = self.num_generations - len(played)
-            if missing == 0:
-                break
-            first = self.num_generations * round_number
-            numbers = [n for n in range(first, first + self.num_generations) if n not in kept.rollouts][:missing]
-            self._counts["refilled_rollouts"] += len(numbers) * (round_number > 0)
-            async with _Together() as together:
-                tasks = [
-                    together.begin(self._rollout(prompt, request_seed(seed, n), note=partial(_note, kept, n)))
-                    for n in numbers
-                ]
-                found = [one for one in await together.results(tasks) if one is not None]
-            played += self._usable(found, prompt)
-        if len(played) < _FEWEST:
-            self._counts["dropped_groups"] += 1
-            return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} came to an end")
-        # Rubrics that compare the rollouts of a group give rewards only here.
-        played = self._usable(self._scored(await self.players.finish(played), prompt), prompt)
-        if len(played) < _FEWEST:
-            self._counts["dropped_groups"] += 1
-            return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} can be trained on")
-        samples = tuple(sample for one in played for sample in one.samples)
-        self._counts["tokens_generated"] += sum(sample.num_learned for sample in samples)
-        for one in played:
-            for name, value in one.metrics.items():
-                self._logged.setdefault(name, []).append(value)
-        return Group(prompt, samples)
+    async def finished(self, prompt: Prompt, played: Sequence[Played], *, fewest: int) -> list[Played]:
+        """Return the rollouts of a group that can be trained on, once rubrics that compare them have scored them."""
+        found = await self.players.finish(played) if len(played) >= fewest else played
+        for one in found:
+            if isinstance(one, RolloutFailed):
+                self._note(one, prompt)
+        return [one for one in found if isinstance(one, Played) and self._usable(one, prompt)]
 
-    async def _rollout(
-        self, prompt: Prompt, seed: int, *, greedy: bool = False, note: Callable[[Played], None] = lambda played: None
-    ) -> Played | None:
+    async def _rollout(self, prompt: Prompt, play: Play) -> Played | None:
         async with self._slots:
             try:
-                async with asyncio.timeout(self.rollout_s):
-                    played = await self.players.play(prompt, seed=seed, greedy=greedy)
-                note(played)
-                return played
+                async with asyncio.timeout(self._rollout_s):
+                    played = await play()
+                return played if self._usable(played, prompt) else None
             except TimeoutError:
-                late = f"task {prompt.id} was not done after {self.rollout_s:g} s"
-                self._note(RolloutFailed(late, cause="timeout"), prompt)
+                limit = "in time" if self._rollout_s is None else f"after {self._rollout_s:g} s"
+                self._note(RolloutFailed(f"task {prompt.id} was not done {limit}", cause="timeout"), prompt)
             except RolloutFailed as failure:
                 self._note(failure, prompt)
             return None
 
-    def _scored(self, finished: Sequence[Played | RolloutFailed], prompt: Prompt) -> list[Played]:
-        for one in finished:
-            if isinstance(one, RolloutFailed):
-                self._note(one, prompt)
-        return [one for one in finished if isinstance(one, Played)]
-
-    def _usable(self, played: Sequence[Played], prompt: Prompt) -> list[Played]:
-        """Without those with a number that no trainer could compute with, which are noted as failures."""
-        kept: list[Played] = []
-        for one in played:
-            reason = next(filter(None, map(why_unusable, one.samples)), "")
-            if reason:
-                self._note(RolloutFailed(f"task {prompt.id}: {reason}", cause="number"), prompt)
-            else:
-                kept.append(one)
-        return kept
+    def _usable(self, played: Played, prompt: Prompt) -> bool:
+        """Return False, and note a failure, for a number that no trainer could compute with."""
+        if reason := next(filter(None, map(why_unusable, played.samples)), ""):
+            self._note(RolloutFailed(f"task {prompt.id}: {reason}", cause="number"), prompt)
+        return not reason
 
     def _note(self, failure: RolloutFailed, prompt: Prompt) -> None:
         note_failure(failure.message, cause=failure.cause, prompt_id=prompt.id)
         name = f"{_FAILURES}/{failure.cause}"
-        if not self._counts[name]:
+        if not self.counts[name]:
             logger.warning("a rollout failed (%s) and is left out of its group: %s", failure.cause, failure.message)
-        self._counts[name] += 1
-        self._counts[_FAILURES] += 1
+        self.counts.add(**{name: 1, _FAILURES: 1})
 
-    def _causes(self) -> str:
-        prefix = f"{_FAILURES}/"
-        found = {name.removeprefix(prefix): n for name, n in self._counts.items() if name.startswith(prefix)}
-        return ", ".join(f"{cause} {count}" for cause, count in sorted(found.items()))
+    def play_all(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], count: int, deadline: Deadline, greedy: bool = False,
+        refill: bool = True,
+    ) -> list[list[Played]]:  # fmt: skip
+        """Return ``count`` rollouts of each prompt, less those that failed. Called from any other thread.
 
-    def evaluate(self, prompts: Sequence[Prompt], *, seed: int, deadline: Deadline) -> list[Played]:
-        """One greedy rollout of each task, without those that failed."""
+        Raises:
+            EngineError, DeadlineExceeded.
+        """
 
-        async def all_of_them() -> list[Played]:
+        async def all_of_them() -> list[list[Played]]:
             async with _Together() as together:
-                tasks = [
-                    together.begin(self._rollout(prompt, request_seed(seed, number), greedy=True))
-                    for number, prompt in enumerate(prompts)
-                ]
-                return [played for played in await together.results(tasks) if played is not None]
+                groups = [self.group(prompt, seed=seed, count=count, greedy=greedy, refill=refill)
+                          for prompt, seed in zip(prompts, seeds, strict=True)]  # fmt: skip
+                return await together.results([together.begin(group) for group in groups])
 
-        with deadline.waiting():
-            return self._loop.run(self._within(deadline, all_of_them()))
-
-    def requeue(self, prompts: Sequence[Prompt]) -> bool:
-        """Make these tasks the next ones."""
-        self.stream.put_back(prompts)
-        return True
-
-    def report_version(self, version: int) -> None:
-        """Nothing is throttled: rollouts begin when they are asked for."""
-        self.players.report_version(version)
-
-    def counters(self) -> dict[str, float]:
-        """Since the last call: ``generation_time`` in seconds, ``tokens_generated``, ``dropped_groups``,
-        ``reward_errors`` (none: a rollout without a reward is a failure), ``refilled_rollouts``, ``rollout_failures``
-        (and of these each ``rollout_failures/CAUSE``), and ``reward_metrics/NAME``, means over the rollouts."""
-        counts, self._counts = self._counts, Counter()
-        logged, self._logged = self._logged, {}
-        names = ("tokens_generated", "dropped_groups", "reward_errors", "refilled_rollouts", _FAILURES)
-        causes = [name for name in counts if name.startswith(f"{_FAILURES}/")]
-        means = {f"reward_metrics/{name}": sum(values) / len(values) for name, values in logged.items()}
-        seconds = {"generation_time": self._playing.take()}
-        return seconds | {name: float(counts[name]) for name in (*names, *causes)} | means
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place among the tasks, those put back, and the number of groups so far."""
-        return {"stream": self.stream.state_dict(), "requests": self._requests}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError where the tasks are others."""
-        self.stream.load_state_dict(state["stream"])
-        self._requests = int(state["requests"])
+        return self.run(all_of_them(), deadline=deadline)
 
     def close(self) -> None:
-        """Cancel what is under way and stop the environment. Idempotent."""
-        self._loop.close(self.players.stop)
+        """Cancel what is under way and stop the players. Idempotent."""
+        self._closed = True
+        self._loop.close(self._stop)
+
+    async def _stop(self) -> None:
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.players.stop()
 
 
-def _note(kept: KeptGroup, number: int, played: Played) -> None:
-    if played.state is None and not any(map(why_unusable, played.samples)):
-        kept.note(KeptRollout(number, played.samples, {"metrics": dict(played.metrics)}))
+@dataclass(kw_only=True, eq=False)
+class EpisodeSource(PromptSource):
+    """Groups of rollouts that players play: each group is on its own, so that a slow one holds up no other.
+
+    A group that is left with too few rollouts is dropped.
+
+    Args:
+        players: who plays; they bring the rewards, unless there is a ``rewarder``.
+        max_concurrent, refill_rounds, rollout_s: those of :class:`Episodes`.
+        rewarder: scores the groups once they are played.
+        together: score the groups of a call in one call of each reward function, as they would be without players;
+            otherwise those that are there, while others are still played.
+    """
+
+    players: Players
+    max_concurrent: int | None = None
+    refill_rounds: int = 0
+    rollout_s: float | None = None
+    rewarder: Rewarder | None = None
+    together: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.episodes = Episodes(
+            self.players, max_concurrent=self.max_concurrent, refill_rounds=self.refill_rounds, rollout_s=self.rollout_s
+        )
+        self._counts = self.episodes.counts
+        self._fewest = fewest_rollouts(self.num_generations)
+        self._metrics = Means()
+        self._kept: KeptRollouts | None = None
+        self._scoring: Scoring | None = None
+        if self.rewarder is not None:
+            if self.players.columns is not None:
+                self.rewarder.check_columns({*self.stream.columns, *self.players.columns})
+            self._scoring = Scoring(Judge(self.rewarder, fewest=self._fewest, counts=self._counts))
+
+    def keep(self, kept: KeptRollouts) -> None:
+        """Keep rollouts that are scored by themselves: others are whole with their group."""
+        self._kept = kept
+
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        limit = self._generation(draws, deadline)
+        self.episodes.run(self._groups(draws, limit, done), deadline=limit if self._scoring is None else deadline)
+
+    async def _groups(self, draws: Sequence[Draw], limit: Deadline, done: Done) -> None:
+        async def played(draw: Draw) -> Item | RewardError:
+            if self._scoring is None:
+                return await self._group(draw)
+            return await self.episodes.within(limit, self._group(draw))
+
+        async def one(place: int, draw: Draw) -> None:
+            item = await played(draw)
+            done(place, await self._scored(item))
+
+        async with _Together() as together:
+            if self._scoring is None or not self.together:
+                await together.results([together.begin(one(place, draw)) for place, draw in enumerate(draws)])
+                return
+            items = await together.results([together.begin(played(draw)) for draw in draws])
+            outcomes = await together.results([together.begin(self._scored(item)) for item in items])
+        tell_all(done, dict(enumerate(outcomes)))
+
+    async def _scored(self, item: Item | RewardError) -> Outcome:
+        if isinstance(item, RewardError):
+            return item
+        outcome = item.group if self._scoring is None else await self._scoring.score(item)
+        self._note_pass_rates([item], [outcome])
+        return outcome
+
+    async def _group(self, draw: Draw) -> Item | RewardError:
+        with self._generating.span():
+            prompt = self.stream.own(draw.prompt)
+            kept = None if self._kept is None else self._kept.of(draw.request)
+            played = await self.episodes.group(
+                prompt, seed=self._request_seed(draw), count=self.num_generations, kept=kept
+            )
+            played = await self.episodes.finished(prompt, played, fewest=self._fewest)
+        if len(played) < self._fewest:
+            self._counts.add(dropped_groups=1)
+            return too_few(prompt, len(played))
+        for one in played:
+            self._metrics.add(one.metrics)
+        item = item_of(prompt, played)
+        if self._scoring is None:
+            self._counts.add(tokens_generated=sum(sample.num_learned for sample in item.group.samples))
+        return item
+
+    def _all_failed(self, count: int, last: RewardError) -> RewardError:
+        found = self._counts.named(f"{_FAILURES}/")
+        causes = ", ".join(f"{cause} {number:g}" for cause, number in sorted(found.items()))
+        if not causes:
+            return super()._all_failed(count, last)
+        return RewardError(
+            f"the rollouts of {count} groups in a row failed ({causes}); the last: {last.message}",
+            remedy="look at the log for the first of each; mend the environment, or give rollouts more time",
+        )
+
+    def report_version(self, version: int) -> None:
+        super().report_version(version)
+        self.players.report_version(version)
+        if self.rewarder is not None:
+            self.rewarder.report_step(version)
+
+    def counters(self) -> dict[str, float]:
+        """Return the counts since the last call.
+
+        These are ``generation_time`` in seconds (that overlap counts once), ``tokens_generated``, ``dropped_groups``,
+        ``reward_errors``, ``refilled_rollouts``, ``rollout_failures`` (and of these each ``rollout_failures/CAUSE``),
+        with a rewarder ``reward_time`` in seconds, what the players count, and ``reward_metrics/NAME``: means over
+        the rollouts, or over the groups where reward functions logged them.
+        """
+        names = ("tokens_generated", "dropped_groups", "reward_errors", "refilled_rollouts", _FAILURES)
+        seconds = {"generation_time": self._generating.take()}
+        means = self._metrics.take()
+        if self._scoring is not None:
+            seconds["reward_time"] = self._scoring.seconds.take()
+            means |= self._scoring.judge.take_means()
+        return seconds | self._counts.take(*names) | self.players.take_counts() | means
+
+    def close(self) -> None:
+        """Cancel what is under way and stop the players. Idempotent."""
+        self.episodes.close()
+        if self._scoring is not None:
+            self._scoring.close()
+
+
+class Scoring:
+    """Scores groups on one thread while others are played: each call takes all that are there by then."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.seconds = BusyTime()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lachesis-scoring")
+        self._waiting: deque[tuple[Item, asyncio.Future[Outcome]]] = deque()
+
+    async def score(self, item: Item) -> Outcome:
+        """Return the group with its rewards, or why it was dropped. Raises as :meth:`Judge.score`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+        self._waiting.append((item, future))
+        loop.call_soon(lambda: self._thread.submit(self._score, loop))  # once all that are there together have come
+        return await future
+
+    def _score(self, loop: asyncio.AbstractEventLoop) -> None:
+        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not taken:
+            return
+        try:
+            with self.seconds.span():
+                outcomes = self.judge.score([item for item, _ in taken])
+        except BaseException as error:  # raised again where it is waited for
+            for _, future in taken:
+                loop.call_soon_threadsafe(fail, future, error)
+        else:
+            for (_, future), outcome in zip(taken, outcomes, strict=True):
+                loop.call_soon_threadsafe(settle, future, outcome)
+
+    def close(self) -> None:
+        """Begin no further call. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def item_of(prompt: Prompt, played: Sequence[Played]) -> Item:
+    """Return the group of some rollouts, with the columns that all of them have."""
+    names = set(played[0].columns).intersection(*(one.columns for one in played)) if played else set[str]()
+    columns = {name: [value for one in played for value in one.columns[name]] for name in sorted(names)}
+    return Item(Group(prompt, tuple(sample for one in played for sample in one.samples)), columns)
 
 
 def _of_before(rollout: KeptRollout) -> Played:
-    return Played(rollout.samples, metrics=rollout.extras["metrics"])
+    return Played(rollout.samples, metrics=rollout.extras["metrics"], columns=rollout.extras["columns"])
 
 
 class _Together:
@@ -457,7 +587,10 @@ class EpisodeEvaluator:
         started = time.monotonic()
         name = f"evaluation at step {step}: {len(self.prompts)} rollouts"
         deadline = Deadline(name, self.generation_s, "deadlines.generation_s")
-        played = self.source.evaluate(self.prompts, seed=self.seed, deadline=deadline)
+        seeds = [request_seed(self.seed, number) for number in range(len(self.prompts))]
+        episodes, options = self.source.episodes, {"count": 1, "greedy": True, "refill": False}
+        groups = episodes.play_all(self.prompts, seeds=seeds, deadline=deadline, **options)
+        played = [one for group in groups for one in group]
         if not played:
             message = f"evaluation at step {step}: all {len(self.prompts)} rollouts failed"
             raise RewardError(message, remedy="look into the log")

@@ -11,29 +11,11 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, RewardError
 from lachesis.common.types import EvalResult, Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
+from lachesis.rollouts.episodes import Episodes, item_of
 from lachesis.rollouts.failures import note_excluded
 from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
-
-
-class Turns(Protocol):
-    """Plays completions of several turns. ``columns`` is what reward functions get beside the dataset's."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        params: SamplingParams,
-        num_generations: int,
-        seeds: Sequence[int],
-        deadline: Deadline,
-    ) -> list[Item]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -46,7 +28,7 @@ class Evaluator:
         samples: completions of each problem.
         success_reward: a completion with at least this total reward is a success.
         generation_s: limit of generating all completions of one evaluation, in seconds.
-        turns: plays the completions where these are of several turns.
+        episodes: plays the completions where these are of several turns.
         keep: is given the step and the scored groups of each evaluation.
 
     Raises:
@@ -64,7 +46,7 @@ class Evaluator:
     limit: int | None = None
     seed: int = 0
     generation_s: float | None = None
-    turns: Turns | None = None
+    episodes: Episodes | None = None
     keep: Callable[[int, Sequence[Group]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +55,7 @@ class Evaluator:
             raise DataError(
                 "there are no held-out problems to evaluate on", remedy="set data.eval_path or data.eval_size"
             )
-        own = () if self.turns is None else self.turns.columns
+        own = (self.episodes and self.episodes.players.columns) or ()
         self.rewarder.check_columns({*own, *(name for problem in self.problems for name in problem.columns)})
 
     def run(self, step: int) -> EvalResult:
@@ -105,10 +87,9 @@ class Evaluator:
         return self._result(step, judged, seconds=time.monotonic() - started)
 
     def _sample(self, seeds: Sequence[int], deadline: Deadline) -> list[Item]:
-        if self.turns is not None:
-            return self.turns.sample(
-                self.problems, params=self.params, num_generations=self.samples, seeds=seeds, deadline=deadline
-            )
+        if self.episodes is not None:
+            played = self.episodes.play_all(self.problems, seeds=seeds, count=self.samples, deadline=deadline)
+            return [item_of(prompt, of_one) for prompt, of_one in zip(self.problems, played, strict=True)]
         groups = generate_groups(
             self.problems,
             engine=self.engine,
@@ -170,8 +151,8 @@ class ScheduledEvaluation:
 
     def close(self) -> None:
         """End who plays completions of several turns. Idempotent."""
-        if isinstance(self.evaluator, Evaluator) and self.evaluator.turns is not None:
-            self.evaluator.turns.close()
+        if isinstance(self.evaluator, Evaluator) and self.evaluator.episodes is not None:
+            self.evaluator.episodes.close()
 
     def due(self, step: int) -> bool:
         """Whether the weights after ``step`` are looked at, so that the engine must have them."""

@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, Prompt
 from lachesis.process.threads import DaemonThread
-from lachesis.rollouts.base import Draw
+from lachesis.rollouts.base import Done, Draw
 from lachesis.rollouts.generation import generation_requests, read_groups
-from lachesis.rollouts.local import LocalSource, RolloutPart
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.prompt_source import tell_all
 from lachesis.rollouts.rewards.attempts import Item
 
 ItemT = TypeVar("ItemT")
@@ -113,19 +114,20 @@ class StreamingSource(LocalSource):
 
     min_groups: int
 
-    @property
-    def _counted(self) -> tuple[str, ...]:
-        """Also ``hidden_reward_time``: the seconds of ``reward_time`` in which others of the call were generated."""
-        return (*super()._counted, "hidden_reward_time")
+    # Seconds of ``reward_time`` in which others of the call were generated.
+    _counted: ClassVar[tuple[str, ...]] = ("hidden_reward_time",)
 
-    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[RolloutPart], None]) -> None:
-        prompts, seeds = [self.stream.own(draw.prompt) for draw in draws], self._seeds(draws)
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        """Score groups on a thread of their own, and tell ``done`` of them, while others are generated."""
+        prompts, seeds = self._prompts(draws), [self._request_seed(draw) for draw in draws]
 
         def score(answers: Sequence[Answer]) -> list[int]:
-            part = self._score(prompts, answers)
-            self._count_part(part)
-            done(part)
-            return list(part.places)
+            places = [place for place, _ in answers]
+            items = self._read(prompts, answers)
+            outcomes = self._judge.score(items)
+            self._note_pass_rates(items, outcomes)
+            tell_all(done, dict(zip(places, outcomes, strict=True)))
+            return places
 
         requests = generation_requests(prompts, params=self.params, num_generations=self.num_generations, seeds=seeds)
         generation = self._generation(draws, deadline)
@@ -138,18 +140,17 @@ class StreamingSource(LocalSource):
             answered = [place for places in scoring.results(deadline=deadline) for place in places]
         _check_places(answered, count=len(prompts))
         hidden = scoring.seconds(until=generated)
-        self._count(reward_time=scoring.seconds(), hidden_reward_time=hidden)
+        self._counts.add(reward_time=scoring.seconds(), hidden_reward_time=hidden)
 
-    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> RolloutPart:
-        places = [place for place, _ in answers]
+    def _read(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Item]:
         groups = read_groups(
-            [prompts[place] for place in places],
+            [prompts[place] for place, _ in answers],
             [completions for _, completions in answers],
             params=self.params,
             num_generations=self.num_generations,
             decode=self.decode,
         )
-        return self._scored([Item(group) for group in groups], places)
+        return [Item(group) for group in groups]
 
 
 def _check_places(answered: Sequence[int], *, count: int) -> None:

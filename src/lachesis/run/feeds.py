@@ -23,6 +23,7 @@ from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
+from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.partial_rollouts import KeptRollouts
 from lachesis.rollouts.record_store import RecordStore
@@ -142,17 +143,14 @@ def feed_from(
         collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
     )
     if ahead := generated_ahead(config):
-        source_config = config.source
-        whole_batches = source_config.kind == "local" and bool(source_config.rollout_func or source_config.tools)
         feed = AsynchronousFeed(
             source=source,
             collector=collector,
             finisher=finisher,
             ahead=ahead,
             batch_deadline_s=config.deadlines.batch_s,
-            # What shares the trainer's process, or calls functions of the user, does one call after the other.
-            at_once=1 if whole_batches or config.engine.place == "trainer" else None,
-            whole_batches=whole_batches,
+            # An engine that shares the trainer's process does one call after the other; players see to that themselves.
+            at_once=None if isinstance(source, EpisodeSource) or config.engine.place != "trainer" else 1,
             kept=kept,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)

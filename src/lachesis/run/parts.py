@@ -29,7 +29,7 @@ from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import reward_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
-from lachesis.run.sources import build_player, sampling_params
+from lachesis.run.sources import build_evaluated, sampling_params
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
@@ -139,20 +139,20 @@ def build_evaluation(
     ``evaluator``.
     """
     if held_out and rewarder is not None:
+        temperature = config.evaluation.temperature
+        params = replace(sampling_params(config, policy), temperature=temperature, routed_experts=False)
         evaluator = Evaluator(
             problems=held_out,
             engine=engine,
             rewarder=rewarder,
             decode=reward_decoder(policy.tokenizer, config.rewards.special_tokens),
-            params=replace(
-                sampling_params(config, policy), temperature=config.evaluation.temperature, routed_experts=False
-            ),
+            params=params,
             samples=config.evaluation.samples_per_problem,
             success_reward=config.evaluation.success_reward,
             limit=config.evaluation.max_problems,
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
-            turns=build_player(config, policy=policy, engine=engine, rewarder=rewarder),
+            episodes=build_evaluated(config, params, policy=policy, engine=engine, rewarder=rewarder),
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))

@@ -21,14 +21,20 @@ from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import Dataset, PassRates, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
-from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
-from lachesis.rollouts.evaluate import Turns
+from lachesis.rollouts.episodes import (
+    EpisodeEvaluator,
+    Episodes,
+    EpisodeSource,
+    Players,
+    PolicyAccess,
+    TaskPlayers,
+)
 from lachesis.rollouts.generation import removed_special_tokens, reward_decoder
-from lachesis.rollouts.local import LocalSource, PlayedSource
+from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
-from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.train.model.loading import context_length, eos_token_ids, load_tokenizer
 from lachesis.train.policy import Policy
@@ -38,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Calls of an engine with separate servers, which takes many at once.
-_CALLS = 16
+# Calls of an engine with servers of its own, which takes many at once. A call is over with its slowest turn.
+_CALLS = 64
 
 # Environments that a message names.
 _NAMED = 10
@@ -282,34 +288,39 @@ def build_source(
             "rewards.special_tokens: keep leaves them there",
             ", ".join(removed[:8]),
         )
-    common: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "stream": build_stream(config, problems),
-        "engine": engine,
         "rewarder": rewarder,
-        "decode": reward_decoder(policy.tokenizer, config.rewards.special_tokens),
-        "params": sampling_params(config, policy),
         "num_generations": config.sampling.num_generations,
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
     }
-    if isinstance(config.source, schema.AgentSourceConfig):
-        player = load("sources", "agent")(config, policy=policy, engine=engine, judged_by=rewarder.named_columns)
-        return PlayedSource(player=player, **common)
-    assert isinstance(config.source, schema.LocalSourceConfig)
-    if config.source.tools:
-        return PlayedSource(player=build_turns(config, policy=policy, engine=engine), **common)
+    params = sampling_params(config, policy)
+    ahead = generated_ahead(config) > 0
+    if (players := build_players(config, params, policy=policy, engine=engine, rewarder=rewarder)) is not None:
+        return EpisodeSource(players=players, together=not ahead, **shared, **_limits(config))
     streaming = config.pipeline.streaming
-    if config.source.rollout_func is None and (streaming or generated_ahead(config)):
-        return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
-    if config.source.rollout_func is None:
-        return LocalSource(**common)
-    return load("sources", "rollout_func")(
-        config.source.rollout_func,
-        tokenizer=policy.loaded.tokenizer,
-        eos_token_ids=eos_token_ids(policy.loaded),
-        vocab_size=policy.transformer.config.get_text_config().vocab_size,
-        **common,
-    )
+    options = {
+        "engine": engine,
+        "params": params,
+        "decode": reward_decoder(policy.tokenizer, config.rewards.special_tokens),
+    }
+    if streaming or ahead:
+        return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **shared, **options)
+    return LocalSource(**shared, **options)
+
+
+def _limits(config: LachesisConfig) -> dict[str, Any]:
+    """Return the options of :class:`Episodes` that a source of prompts has."""
+    source = config.source
+    if isinstance(source, schema.AgentSourceConfig):
+        return {"max_concurrent": source.max_concurrent, "refill_rounds": source.retries}
+    return {}
+
+
+def gathered_calls(config: LachesisConfig, engine: Engine) -> GatheredCalls:
+    """Return what completes single turns; an engine in the trainer's process does one call after the other."""
+    return GatheredCalls(engine, at_once=1 if config.engine.place == "trainer" else _CALLS)
 
 
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
@@ -322,23 +333,53 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     return replace(params, stop_token_ids=tuple(ends))
 
 
-def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None) -> Turns | None:
-    """Build the player of completions of several turns; None if they have one turn."""
-    if isinstance(config.source, schema.AgentSourceConfig):
+def build_players(
+    config: LachesisConfig, params: SamplingParams, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
+) -> Players | None:
+    """Return who plays the rollouts of a dataset's prompts; None where they are completions of one turn."""
+    source, calls = config.source, gathered_calls(config, engine)
+    if isinstance(source, schema.AgentSourceConfig):
         judged_by = frozenset[str]() if rewarder is None else rewarder.named_columns
-        return load("sources", "agent")(config, policy=policy, engine=engine, judged_by=judged_by)
-    has_tools = isinstance(config.source, schema.LocalSourceConfig) and config.source.tools
-    return build_turns(config, policy=policy, engine=engine) if has_tools else None
+        return load("sources", "agent")(config, policy=policy, calls=calls, params=params, judged_by=judged_by)
+    if not isinstance(source, schema.LocalSourceConfig):
+        return None
+    if source.tools:
+        return build_turns(config, params, policy=policy, calls=calls)
+    if source.rollout_func is None:
+        return None
+    return load("sources", "rollout_func")(
+        source.rollout_func,
+        calls=calls,
+        params=params,
+        num_generations=config.sampling.num_generations,
+        tokenizer=policy.loaded.tokenizer,
+        decode=reward_decoder(policy.tokenizer, config.rewards.special_tokens),
+        version=lambda: engine.health().version,
+        eos_token_ids=eos_token_ids(policy.loaded),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
+        by_group=generated_ahead(config) > 0,
+    )
 
 
-def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
-    """Build the turns of rollouts with the tools of the configuration."""
+def build_evaluated(
+    config: LachesisConfig, params: SamplingParams, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
+) -> Episodes | None:
+    """Return who plays held-out problems; None where they are completions of one turn, as with a rollout function."""
+    if isinstance(config.source, schema.LocalSourceConfig) and not config.source.tools:
+        return None
+    players = build_players(config, params, policy=policy, engine=engine, rewarder=rewarder)
+    return None if players is None else Episodes(players, **_limits(config))
+
+
+def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Policy, calls: GatheredCalls) -> ToolPlayers:
+    """Return the players of rollouts with the tools of the configuration."""
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.LocalSourceConfig)
     toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)
     kwargs = config.data.chat_template_kwargs | {"tools": toolbox.schemas}
-    return ToolTurns(
-        engine=engine,
+    return ToolPlayers(
+        calls=calls,
+        params=params,
         toolbox=toolbox,
         parse=load_parser(source.tool_parser, tokenizer=tokenizer),
         continuation=Continuation(tokenizer, kwargs),
@@ -359,10 +400,8 @@ def build_episodes(
     """
     source = config.source
     assert isinstance(source, schema.EpisodesSourceConfig)
-    # What shares the trainer's process does one call after the other.
-    at_once = 1 if config.engine.place == "trainer" else _CALLS
     access = PolicyAccess(
-        calls=GatheredCalls(engine, at_once=at_once),
+        calls=gathered_calls(config, engine),
         tokenizer=policy.loaded.tokenizer,
         model=config.model.path,
         params=config.sampling.params(),

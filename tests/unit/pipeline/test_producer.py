@@ -109,13 +109,6 @@ class TestWhatIsAskedFor:
         until(lambda: source.calls[2:] == [["4", "5"]])
         assert feed.next() == ["2", "3"]
 
-    def test_a_source_of_whole_batches_gets_whole_batches(self, make_feed: MakeFeed):
-        source = ScriptedSource()
-        source.failing = {"1"}
-        feed = make_feed(source, ahead=2, at_once=1, whole_batches=True)
-        assert train(feed, 3) == [["0", "2"], ["3", "4"], ["5", "6"]]
-        assert {len(call) for call in source.calls} == {2}
-
     def test_slots_stand_empty_for_no_time_where_the_engine_takes_what_it_can_get(self, make_feed: MakeFeed):
         feed = make_feed(ScriptedSource(), clock=iter(range(10_000)).__next__)
         for step in range(1, 6):

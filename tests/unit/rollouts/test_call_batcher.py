@@ -41,8 +41,7 @@ def completed(engine: FakeEngine, *, count: int = 5, deadline: Deadline | None =
         calls.deadline = deadline or calls.deadline
         requests = [GenerationRequest((number,), SamplingParams(4)) for number in range(count)]
         answers = await asyncio.gather(*(calls.complete(one) for one in requests), return_exceptions=True)
-        await calls.ended()
-        calls.close()
+        await calls.stop()
         return list(answers)
 
     return asyncio.run(ask())
@@ -76,7 +75,7 @@ def test_a_pause_has_the_deadline_of_the_calls():
 def test_a_closed_one_begins_no_call():
     async def ask() -> None:
         calls = GatheredCalls(FakeEngine(), at_once=1)  # type: ignore[arg-type]
-        calls.close()
+        await calls.stop()
         with pytest.raises(RuntimeError, match="shutdown"):
             await calls.complete(GenerationRequest((1,), SamplingParams(4)))
 

@@ -17,7 +17,7 @@ from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, Samp
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed, _note
+from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
 from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from tests.fakes import FakeEngine
@@ -254,8 +254,7 @@ class Turns(Dice):
         return Played((sample(prompt, seed),))
 
     async def stop(self) -> None:
-        await self.calls.ended()
-        self.calls.close()
+        await self.calls.stop()
 
 
 @pytest.mark.parametrize("at_once", [2000, 100])
@@ -273,26 +272,36 @@ def test_two_thousand_episodes_share_one_loop_and_the_calls_of_the_engine(at_onc
 
 
 def test_rollouts_that_are_there_already_join_their_group_and_the_others_are_as_they_would_have_been():
-    def play(kept: KeptGroup, **options: Any) -> tuple[Group | RewardError, list[int]]:
+    def play(kept: KeptGroup, **options: Any) -> tuple[list[Played], list[int]]:
         players = Dice(**options)
-        episodes = source(players, refill_rounds=1)
-        (prompt,) = episodes.stream.take(1)
-        return asyncio.run(episodes._group(prompt, 5, kept)), players.seeds
+        episodes = source(players, refill_rounds=1).episodes
+        played = asyncio.run(episodes.group(Prompt("5", (), ""), seed=5, count=SIZE, kept=kept))
+        return played, players.seeds
 
     notes: list[KeptRollout] = []
     whole, seeds = play(KeptGroup({}, notes.append))
-    assert isinstance(whole, Group) and sorted(one.number for one in notes) == list(range(SIZE))
+    assert len(whole) == SIZE and sorted(one.number for one in notes) == list(range(SIZE))
     found, others = play(KeptGroup({one.number: one for one in notes[:3]}))
     assert found == whole and others == seeds[3:]
     refilled = replace(notes[0], number=SIZE + 1)  # of another round: its place is nobody else's
     found, others = play(KeptGroup({refilled.number: refilled}))
-    assert others == seeds[:-1] and isinstance(found, Group) and len(found.samples) == SIZE
+    assert others == seeds[:-1] and len(found) == SIZE
     assert play(KeptGroup({one.number: one for one in notes}))[1] == []
 
 
 def test_a_rollout_that_cannot_be_kept_is_not_noted():
     notes: list[KeptRollout] = []
     one = sample(Prompt("1", (), ""), 0)
+
+    class Fixed(Dice):
+        def __init__(self, played: Played) -> None:
+            super().__init__()
+            self.played = played
+
+        async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+            return self.played
+
     for played in (Played((one,), state=object()), Played((replace(one, reward=math.inf),))):
-        _note(KeptGroup({}, notes.append), 0, played)
+        kept = KeptGroup({}, notes.append)
+        asyncio.run(source(Fixed(played)).episodes.group(Prompt("1", (), ""), seed=0, count=1, kept=kept))
     assert notes == []

@@ -57,11 +57,8 @@ class ClientCalls:
         asked = self._client.generate(request.prompt_ids, params=request.params, n=1, seed=request.seed)
         return (await asked)[0]
 
-    async def ended(self) -> None:
-        """Do nothing: callers have their answers, or were cancelled."""
-
-    def close(self) -> None:
-        """Do nothing: the maker of the client closes it."""
+    async def stop(self) -> None:
+        """Do nothing: those who wait were cancelled, and the client is closed by who made it."""
 
 
 class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,21 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.imports import describe_exception
 from lachesis.common.json_values import own
-from lachesis.common.types import LOWEST_LOGPROB, Group, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.common.types import (
+    LOWEST_LOGPROB,
+    Completion,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    VersionSpan,
+)
 from lachesis.config.schema import CustomPart
-from lachesis.engines.base import Engine
-from lachesis.process.threads import CallThread
-from lachesis.rollouts.base import ROLLOUTS, Draw
-from lachesis.rollouts.generation import generate_groups, request_seed
-from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.rewards.attempts import Item
+from lachesis.process.threads import CallOutcome, DaemonThread, fail, loop_event, settle
+from lachesis.rollouts.base import ROLLOUTS
+from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.episodes import Play, Played, Players
+from lachesis.rollouts.generation import TextDecoder, generation_requests, read_groups, request_seed
 from lachesis.rollouts.rewards.functions import TrainerState, shorten
 
 if TYPE_CHECKING:
@@ -56,8 +64,8 @@ class RolloutTrainer:
     call, so that an abandoned call cannot disturb the next.
 
     Args:
-        seeds: one for each prompt that the function gets.
-        deadline: of all generation in the call.
+        sample: has the engine complete requests.
+        seeds: one for each prompt that the function is given.
     """
 
     def __init__(
@@ -66,20 +74,18 @@ class RolloutTrainer:
         processing_class: PreTrainedTokenizerBase,
         args: RolloutArgs,
         state: TrainerState,
-        engine: Engine,
+        sample: Callable[[Sequence[GenerationRequest]], list[list[Completion]]],
         params: SamplingParams,
         seeds: Sequence[int],
-        deadline: Deadline,
     ) -> None:
         self.processing_class = processing_class
         self.num_generations = args.num_generations
         self.args = args
         self.state = state
-        self._engine = engine
+        self._sample = sample
         self._params = params
         self._seeds = tuple(seeds)
         self._calls = 0
-        self._deadline = deadline
 
     def generate(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
         """One completion of each prompt by the policy, sampled as the run does.
@@ -104,14 +110,13 @@ class RolloutTrainer:
         places = [(seed, 0) for seed in self._seeds] if whole else [(self._seeds[0], n) for n in range(len(problems))]
         seeds = [request_seed(request_seed(seed, self._calls), number) for seed, number in places]
         self._calls += 1
-        groups = generate_groups(
+        requests = generation_requests(problems, params=self._params, num_generations=1, seeds=seeds)
+        groups = read_groups(
             problems,
-            engine=self._engine,
+            self._sample(requests),
             params=self._params,
             num_generations=1,
-            seeds=seeds,
             decode=lambda ids: self.processing_class.batch_decode([*map(list, ids)], skip_special_tokens=True),
-            deadline=self._deadline,
         )
         samples = [group.samples[0] for group in groups]
         return [
@@ -134,18 +139,27 @@ class RolloutTrainer:
         return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
 
-def build_source(spec: CustomPart, **more: Any) -> CustomSource:
-    """Build the source of a rollout function of the configuration; ``more`` are arguments of :class:`CustomSource`."""
+def build_players(spec: CustomPart, **more: Any) -> FunctionPlayers:
+    """Build the players of a rollout function of the configuration; ``more`` are other arguments of theirs."""
     rollouts = load_part(spec, ROLLOUTS)
     function = update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function)
-    return CustomSource(rollout_func=function, name=rollouts.spec, **more)
+    return FunctionPlayers(rollout_func=function, name=rollouts.spec, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that waits for a call of the function: what it needs of it, and who is told of its rollouts."""
+
+    prompt: Prompt
+    seeds: Sequence[int]
+    rollouts: asyncio.Future[list[Played]]
 
 
 @dataclass(kw_only=True, eq=False)
-class CustomSource(LocalSource):
-    """A source whose samples come from a function of the user.
+class FunctionPlayers(Players):
+    """Has a function of the user make the rollouts of a group.
 
-    The function gets each prompt ``num_generations`` times in a row, as TRL gives it, and the trainer's
+    The function gets each prompt once for each of its rollouts, in a row, as TRL gives it, and the trainer's
     stand-in. It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know
     them) with one entry per prompt that it got; ``env_mask`` is 0 for tokens that the model did not sample.
     All other fields are columns for the reward functions.
@@ -154,53 +168,108 @@ class CustomSource(LocalSource):
 
     Args:
         rollout_func: the function, and ``name`` what messages call it.
+        num_generations: rollouts of a group, as the function is told.
+        version: returns the version of the engine's weights.
         eos_token_ids: a completion that ends with one of them, or with a token of the environment, is whole.
         vocab_size: of the model; no token id may reach it.
+        by_group: call it for each group by itself, several at the same time on threads of their own; otherwise for
+            all groups that begin together at once.
+
+    Raises:
+        EngineError: the function failed or returned something else.
     """
 
     rollout_func: RolloutFunction
     name: str
+    calls: GatheredCalls
+    params: SamplingParams
+    num_generations: int
     tokenizer: PreTrainedTokenizerBase
+    decode: TextDecoder
+    version: Callable[[], int]
     eos_token_ids: Collection[int]
     vocab_size: int
+    by_group: bool = False
+
+    columns = None  # the function's first result tells
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._thread = CallThread("rollout function")
+        self.stage = f"in the rollout function {self.name!r}"
+        self._step = 0
+        self._idle: list[DaemonThread] = []
+        self._waiting: list[_Group] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def close(self) -> None:
-        """End the thread that the function runs on. Idempotent."""
-        self._thread.close()
+    async def begin(self, prompt: Prompt, *, seed: int, numbers: Sequence[int], greedy: bool = False) -> Sequence[Play]:
+        if greedy:
+            raise EngineError("a rollout function says itself how it samples", remedy="evaluate without it")
+        loop = asyncio.get_running_loop()
+        group = _Group(prompt, [request_seed(seed, number) for number in numbers], loop.create_future())
+        self._waiting.append(group)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._call_waiting)
+        return [partial(_finished, one) for one in await group.rollouts]
 
-    def _check_columns(self) -> None:
-        """Columns that reward functions need may come from the rollout function: its first result tells."""
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        (play,) = await self.begin(prompt, seed=seed, numbers=[0], greedy=greedy)
+        return await play()
 
-    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
-        """Sample by calling the function. Raises EngineError if it failed or returned invalid fields."""
-        prompts, seeds = [draw.prompt for draw in draws], self._seeds(draws)
-        repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
-        first = self.engine.health().version
-        output = self._call(repeated, seeds, deadline)
-        versions = VersionSpan(first, self.engine.health().version)
+    def report(self, deadline: Deadline) -> None:
+        self.calls.deadline = deadline
+
+    def report_version(self, version: int) -> None:
+        self._step = version
+
+    async def stop(self) -> None:
+        """End the threads that the function runs on. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._idle:
+            self._idle.pop().abandon()
+        await self.calls.stop()
+
+    def _call_waiting(self) -> None:
+        groups, self._waiting = self._waiting, []
+        for some in [[group] for group in groups] if self.by_group else [groups]:
+            task = asyncio.ensure_future(self._call(some))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, groups: Sequence[_Group]) -> None:
+        try:
+            played = iter(await self._rollouts(groups))
+        except Exception as error:  # whatever it is, those who wait hear of it
+            for group in groups:
+                fail(group.rollouts, error)
+        else:
+            for group in groups:
+                settle(group.rollouts, [next(played) for _ in group.seeds])
+
+    async def _rollouts(self, groups: Sequence[_Group]) -> list[Played]:
+        """Call the function once for these groups, and return their rollouts in order."""
+        first = self.version()
+        output = await self._output(groups)
+        versions = VersionSpan(first, self.version())
         fields = read_fields(
             output,
             name=self.name,
-            prompts=len(prompts),
-            num_generations=self.num_generations,
+            prompts=len(groups),
+            num_generations=len(groups[0].seeds),
             vocab_size=self.vocab_size,
         )
         texts = self.decode(fields.completion_ids)
-        samples = [self._as_sample(fields, index, texts[index], versions) for index in range(len(repeated))]
-        size = self.num_generations
         return [
-            Item(
-                Group(prompt, tuple(samples[number * size : (number + 1) * size])),
-                {key: values[number * size : (number + 1) * size] for key, values in fields.extras.items()},
+            Played(
+                (self._as_sample(fields, index, text, versions),),
+                columns={name: [values[index]] for name, values in fields.extras.items()},
+                state=fields,  # whole with its group: the function is not asked for a part of one
             )
-            for number, prompt in enumerate(prompts)
+            for index, text in enumerate(texts)
         ]
 
-    def _call(self, repeated: Sequence[Prompt], seeds: Sequence[int], deadline: Deadline) -> object:
+    async def _output(self, groups: Sequence[_Group]) -> object:
+        loop = asyncio.get_running_loop()
         trainer = RolloutTrainer(
             processing_class=self.tokenizer,
             args=RolloutArgs(
@@ -213,25 +282,45 @@ class CustomSource(LocalSource):
                 repetition_penalty=self.params.repetition_penalty,
             ),
             state=TrainerState(global_step=self._step),
-            engine=self.engine,
+            sample=partial(self._sample, loop),
             params=self.params,
-            seeds=[request_seed(seed, number) for seed in seeds for number in range(self.num_generations)],
-            deadline=deadline,
+            seeds=[seed for group in groups for seed in group.seeds],
         )
+        repeated = [group.prompt for group in groups for _ in group.seeds]
         asked = [own(list(prompt.messages)) if prompt.messages else prompt.text for prompt in repeated]
-        remaining = deadline.remaining_s()
-        outcome = self._thread.call(partial(self.rollout_func, asked, trainer), {}, timeout_s=remaining)
-        if outcome.hung:
-            deadline.check(f"in the rollout function {self.name!r}")
-            raise DeadlineExceeded(f"the rollout function {self.name!r} did not return within {remaining:g} s")
+        outcome = await self._outcome(partial(self.rollout_func, asked, trainer))
         if isinstance(outcome.error, EngineError | DeadlineExceeded):
             raise outcome.error
         if outcome.error is not None:
             raise EngineError(
                 f"the rollout function {self.name!r} raised {describe_exception(outcome.error, self.rollout_func)}",
-                remedy="mend it; what it gets is described with CustomSource",
+                remedy="mend it; what it gets is described with FunctionPlayers",
             ) from outcome.error
         return outcome.result
+
+    async def _outcome(self, call: Callable[[], object]) -> CallOutcome:
+        """Make a call on a thread that is idle, or on a new one; it is left behind where the call does not return."""
+        thread = self._idle.pop() if self._idle else DaemonThread("rollout function")
+        over, ended = loop_event()
+        line = thread.submit_all([(call, {})], ended)
+        remaining = self.calls.deadline.remaining_s()
+        try:
+            async with asyncio.timeout(remaining):
+                await over.wait()
+        except TimeoutError as error:
+            message = f"the rollout function {self.name!r} did not return within {remaining:g} s"
+            raise DeadlineExceeded(message) from error
+        finally:
+            self._idle.append(thread) if over.is_set() else thread.abandon()
+        return line.outcomes[0]
+
+    def _sample(self, loop: asyncio.AbstractEventLoop, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Have the engine complete requests, from the function's thread; those of several calls go together."""
+
+        async def all_of_them() -> list[list[Completion]]:
+            return await asyncio.gather(*map(self.calls.completions, requests))
+
+        return asyncio.run_coroutine_threadsafe(all_of_them(), loop).result()
 
     def _as_sample(self, fields: Fields, index: int, text: str, versions: VersionSpan) -> Sample:
         ids = fields.completion_ids[index]
@@ -247,6 +336,10 @@ class CustomSource(LocalSource):
             mask=None if mask is None else tuple(mask),
             temperature=1.0 if self.params.greedy else self.params.temperature,
         )
+
+
+async def _finished(played: Played) -> Played:
+    return played
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,7 @@ class TurnServer:
     async def stop(self) -> None:
         """Close the port, and wait for the engine's last call. Idempotent."""
         await self._server.stop()
-        await self.calls.ended()
-        self.calls.close()
+        await self.calls.stop()
 
     def begin(self, deadline: Deadline) -> None:
         """Begin more rollouts: set a new deadline for the engine's calls, and forget its earlier error."""

@@ -13,8 +13,8 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Me
 class Conversation:
     """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
 
-    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``failed``
-    says why it came to no end: it is then none that could be scored. ``last_turn`` are the tokens sampled last.
+    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``last_turn``
+    are the tokens sampled last.
     """
 
     prompt_ids: tuple[int, ...]
@@ -27,7 +27,6 @@ class Conversation:
     turns: int = 0
     calls: int = 0
     name: str = ""
-    failed: str = ""
     last_turn: tuple[int, ...] = ()
     routes: list[RoutedExperts | None] = field(default_factory=list["RoutedExperts | None"])
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.json_values import own
-from lachesis.process.threads import CallOutcome, DaemonThread, Line
+from lachesis.process.threads import CallOutcome, DaemonThread, Line, loop_event, settle
 from lachesis.rollouts.tools.base import ToolError, ToolServer, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from lachesis.config.schema import McpServerConfig
 
 # How many slow calls run at the same time.
-_AT_ONCE = 32
+_AT_ONCE = 128
 # Longer than this a call is slow. A thread may wait so long for its turn alone (``sys.getswitchinterval``).
 _QUICK_S = 0.005
 # How many combinations of arguments' names are remembered.
@@ -123,10 +124,10 @@ def described(spec: str, function: Callable[..., Any]) -> Tool:
 
 
 class Toolbox:
-    """Calls tools, several at the same time where they take long.
+    """Calls tools for rollouts of one event loop, which wait for their own calls only.
 
-    One thread calls them one after the other for as long as each is quick, as to hand a call to a thread takes longer
-    than a calculator. From the first that is not, each of the others is called on a thread of its own.
+    One thread makes the calls that come together, one after the other for as long as each is quick, as to hand a call
+    to a thread takes longer than a calculator. From the first that is not, each of the others gets a thread of its own.
 
     Args:
         timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.
@@ -138,6 +139,9 @@ class Toolbox:
         self._signatures = {tool.name: inspect.signature(tool.function) for tool in tools}
         self._timeout_s = timeout_s
         self._idle: list[DaemonThread] = []
+        self._waiting: list[_Asked] = []
+        self._serving: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_AT_ONCE)
         # What is wrong with a call hangs on the names of its arguments alone, which are mostly the same.
         self._unfit = lru_cache(_KEPT)(self._misfit)
 
@@ -146,62 +150,84 @@ class Toolbox:
         """What a chat template is given as ``tools``."""
         return [tool.schema for tool in self.tools]
 
-    def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """What the calls give, in their order. Whatever a tool does, there is an observation for it."""
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
+        """Return what the calls give, in their order. Whatever a tool does, there is an observation for it."""
         problems = [call.error or self._misuse(call) for call in calls]
-        sound = [call for call, problem in zip(calls, problems, strict=True) if not problem]
-        found: list[Observation] = []
-        while len(found) < len(sound):
-            found += self._call_some(sound[len(found) :])
-        in_order = iter(found)
-        return [
-            Observation(call, f"error: {problem}", failed=True) if problem else next(in_order)
+        found = [
+            Observation(call, f"error: {problem}", failed=True) if problem else self._submit(call)
             for call, problem in zip(calls, problems, strict=True)
         ]
+        return [one if isinstance(one, Observation) else await one for one in found]
 
-    def close(self) -> None:
-        """End the threads, and the servers. Idempotent."""
+    def _submit(self, call: ToolCall) -> asyncio.Future[Observation]:
+        loop = asyncio.get_running_loop()
+        asked = _Asked(call, loop.create_future())
+        self._waiting.append(asked)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._call_waiting)
+        return asked.future
+
+    def _call_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._serve_aside(waiting)
+
+    def _serve_aside(self, asked: Sequence[_Asked]) -> None:
+        task = asyncio.ensure_future(self._serve(asked))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def stop(self) -> None:
+        """Wait for no call any more, and end the threads and the servers. Idempotent."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
         while self._idle:
             self._idle.pop().abandon()
-        close_servers(self.tools)
+        await asyncio.to_thread(close_servers, self.tools)
 
-    def _call_some(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """What the first of the calls give: all, if they are quick, or those up to a slow one and a few after it."""
-        begun = [self._begin(calls)]
-        if not self._quick(begun[0].line):
-            kept = begun[0].line.cut()
-            begun += [self._begin([call]) for call in calls[kept : kept + _AT_ONCE - 1]]
-            begun[0] = begun[0]._replace(calls=calls[:kept])
-        end = time.monotonic() + self._timeout_s
-        return [observation for one in begun for observation in self._finish(one, end=end)]
+    async def _serve(self, asked: Sequence[_Asked]) -> None:
+        """Answer these calls: all on one thread, or each on its own from the first slow one on."""
+        async with self._slots:
+            line = self._begin(asked)
+            answered = await self._quick(line)
+            begun = len(asked) if line.over.is_set() else line.calls.cut()
+            for late in asked[begun:]:
+                self._serve_aside([late])
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._timeout_s):
+                        await line.over.wait()
+            finally:
+                self._idle.append(line.thread) if line.over.is_set() else line.thread.abandon()
+            outcomes = list(line.calls.outcomes)
+            outcomes += [CallOutcome(hung=True)] * (begun - len(outcomes))
+            self._answer(asked[answered:begun], outcomes[answered:])
 
-    def _quick(self, line: Line) -> bool:
-        """Wait for its calls, while none of them takes long; whether none did."""
-        done, quick = 0, min(_QUICK_S, self._timeout_s)
-        while not line.wait(quick):
-            if len(line.outcomes) == done:
-                return False
-            done = len(line.outcomes)
-        return True
+    async def _quick(self, line: _Begun) -> int:
+        """Answer the calls of a line for as long as none takes long, and return how many were answered."""
+        answered, quick = 0, min(_QUICK_S, self._timeout_s)
+        while not line.over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(quick):
+                    await line.over.wait()
+            done = len(line.calls.outcomes)
+            if done == answered:
+                break
+            self._answer(line.asked[answered:done], line.calls.outcomes[answered:done])
+            answered = done
+        return answered
+
+    def _answer(self, asked: Sequence[_Asked], outcomes: Sequence[CallOutcome]) -> None:
+        for one, outcome in zip(asked, outcomes, strict=True):
+            settle(one.future, self._observation(one.call, outcome))
 
     def _thread(self) -> DaemonThread:
-        try:
-            return self._idle.pop()  # which other calls may do at the same time
-        except IndexError:
-            return DaemonThread("lachesis-tool")
+        return self._idle.pop() if self._idle else DaemonThread("lachesis-tool")
 
-    def _begin(self, calls: Sequence[ToolCall]) -> _Begun:
-        thread = self._thread()
-        line = thread.submit_all([(self._functions[call.name], call.arguments) for call in calls])
-        return _Begun(calls, thread, line)
-
-    def _finish(self, begun: _Begun, *, end: float) -> list[Observation]:
-        """What the calls of a line gave; of those that had not returned by then, that they are late."""
-        over = begun.line.wait(max(0.0, end - time.monotonic()))
-        outcomes = list(begun.line.outcomes)  # before it is abandoned, which cancels a coroutine
-        outcomes += [CallOutcome(hung=True)] * (len(begun.calls) - len(outcomes))
-        self._idle.append(begun.thread) if over else begun.thread.abandon()
-        return [self._observation(call, outcome) for call, outcome in zip(begun.calls, outcomes, strict=True)]
+    def _begin(self, asked: Sequence[_Asked]) -> _Begun:
+        (over, ended), thread = loop_event(), self._thread()
+        calls = [(self._functions[one.call.name], one.call.arguments) for one in asked]
+        return _Begun(asked, thread, thread.submit_all(calls, ended), over)
 
     def _observation(self, call: ToolCall, outcome: CallOutcome) -> Observation:
         if outcome.hung:
@@ -231,12 +257,20 @@ class Toolbox:
         return ""
 
 
-class _Begun(NamedTuple):
-    """Calls that are in line at a thread, or running there."""
+class _Asked(NamedTuple):
+    """A call, and who waits for what it gives."""
 
-    calls: Sequence[ToolCall]
+    call: ToolCall
+    future: asyncio.Future[Observation]
+
+
+class _Begun(NamedTuple):
+    """Calls that are in line at a thread, or running there; ``over`` is set after the last."""
+
+    asked: Sequence[_Asked]
     thread: DaemonThread
-    line: Line
+    calls: Line
+    over: asyncio.Event
 
 
 def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,10 @@ import torch
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Group, Prompt, SamplingParams
-from lachesis.plugins.environments.rollout_func import CustomSource, Fields, read_fields
+from lachesis.plugins.environments.rollout_func import Fields, FunctionPlayers, read_fields
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_tokenizer
@@ -63,20 +65,29 @@ def source(
     engine: FakeEngine | None = None,
     reward: Callable[..., Any] = by_environment,
     seed: int = 0,
-) -> CustomSource:
-    return CustomSource(
+    by_group: bool = False,
+) -> EpisodeSource:
+    engine = engine or FakeEngine(version=3)
+    players = FunctionPlayers(
         rollout_func=function,
         name="mine.rollout",
-        tokenizer=TOKENIZER,
-        eos_token_ids=[EOS_ID],
-        vocab_size=VOCAB_SIZE,
-        stream=PromptStream(prompts(), seed=seed, shuffle=False),
-        engine=engine or FakeEngine(version=3),
-        rewarder=Rewarder([NamedReward("f", reward)]),
-        decode=lambda token_ids: [" ".join(map(str, ids)) for ids in token_ids],
+        calls=GatheredCalls(engine, at_once=1),
         params=PARAMS,
         num_generations=3,
+        tokenizer=TOKENIZER,
+        decode=lambda token_ids: [" ".join(map(str, ids)) for ids in token_ids],
+        version=lambda: engine.health().version,
+        eos_token_ids=[EOS_ID],
+        vocab_size=VOCAB_SIZE,
+        by_group=by_group,
+    )
+    return EpisodeSource(
+        players=players,
+        stream=PromptStream(prompts(), seed=seed, shuffle=False),
+        rewarder=Rewarder([NamedReward("f", reward)]),
+        num_generations=3,
         seed=seed,
+        together=not by_group,
     )
 
 
@@ -233,8 +244,12 @@ class TestFailures:
 
     def test_errors_of_the_engine_come_through(self):
         engine = FakeEngine()
-        engine.pause()
-        with pytest.raises(EngineError, match=r"^the engine is paused$"):
+
+        def generate(*_: Any, **__: Any) -> Any:
+            raise EngineError("the engine is gone")
+
+        engine.generate = generate  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match=r"^the engine is gone$"):
             source(sampled, engine=engine, reward=by_length).next_groups(1, deadline=FOREVER)
 
     def test_a_column_that_nobody_gives(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,15 +13,16 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, RewardError
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
+from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.base import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
-from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 from lachesis.rollouts.tools.template import Continuation, answer_message, short_token_ids
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from tests.fakes import FakeEngine
@@ -48,7 +50,7 @@ def double(x: int) -> int:
     return 2 * x
 
 
-def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tuple[ToolTurns, FakeEngine]:
+def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tuple[ToolPlayers, FakeEngine]:
     """An engine that says ``answers[turn][number]`` to the conversation ``number`` of a group."""
     asked: dict[int, int] = {}
 
@@ -60,8 +62,9 @@ def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tu
         return tokenizer(said)["input_ids"]
 
     engine = FakeEngine(answer)
-    turns = ToolTurns(
-        engine=engine,
+    turns = ToolPlayers(
+        calls=GatheredCalls(engine, at_once=1),
+        params=SamplingParams(max_tokens=400),
         toolbox=Toolbox([Tool("double", double, {})], timeout_s=5),
         parse=hermes,
         continuation=Continuation(tokenizer, {}),
@@ -77,28 +80,25 @@ def prompt(tokenizer: Any) -> Prompt:
     return Prompt(id="0", token_ids=tuple(tokenizer(text)["input_ids"]), text=text, messages=(QUESTION,))
 
 
-def tool_source(turns: ToolTurns, tokenizer: Any, reward: Callable[..., list[float]]) -> PlayedSource:
-    return PlayedSource(
-        player=turns,
+def tool_source(turns: ToolPlayers, tokenizer: Any, reward: Callable[..., list[float]]) -> EpisodeSource:
+    return EpisodeSource(
+        players=turns,
         stream=PromptStream([prompt(tokenizer)], seed=0),
-        engine=turns.engine,
         rewarder=Rewarder([NamedReward("reward", reward)]),
-        decode=turns.decode,
-        params=SamplingParams(max_tokens=400),
         num_generations=2,
         seed=0,
     )
 
 
-def play(turns: ToolTurns, tokenizer: Any, *, n: int = 1, max_tokens: int = 400, prompts: Any = None) -> Any:
-    (item,) = turns.sample(
-        [prompts or prompt(tokenizer)],
-        params=SamplingParams(max_tokens=max_tokens),
-        num_generations=n,
-        seeds=[1],
-        deadline=Deadline("test", 10),
-    )
-    return item
+def play(turns: ToolPlayers, tokenizer: Any, *, n: int = 1, max_tokens: int = 400, prompts: Any = None) -> Item:
+    turns.params = replace(turns.params, max_tokens=max_tokens)
+    asked, episodes = prompts or prompt(tokenizer), Episodes(turns)
+    try:
+        (played,) = episodes.play_all([asked], seeds=[1], count=n, deadline=Deadline("test", 10))
+    finally:
+        turns.failures = episodes.counts.take()  # type: ignore[attr-defined]
+        episodes.close()
+    return item_of(asked, played)
 
 
 def test_a_call_is_answered_and_what_was_sampled_stays_as_it_was(tokenizer: Any):
@@ -297,7 +297,7 @@ def test_a_rollout_whose_tool_server_died_is_left_out_of_its_group(tokenizer: An
     said = [sample.text for sample in item.group.samples]
     assert len(said) == 2 and "[tool]8" in said[0] and said[1] == "no"
     assert item.extras["tool_calls"] == [1, 0]
-    counts = turns.take_counts()
+    counts = turns.failures  # type: ignore[attr-defined]
     assert (counts["rollout_failures"], counts["rollout_failures/tool_server"]) == (1, 1)
 
 
@@ -317,7 +317,6 @@ def test_a_group_of_one_is_dropped_with_the_reason(tokenizer: Any):
 def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any):
     turns, engine = build(tokenizer, [[CALL % 4], ["8"]])
     play(turns, tokenizer, n=2)
-    turns.close()
     assert len(engine.requests) == 2
     assert {request.conversation for call in engine.requests for request in call} == {"tools 1"}
 
@@ -325,9 +324,9 @@ def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any
 def test_of_a_group_only_the_rollouts_that_are_missing_are_asked_for(tokenizer: Any):
     def sample(kept: KeptGroup) -> tuple[Item, Any]:
         turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}", f"b{EOS}"], [f"8{EOS}"]])
-        options: dict[str, Any] = {"params": SamplingParams(max_tokens=400), "deadline": Deadline("test", 10)}
-        (item,) = turns.sample([prompt(tokenizer)], num_generations=3, seeds=[1], kept=[kept], **options)
-        return item, engine.requests
+        episodes, asked = Episodes(turns), prompt(tokenizer)
+        played = asyncio.run(episodes.group(asked, seed=1, count=3, kept=kept))
+        return item_of(asked, played), engine.requests
 
     notes: list[KeptRollout] = []
     whole, requests = sample(KeptGroup({}, notes.append))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.rollouts.tools.parsers import ToolCall
-from lachesis.rollouts.tools.toolbox import Tool, Toolbox, load_tools
+from lachesis.rollouts.tools.toolbox import Observation, Tool, Toolbox, load_tools
 
 TOOLS = '''
 def add(a: int, b: int = 1) -> int:
@@ -49,12 +49,16 @@ async def sleep(seconds: float) -> dict[str, float]:
 def toolbox() -> Iterator[Toolbox]:
     box = Toolbox([tool(add), tool(fail), tool(sleep)], timeout_s=0.5)
     yield box
-    box.close()
+    asyncio.run(box.stop())
+
+
+def call_all(box: Toolbox, calls: Sequence[ToolCall]) -> list[Observation]:
+    return asyncio.run(box.call_all(calls))
 
 
 def test_calls_are_answered_in_their_order(toolbox: Toolbox):
-    found = toolbox.call_all(
-        [ToolCall("add", {"a": 1, "b": 2}), ToolCall("sleep", {"seconds": 0}), ToolCall("add", {"a": 4})]
+    found = call_all(
+        toolbox, [ToolCall("add", {"a": 1, "b": 2}), ToolCall("sleep", {"seconds": 0}), ToolCall("add", {"a": 4})]
     )
     assert [(one.text, one.failed) for one in found] == [("3", False), ('{"slept": 0}', False), ("5", False)]
     assert found[0].message() == {"role": "tool", "name": "add", "content": "3"}
@@ -71,7 +75,7 @@ def test_calls_are_answered_in_their_order(toolbox: Toolbox):
     ],
 )
 def test_errors_are_answers_too(toolbox: Toolbox, call: ToolCall, text: str):
-    bad, good = toolbox.call_all([call, ToolCall("add", {"a": 1})])
+    bad, good = call_all(toolbox, [call, ToolCall("add", {"a": 1})])
     assert (bad.text, bad.failed) == (text, True)
     assert (good.text, good.failed) == ("2", False)
 
@@ -85,9 +89,9 @@ def test_calls_run_at_the_same_time():
 
     box = Toolbox([tool(meet)], timeout_s=10)
     started = time.monotonic()
-    assert [one.text for one in box.call_all([ToolCall("meet")] * 3)] == ["met"] * 3
+    assert [one.text for one in call_all(box, [ToolCall("meet")] * 3)] == ["met"] * 3
     assert time.monotonic() - started < 5
-    box.close()
+    asyncio.run(box.stop())
 
 
 def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
@@ -105,9 +109,9 @@ def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
             return super()._begin(calls)
 
     box = Counting([tool(note)], timeout_s=5)
-    box.call_all([ToolCall("note")] * 100)
+    call_all(box, [ToolCall("note")] * 100)
     assert (len(threads), len(set(threads)), box.handed_over) == (100, 1, 1)
-    box.close()
+    asyncio.run(box.stop())
 
 
 def test_no_more_slow_calls_at_once_than_there_may_be(monkeypatch: pytest.MonkeyPatch):
@@ -123,10 +127,10 @@ def test_no_more_slow_calls_at_once_than_there_may_be(monkeypatch: pytest.Monkey
         return number
 
     box = Toolbox([tool(slow)], timeout_s=5)
-    found = box.call_all([ToolCall("slow", {"number": number}) for number in range(10)])
+    found = call_all(box, [ToolCall("slow", {"number": number}) for number in range(10)])
     assert [one.text for one in found] == [str(number) for number in range(10)]
     assert 1 < max(most) <= 4
-    box.close()
+    asyncio.run(box.stop())
 
 
 def test_what_a_tool_changes_is_its_own():
@@ -136,8 +140,8 @@ def test_what_a_tool_changes_is_its_own():
 
     box = Toolbox([tool(append)], timeout_s=5)
     call = ToolCall("append", {"to": [0]})
-    assert [one.text for one in box.call_all([call, call])] == ["[0, 1]"] * 2
-    box.close()
+    assert [one.text for one in call_all(box, [call, call])] == ["[0, 1]"] * 2
+    asyncio.run(box.stop())
 
 
 def test_calls_behind_a_slow_one_are_made_once():
@@ -148,9 +152,9 @@ def test_calls_behind_a_slow_one_are_made_once():
         time.sleep(0.03 * (number == 1))
 
     box = Toolbox([tool(note)], timeout_s=5)
-    box.call_all([ToolCall("note", {"number": number}) for number in range(8)])
+    call_all(box, [ToolCall("note", {"number": number}) for number in range(8)])
     assert sorted(made) == list(range(8))
-    box.close()
+    asyncio.run(box.stop())
 
 
 def test_each_call_has_the_whole_limit_however_many_hang():
@@ -159,13 +163,13 @@ def test_each_call_has_the_whole_limit_however_many_hang():
     box = Toolbox([tool(add), tool(sleep), Tool("hang", lambda: hang.wait(5), {})], timeout_s=0.1)
     calls = [ToolCall("hang"), ToolCall("add", {"a": 1}), ToolCall("hang"), ToolCall("sleep", {"seconds": 0.02})]
     started = time.monotonic()
-    found = [one.text for one in box.call_all([*calls, ToolCall("hang")])]
+    found = [one.text for one in call_all(box, [*calls, ToolCall("hang")])]
     assert time.monotonic() - started < 0.5
     late = "error: the call took longer than 0.1 s"
     assert found == [late, "2", late, '{"slept": 0.02}', late]
     hang.set()
-    assert [one.text for one in box.call_all(calls[1:2])] == ["2"]
-    box.close()
+    assert [one.text for one in call_all(box, calls[1:2])] == ["2"]
+    asyncio.run(box.stop())
 
 
 class TestLoading:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.types import SamplingParams
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.base import Engine
 from lachesis.plugins.environments.agents.container import container_of
-from lachesis.plugins.environments.agents.player import AgentRollouts
+from lachesis.plugins.environments.agents.player import AgentPlayers
 from lachesis.plugins.environments.agents.process import AgentCommand
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
@@ -31,14 +31,14 @@ _PORT = 8000
 ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "test_cases", "verification_info"))
 
 
-def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judged_by: frozenset[str]) -> AgentRollouts:
+def build_agents(
+    config: LachesisConfig, *, policy: Policy, calls: GatheredCalls, params: SamplingParams, judged_by: frozenset[str]
+) -> AgentPlayers:
     """Build agents and their proxy, which begins to listen with the first rollout.
 
     Args:
-        config: of the run.
-        policy: the trained model.
-        engine: that generates.
-        judged_by: columns by which rewards are judged; agents do not get them unless the configuration names them.
+        params: what is sampled with.
+        judged_by: columns by which rewards are judged; agents are not told them unless the configuration names them.
 
     Raises:
         ConfigError: the command or its directory does not exist, or the model has no chat template.
@@ -55,17 +55,15 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine, judg
         template_kwargs=config.data.chat_template_kwargs,
         max_context=context_length(config.model),
     )
-    # What shares the trainer's process does one call after the other.
-    at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
     agent = agent_of(source, judged_by=judged_by)
     if agent.cell is not None:
         check_wall(agent.cell)
-    return AgentRollouts(
+    return AgentPlayers(
         agent=agent,
-        proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
+        proxy=AgentProxy(calls, recorder, host=source.host),
+        params=params,
         decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         max_concurrent=source.max_concurrent,
-        retries=source.retries,
         score_nonzero=source.nonzero_exit == "score",
     )
 

@@ -88,7 +88,6 @@ def run_agent(
     key: str,
     listen: Callable[[socket.socket], None],
     stop: Callable[[], bool],
-    limit_s: float | None,
 ) -> AgentExit:
     """Run the command to its end, or to its limit, or until ``stop`` says so; all its processes have ended then.
 
@@ -156,8 +155,7 @@ def run_agent(
                 stdin.close()
                 if cell is not None and (listener := begun(control)) is not None:
                     listen(listener)
-                most_s = agent.timeout_s if limit_s is None else min(agent.timeout_s, limit_s)
-                timed_out = not _wait(ended, stop=stop, limit_s=most_s)
+                timed_out = not _wait(ended, stop=stop, limit_s=agent.timeout_s)
             finally:
                 process.stop()
             code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)

@@ -6,13 +6,10 @@ import asyncio
 import json
 import secrets
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,23 +17,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.http import BodyTooLong, http_server, read_body
+from lachesis.common.http import BodyTooLong, LoopServer, http_server, read_body
 from lachesis.common.json_values import read_object
 from lachesis.common.types import SamplingParams
 from lachesis.plugins.environments.agents import chat, messages, responses
 from lachesis.plugins.environments.agents.requests import Asked, AssistantTurn, BadRequest, Dialect, Event
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import Completer
 
-_START_S = 20.0
 # Of a request: the longest conversations have some MiB.
 _MAX_BODY = 32 << 20
 # Of one agent at a time: each takes a descriptor of this process, and memory for a body.
 _MAX_CONNECTIONS = 64
 # What tells in a request's scope which agent is at the other end.
 _DOOR = "lachesis.agent"
+# How long an agent's thread waits for its door.
+_START_S = 20.0
 _ANSWERS: Mapping[
     Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
 ] = {
@@ -47,7 +46,7 @@ _ANSWERS: Mapping[
 
 
 class AgentProxy:
-    """Proxy on its own port and thread. A key says which rollout a request belongs to.
+    """Serves the model to agents at a port of its own, on the running loop. A key says whose rollout a request is of.
 
     ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is the application.
 
@@ -55,15 +54,13 @@ class AgentProxy:
         host: the address to listen at, which agents in containers have to reach.
     """
 
-    def __init__(self, make_calls: Callable[[], GatheredCalls], recorder: Recorder, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, calls: Completer, recorder: Recorder, *, host: str = "127.0.0.1") -> None:
         self.failure: LachesisError | None = None
+        self.calls = calls
         self._recorder = recorder
         self._sessions: dict[str, AgentSession] = {}
         self._doors: dict[str, asyncio.Server] = {}
-        self._make_calls = make_calls
-        self.calls: GatheredCalls | None = None
-        self._listener = socket.create_server((host, 0))
-        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
+        self._loop: asyncio.AbstractEventLoop | None = None
         routes = [
             Route("/v1/models", self._guarded("chat", self._models), methods=["GET"]),
             Route("/v1/chat/completions", self._guarded("chat", self._chat), methods=["POST"]),
@@ -71,31 +68,29 @@ class AgentProxy:
             Route("/v1/messages", self._guarded("messages", self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._guarded("messages", self._count), methods=["POST"]),
         ]
-        self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, middleware=[Middleware(OwnHostOnly, allowed=(host,))]
-        )
-        config = uvicorn.Config(
-            self.app, log_config=None, access_log=False, ws="none", loop="asyncio", timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(config)
-        self._begun = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._serve, name="lachesis-agent-proxy", daemon=True)
+        self.app = Starlette(routes=routes, middleware=[Middleware(OwnHostOnly, allowed=(host,))])
+        self._server = LoopServer(self.app, host=host)
 
-    def start(self) -> None:
-        """Begin to listen. Raises EngineError where that takes too long."""
-        self._thread.start()
-        if not self._begun.wait(_START_S):
-            raise EngineError(f"the proxy for agents did not begin to listen at {self.url}", remedy="try again")
+    @property
+    def url(self) -> str:
+        """The address; empty before :meth:`start`."""
+        return self._server.url
 
-    def stop(self) -> None:
-        """Close the port. Idempotent."""
-        self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(_START_S)
-        if self.calls is not None:
-            self.calls.close()
-        self._listener.close()
+    async def start(self) -> None:
+        """Begin to listen."""
+        self._loop = asyncio.get_running_loop()
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Close the port, and wait for the engine's last call. Idempotent."""
+        self._loop = None
+        await self._server.stop()
+        await self.calls.stop()
+
+    def begin(self, deadline: Deadline) -> None:
+        """Note that more rollouts begin: calls have a new limit, and what the engine failed with before is past."""
+        self.calls.deadline = deadline
+        self.failure = None
 
     def open(self, *, seed: int, params: SamplingParams) -> tuple[str, AgentSession]:
         """Return a key for a new rollout, and the session that will record it."""
@@ -104,7 +99,7 @@ class AgentProxy:
         return key, session
 
     def listen(self, key: str, listener: socket.socket) -> None:
-        """Answer at a door too, and under the key nowhere else.
+        """Answer at a door too, and under the key nowhere else. Called from the agent's thread.
 
         Raises:
             EngineError: the proxy does not run.
@@ -126,7 +121,7 @@ class AgentProxy:
         async def serve() -> asyncio.Server:
             return await asyncio.get_running_loop().create_server(connected, sock=listener)
 
-        if self._loop is None or not self._thread.is_alive():
+        if self._loop is None:
             raise EngineError("the proxy for agents has ended")
         self._doors[key] = asyncio.run_coroutine_threadsafe(serve(), self._loop).result(_START_S)
 
@@ -134,18 +129,8 @@ class AgentProxy:
         """Nothing more is recorded or answered under the key."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.closed = True
-        if (door := self._doors.pop(key, None)) is not None and self._loop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(door.close)
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._listener])
-
-    @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.calls = self._make_calls()
-        self._loop = asyncio.get_running_loop()
-        self._begun.set()
-        yield
+        if (door := self._doors.pop(key, None)) is not None:
+            door.close()
 
     def _guarded(self, dialect: Dialect, handler: Callable[[Request], Awaitable[Response]]) -> Any:
         async def guarded(request: Request) -> Response:
@@ -184,7 +169,6 @@ class AgentProxy:
         return JSONResponse({"input_tokens": len(self._recorder.render(_asked(messages.read, await _body(request))))})
 
     async def _turn(self, session: AgentSession, asked: Asked, dialect: Dialect) -> Response:
-        assert self.calls is not None, "made before the first request is taken"
         prepared = self._recorder.prepare(session, asked)
         completion = await self.calls.complete(prepared.request)
         if session.closed or completion.finish_reason == "abort":

@@ -129,8 +129,7 @@ class StepPlayers(TaskPlayers):
         return await scored(played, self.rewarder, owned=self.owned)
 
     async def stop(self) -> None:
-        await self.policy.calls.ended()
-        self.policy.calls.close()
+        await self.policy.calls.stop()
 
     async def _played(self, game: Game, params: SamplingParams, *, prompt: Prompt, seed: int) -> Episode:
         """Play all turns; the last one is stepped too, for its reward."""

@@ -92,7 +92,7 @@ class ToolGame(Game):
         return number(await self._calls(self.subject.get_reward), what=self._what)
 
     async def close(self) -> None:
-        self._toolbox.close()
+        await self._toolbox.stop()
         await self._calls.close(None)  # a method called close would be a tool
 
 
