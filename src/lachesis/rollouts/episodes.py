@@ -355,9 +355,11 @@ class Episodes:
         return self.run(all_of_them(), deadline=deadline)
 
     def close(self) -> None:
-        """Cancel what is under way and stop the players. Idempotent."""
-        self._closed = True
-        self._loop.close(self._stop)
+        """Cancel what is under way and stop the players, which may hold servers before they play. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.submit(asyncio.sleep(0))  # so that there is a loop to stop them on
+            self._loop.close(self._stop)
 
     async def _stop(self) -> None:
         tasks = list(self._under_way)

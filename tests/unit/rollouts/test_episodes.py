@@ -222,6 +222,14 @@ def test_a_deadline_cancels_all_rollouts_before_it_is_told():
     assert dice.stopped
 
 
+def test_players_that_never_played_are_stopped_too():
+    dice = Dice()
+    episodes = source(dice)
+    episodes.close()
+    episodes.close()
+    assert dice.stopped
+
+
 def test_no_more_rollouts_than_are_allowed_run_at_once():
     dice = Dice()
     groups(source(dice, max_concurrent=5))
