@@ -31,6 +31,7 @@ from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.episodes import Play, Played, Players
 from lachesis.rollouts.generation import TextDecoder, generation_requests, read_groups, request_seed
 from lachesis.rollouts.rewards.functions import TrainerState, shorten
+from lachesis.rollouts.tools.template import Continuation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,8 +136,7 @@ class RolloutTrainer:
             return list(tokenizer(prompt)["input_ids"])  # type: ignore[arg-type]
         if prompt and isinstance(prompt[0], int):
             return list(prompt)
-        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        return list(Continuation(tokenizer, {}).whole(prompt))
 
 
 def build_players(spec: CustomPart, **more: Any) -> FunctionPlayers:

@@ -93,6 +93,14 @@ class Continuation:
         place = before.rfind(self._end) if self._end else -1
         return after[len(before) if place < 0 else place + (len(self._end) if ended else 0) :]
 
+    def whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of a conversation up to where the model goes on. Raises ConfigError if the template fails.
+
+        They depend on these messages only: to go on after sampled tokens, add those of :meth:`tokens`.
+        """
+        (text,) = self._render([list(messages)], going_on=True)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
     def _render(self, conversations: list[list[Message]], *, going_on: bool) -> list[str]:
         try:
             texts = self._tokenizer.apply_chat_template(
@@ -103,8 +111,8 @@ class Continuation:
             )
         except Exception as error:  # a template is a program of the model's, and may raise anything
             raise ConfigError(
-                f"the chat template cannot render the answers of tools: {type(error).__name__}: {error}",
-                remedy="set model.chat_template to one that knows the role tool and tool_calls",
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}",
+                remedy="set model.chat_template to one that knows their roles, tool and tool_calls too",
             ) from error
         return [str(text) for text in texts]
 

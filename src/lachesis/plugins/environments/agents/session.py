@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.common.types import Completion, GenerationRequest, Message, SamplingParams
 from lachesis.plugins.environments.agents.requests import Asked, AssistantCall, AssistantTurn, BadRequest, assistant
 from lachesis.rollouts.generation import request_seed
@@ -142,15 +143,9 @@ class Recorder:
     def render(self, asked: Asked) -> list[int]:
         """Return the template's tokens of all messages. Raises BadRequest."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(asked.messages),  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._variables(asked),
-            )
-        except Exception as error:  # a template is a program of the model's, and may raise anything
-            raise BadRequest(f"the chat template cannot render these messages: {error}") from error
-        return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+            return list(self._continuation(asked).whole(asked.messages))
+        except ConfigError as error:
+            raise BadRequest(error.message) from error
 
     def _place(self, session: AgentSession, asked: Asked) -> tuple[ContinuedTurns | None, tuple[int, ...]]:
         """Return the trajectory that a request continues, and the new tokens; None if it begins a new one."""

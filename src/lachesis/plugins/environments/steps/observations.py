@@ -38,19 +38,7 @@ class Rendering:
         """Return the first prompt. Raises ConfigError if the template fails."""
         if not self._chats:
             return tuple(self._tokenizer(_text(messages))["input_ids"])  # type: ignore[arg-type]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._kwargs,
-            )
-        except Exception as error:  # a template is a program of the model's, and may raise anything
-            raise ConfigError(
-                f"the chat template cannot render the environment's observation: {type(error).__name__}: {error}",
-                remedy="set model.chat_template to one that knows these roles",
-            ) from error
-        return tuple(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        return self._continuation.whole(messages)
 
     def added(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """Return the tokens between a turn and the next. Raises ConfigError as :meth:`Continuation.tokens`.
