@@ -180,7 +180,8 @@ def build(engine: FakeEngine) -> Iterator[Any]:
 
     yield make
     for one in made:
-        one.close()
+        if one._started:  # others lent their players to a source
+            one.close()
 
 
 def sample(episodes: Episodes, *, n: int = 4, limit_s: float = 30) -> Any:
@@ -253,6 +254,7 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
         seed=0,
     )
     (group,) = source.next_groups(2, deadline=Deadline("test", 30))
+    source.close()
     assert (group.prompt.text, group.rewards) == ("good", (1.0, 1.0))
     counters = source.counters()
     assert (counters["dropped_groups"], counters["rollout_failures/crash"], counters["turns"]) == (1, 2, 2)

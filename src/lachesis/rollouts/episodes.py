@@ -255,7 +255,8 @@ class Episodes:
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         try:
-            await asyncio.wait([task], timeout=limit.remaining_s())
+            while not task.done() and limit.remaining_s() != 0.0:  # which progress may extend
+                await asyncio.wait([task], timeout=limit.remaining_s())
         finally:
             self._under_way.discard(task)
             if not task.done():
@@ -414,6 +415,8 @@ class EpisodeSource(PromptSource):
         self.episodes.run(self._groups(draws, limit, done), deadline=limit if self._scoring is None else deadline)
 
     async def _groups(self, draws: Sequence[Draw], limit: Deadline, done: Done) -> None:
+        self.players.report(limit)
+
         async def played(draw: Draw) -> Item | RewardError:
             if self._scoring is None:
                 return await self._group(draw)

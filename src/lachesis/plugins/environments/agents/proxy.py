@@ -73,7 +73,7 @@ class AgentProxy:
 
     @property
     def url(self) -> str:
-        """The address; empty before :meth:`start`."""
+        """Address of the server; empty before :meth:`start`."""
         return self._server.url
 
     async def start(self) -> None:
