@@ -73,7 +73,7 @@ def test_one_that_is_silent_elsewhere_is_told(server, caplog: pytest.LogCaptureF
         os.kill(process.pid, signal.SIGSTOP)
         until(lambda: "the engine has not answered for 0.5 s" in caplog.messages)
         os.kill(process.pid, signal.SIGCONT)
-        until(lambda: any("goes on" in message for message in caplog.messages))
+        until(lambda: any("has resumed" in message for message in caplog.messages))
         process.kill()
         process.wait()
         time.sleep(0.5)

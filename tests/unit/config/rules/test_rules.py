@@ -35,7 +35,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"rewards": {"functions": ["a.b", "c:d"]}}, "rewards.functions[1]: 'c:d' is neither"),
         ({"rewards": {"weights": [1.0, 2.0]}}, "rewards.weights has 2 values for 1 rewards.functions"),
         ({"rewards": {"weights": [0.0]}}, "rewards.weights are all 0"),
-        ({"model": {"chat_template": "/no/such.jinja"}}, "model.chat_template: '/no/such.jinja' is no file"),
+        ({"model": {"chat_template": "/no/such.jinja"}}, "model.chat_template: '/no/such.jinja' is neither a file nor"),
         (
             {"model": {"gradient_checkpointing": True, "activations": "selective"}},
             "model.gradient_checkpointing: true is model.activations: recompute, and that is selective",

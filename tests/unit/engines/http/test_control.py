@@ -70,7 +70,7 @@ class TestAddresses:
         ["", "localhost:9001", "ftp://host", "http://", "http://host?x=1", "/v1", "http://host:99999", "http://[::1"],
     )
     def test_what_is_none(self, written: str):
-        with pytest.raises(ConfigError, match="no address"):
+        with pytest.raises(ConfigError, match="not an address"):
             server_url(written)
 
 
