@@ -20,7 +20,7 @@ _PAUSED_S = 0.05
 
 
 class Completer(Protocol):
-    """Who completes single prompts on an event loop: an engine, or inference servers."""
+    """Completer of single prompts on an event loop: an engine, or inference servers."""
 
     deadline: Deadline
 
@@ -34,9 +34,9 @@ class Completer(Protocol):
 
 
 class GatheredCalls:
-    """Completes single prompts on one event loop; those that wait at the same time are one call of the engine.
+    """Completer of single prompts on one event loop; prompts that wait at the same time become one call of the engine.
 
-    ``deadline`` is that of the calls to come. By default they have none: who waits for a turn has a limit of its own.
+    ``deadline`` is that of future calls. By default they have none: callers that wait for a turn have their own limit.
 
     Args:
         at_once: most calls of the engine at the same time. One in the trainer's process does one after the other.
@@ -56,7 +56,7 @@ class GatheredCalls:
         return (await self.completions(request))[0]
 
     async def completions(self, request: GenerationRequest) -> list[Completion]:
-        """All ``n`` completions of a prompt. Raises as :meth:`Engine.generate`."""
+        """Return all ``n`` completions of a prompt. Raises as :meth:`Engine.generate`."""
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         if len(self._waiting) == 1:

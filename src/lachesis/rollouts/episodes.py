@@ -50,7 +50,7 @@ _FAILURES = "rollout_failures"
 
 
 def why_unusable(sample: Sample) -> str:
-    """The first number of a sample with which it would make a whole batch's gradient infinite; empty without one."""
+    """Return a number of a sample, in words, that would make a whole batch's gradient infinite; empty without one."""
     for reward in (sample.reward, *sample.rewards):
         if reward is not None and not abs(reward) <= LARGEST_NUMBER:
             return f"its reward is {reward:g}"
@@ -93,13 +93,13 @@ Play: TypeAlias = Callable[[], Awaitable[Played]]
 
 
 class Players(ABC):
-    """Plays rollouts on one event loop, many at the same time: the one contract of everything that makes episodes.
+    """Players of rollouts on one event loop, many at the same time: the one contract of everything that makes episodes.
 
-    A player only plays. Seeds, retries, limits, what failed and why, what is kept over a restart, and cancellation are
+    A player only plays. Seeds, retries, limits, failures and their causes, records for a restart, and cancellation are
     written once, in :class:`Episodes`.
 
     ``reward_names`` are those of the parts of a reward, as :attr:`Sample.rewards` has them; ``columns`` are the names
-    of :attr:`Played.columns` (``None``: not known beforehand); ``stage`` says, in errors, what is waited for.
+    of :attr:`Played.columns` (``None``: not known beforehand); ``stage`` names, in errors, the awaited step.
     """
 
     reward_names: tuple[str, ...] = ("environment",)
@@ -111,10 +111,13 @@ class Players(ABC):
         return None
 
     async def begin(self, prompt: Prompt, *, seed: int, numbers: Sequence[int], greedy: bool = False) -> Sequence[Play]:
-        """Return what plays the rollouts with these numbers, in order, after what they do together, if anything.
+        """Return the plays of the rollouts with these numbers, in order, after any work that they share.
 
         Args:
+            prompt: of the group.
             seed: of the group; each rollout's own follows from it and its number.
+            numbers: of the rollouts.
+            greedy: sample greedily.
         """
         return [partial(self.play, prompt, seed=request_seed(seed, number), greedy=greedy) for number in numbers]
 
@@ -135,7 +138,7 @@ class Players(ABC):
         return list(played)
 
     def report(self, deadline: Deadline) -> None:
-        """Note the limit of what is generated from now on."""
+        """Note the deadline of generation from now on."""
         return None
 
     def report_version(self, version: int) -> None:
@@ -143,7 +146,7 @@ class Players(ABC):
         return None
 
     def take_counts(self) -> dict[str, float]:
-        """Return what the player itself has counted since the last call, by metric."""
+        """Return the player's own counts since the last call, by metric."""
         return {}
 
     async def stop(self) -> None:
@@ -153,15 +156,16 @@ class Players(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyAccess:
-    """What players need of the model that plays.
+    """Players' access to the model.
 
     Args:
-        calls: who samples its turns.
+        calls: samples its turns.
+        tokenizer: of the model.
         model: its name, by which a library may know it.
-        params: what is sampled with; ``max_tokens`` is the most of one turn, or of all, as the players say.
+        params: sampling parameters; ``max_tokens`` is the most of one turn, or of all, as the players say.
         max_context: most tokens of prompt and completion together.
-        vocab_size: no token id reaches it.
-        special_tokens: what becomes of them in the text that reward functions and environments get.
+        vocab_size: limit of token ids.
+        special_tokens: how the text for reward functions and environments treats them.
     """
 
     calls: Completer
@@ -174,7 +178,7 @@ class PolicyAccess:
 
 
 class TaskPlayers(Players):
-    """Players of one environment, which know its tasks. ``keep`` holds what they need while they play."""
+    """Players of one environment, which know its tasks. ``keep`` holds their resources while they play."""
 
     keep: object = None
 
@@ -184,27 +188,27 @@ class TaskPlayers(Players):
 
 
 def held_out_last(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """All but the last ``count``, and these. Raises DataError where nothing would be left to train on."""
+    """Return all but the last ``count`` prompts, and these. Raises DataError if nothing would be left to train on."""
     if count >= len(prompts):
         raise DataError(f"source.eval_tasks is {count}, and there are {len(prompts)} tasks", remedy="lower it")
     return prompts[: len(prompts) - count], prompts[len(prompts) - count :]
 
 
 def cause_of(error_type: str) -> str:
-    """The name under which an error is counted: ``SandboxError`` is ``sandbox``."""
+    """Return the name under which an error is counted: ``SandboxError`` is ``sandbox``."""
     return error_type.removesuffix("Error").lower() or "error"
 
 
 class Episodes:
-    """Has players play groups: seeds, limits, retries, failures by cause, kept rollouts and cancellation.
+    """Runner of players for groups: seeds, limits, retries, failures by cause, kept rollouts and cancellation.
 
-    A rollout that fails is left out of its group, as if it had never been, and counted by its cause. Another is played
-    in its place, ``refill_rounds`` times. The seeds depend on the group's seed and the rollout's number, so those of
-    the others are what they would have been.
+    A rollout that fails is left out of its group and counted by its cause. Another is played
+    in its place, ``refill_rounds`` times. The seeds depend on the group's seed and the rollout's number, so failures do
+    not change those of the others.
 
     Args:
         max_concurrent: most rollouts at the same time; ``None``: any number.
-        refill_rounds: how often a rollout that failed is played anew.
+        refill_rounds: how often a failed rollout is replayed.
         rollout_s: limit of one rollout, in seconds.
     """
 
@@ -356,7 +360,7 @@ class Episodes:
         return self.run(all_of_them(), deadline=deadline)
 
     def close(self) -> None:
-        """Cancel what is under way and stop the players, which may hold servers before they play. Idempotent."""
+        """Cancel running rollouts and stop the players, which may hold servers before they play. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.submit(asyncio.sleep(0))  # so that there is a loop to stop them on
@@ -492,7 +496,7 @@ class EpisodeSource(PromptSource):
         return seconds | self._counts.take(*names) | self.players.take_counts() | means
 
     def close(self) -> None:
-        """Cancel what is under way and stop the players. Idempotent."""
+        """Cancel running rollouts and stop the players. Idempotent."""
         self.episodes.close()
         if self._scoring is not None:
             self._scoring.close()

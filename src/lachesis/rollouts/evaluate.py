@@ -61,12 +61,12 @@ class Evaluator:
     def run(self, step: int) -> EvalResult:
         """Evaluate the engine's current weights.
 
-        A completion on which all reward functions abstain is no success: it counts in the denominator of
+        A completion on which all reward functions abstain is not a success: it counts in the denominator of
         ``accuracy``, and not at all in ``mean_reward``. One that could not be judged (its sandbox died) says nothing
-        of the weights: it is noted, and left out of both.
+        about the weights: it is noted, and left out of both.
 
         Raises:
-            RewardError: a reward function failed (an accuracy over what is left would not be one), all abstained
+            RewardError: a reward function failed (an accuracy over the rest would be wrong), all abstained
                 on every problem, or no completion could be judged.
             EngineError, DeadlineExceeded: generation failed.
         """
@@ -155,7 +155,7 @@ class ScheduledEvaluation:
             self.evaluator.episodes.close()
 
     def due(self, step: int) -> bool:
-        """Whether the weights after ``step`` are looked at, so that the engine must have them."""
+        """Return True if the weights after ``step`` are evaluated, so that the engine must have them."""
         return step in (0, self.last_step) or (self.every_steps > 0 and step % self.every_steps == 0)
 
     def maybe_run(self, step: int) -> EvalResult | None:

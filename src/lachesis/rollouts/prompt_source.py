@@ -1,4 +1,4 @@
-"""What sources have in common whose groups are rollouts of prompts that are drawn in order."""
+"""Common base of sources whose groups are rollouts of prompts that are drawn in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards while other groups are still being generated: work on what is there while more is still coming."""
+"""Rewards while other groups are still being generated: work on finished groups while more are coming."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ResultT = TypeVar("ResultT")
 
 
 class Overlap(Generic[ItemT, ResultT]):
-    """Works on items on a thread of its own while others are still put in.
+    """Worker on items in a separate thread while others are still put in.
 
-    A call of ``work`` gets, in their order, all items that are there when it begins, and waits for ``at_least`` of
-    them; the last one gets what is left. An error of it is raised to whoever puts in the next item or waits for the
+    A call of ``work`` gets, in their order, all items put in by its begin, and waits for ``at_least`` of
+    them; the last one gets the rest. Its error is raised to the next caller that puts in an item or waits for the
     results.
 
-    As a context manager it ends the thread. A call that is under way then, because what is put in has failed, is
-    left to itself: nobody wants its result.
+    As a context manager it ends the thread. A call that is still running then, because putting in has failed, is
+    abandoned with its result.
 
     Args:
         at_least: fewest items of a call, but for the last.
@@ -65,11 +65,11 @@ class Overlap(Generic[ItemT, ResultT]):
         self._thread.submit(self._turn, {"at_least": self._at_least})
 
     def results(self, *, deadline: Deadline) -> list[ResultT]:
-        """All results, once all that was put in is done; nothing more may be put in.
+        """Return all results, once all items are done; nothing more may be put in.
 
         Raises:
             DeadlineExceeded: that took too long.
-            What ``work`` raised.
+            Exceptions of ``work``.
         """
         last = self._thread.submit(self._turn, {"at_least": 1})
         while not wait([last], timeout=deadline.remaining_s()).done:
@@ -83,7 +83,7 @@ class Overlap(Generic[ItemT, ResultT]):
         return sum(max(0.0, min(end, until) - start) for start, end in self._spans)
 
     def _turn(self, at_least: int) -> None:
-        """A call on what is there, if that is enough; each item that is put in and the end are an occasion for one."""
+        """Call ``work`` on the waiting items, if there are enough; called after each item and at the end."""
         if self._abandoned or self._error is not None or len(self._waiting) < at_least:
             return
         items = [self._waiting.popleft() for _ in range(len(self._waiting))]
@@ -118,7 +118,7 @@ class StreamingSource(LocalSource):
     _counted: ClassVar[tuple[str, ...]] = ("hidden_reward_time",)
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        """Score groups on a thread of their own, and tell ``done`` of them, while others are generated."""
+        """Score groups in a separate thread, and pass them to ``done``, while others are generated."""
         prompts, seeds = self._prompts(draws), [self._request_seed(draw) for draw in draws]
 
         def score(answers: Sequence[Answer]) -> list[int]:

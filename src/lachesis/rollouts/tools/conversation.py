@@ -1,4 +1,4 @@
-"""A rollout of several turns, token by token: what the model sampled, and what was written to it in between."""
+"""Rollout of several turns, token by token: the model's sampled tokens, and the tokens inserted in between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Conversation:
 
     @property
     def next_prompt(self) -> tuple[int, ...]:
-        """All tokens so far: what the next turn is sampled after."""
+        """Tokens so far, after which the next turn is sampled."""
         return (*self.prompt_ids, *self.token_ids)
 
     def sample(self, completion: Completion) -> None:
@@ -50,13 +50,13 @@ class Conversation:
         self.turns += 1
 
     def give(self, token_ids: Sequence[int]) -> None:
-        """Add what the model did not write."""
+        """Add tokens that the model did not sample."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [0] * len(token_ids)
 
     def as_sample(self, *, text: str, temperature: float) -> Sample:
-        """All of it as one completion."""
+        """Return the whole conversation as one completion."""
         routed = joined_routes(self.routes)
         return Sample(
             prompt_ids=self.prompt_ids,

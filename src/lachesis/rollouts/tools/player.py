@@ -1,4 +1,4 @@
-"""Rollouts of several turns, in which the model calls tools: each goes on as soon as its own tools have answered."""
+"""Rollouts of several turns in which the model calls tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOST = "tool_server"
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """When a rollout goes no further: turns of the model, tokens of one answer of a tool, seconds (``None``: any)."""
+    """Limits of a rollout: turns of the model, tokens of one answer of a tool, seconds (``None``: any)."""
 
     turns: int
     result_tokens: int
@@ -43,7 +43,7 @@ class TurnLimits:
 
 
 class _Said:
-    """What a turn of the model says; equal turns of all rollouts share it, and its messages, which nobody changes."""
+    """Content of a turn of the model; equal turns of all rollouts share it and its messages unchanged."""
 
     def __init__(self, turn: ParsedTurn) -> None:
         self.calls = turn.calls
@@ -51,7 +51,7 @@ class _Said:
         self._messages: dict[int, Message] = {}
 
     def message(self, first: int) -> Message:
-        """The turn as a message, whose calls are numbered from ``first`` on."""
+        """Return the turn as a message, whose calls are numbered from ``first`` on."""
         if (known := self._messages.get(first)) is not None:
             return known
         calls = [(call.name, call.arguments) for call in self.calls]
@@ -60,7 +60,7 @@ class _Said:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rollout:
-    """A rollout that goes on. ``seed`` is its own, and ``end`` the moment after which no turn begins."""
+    """A rollout in progress. ``seed`` is its own, and ``end`` the moment after which no turn begins."""
 
     conversation: Conversation
     params: SamplingParams
@@ -70,15 +70,15 @@ class _Rollout:
 
 @dataclass(kw_only=True, eq=False)
 class ToolPlayers(Players):
-    """Plays rollouts in which the model calls tools.
+    """Players of rollouts in which the model calls tools.
 
-    A turn's prompt is the tokens so far, as they were sampled, and what the chat template adds for the answers of the
-    tools. The tokens of all turns and answers together are at most ``max_tokens`` of the sampling parameters. A call in
-    the last turn that there may be is not answered: nobody would read it. A rollout of which a tool's server broke off
-    has failed.
+    A turn's prompt consists of the sampled tokens so far and the chat template's tokens for the answers of the tools.
+    The tokens of all turns and answers together are at most ``max_tokens`` of the sampling parameters. A call in the
+    last allowed turn is not answered, since no turn would read the answer. A rollout fails if a tool's server breaks
+    off.
 
     Raises:
-        DataError: a prompt is a text, in which the model is not told of its tools.
+        DataError: a prompt is a text, in which the model cannot be told of its tools.
         ConfigError: the chat template cannot render an answer, or a parser of the user failed.
         EngineError, DeadlineExceeded.
     """

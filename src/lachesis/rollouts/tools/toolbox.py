@@ -1,4 +1,4 @@
-"""Functions and tools of MCP servers: what a chat template is told of them, and calls that may raise or hang."""
+"""Functions and tools of MCP servers: their descriptions for a chat template, and calls that may raise or hang."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Tool:
 
 
 class Observation(NamedTuple):
-    """What a call gave, as the model reads it; ``failed`` where that is an error.
+    """Result of a call, as the model reads it; ``failed`` if it is an error.
 
-    ``lost`` where the tool's server broke off: the rollout knows nothing of what became of its call, and cannot go on.
+    ``lost`` if the tool's server broke off: the call's effect is unknown, so the rollout cannot continue.
     """
 
     call: ToolCall
@@ -53,13 +53,15 @@ class Observation(NamedTuple):
     lost: bool = False
 
     def message(self, text: str | None = None, **more: str) -> dict[str, str]:
-        """The message that answers the call, with ``text`` in place of its own."""
+        """Return the message that answers the call, with ``text`` in place of its own."""
         return {"role": "tool", "name": self.call.name, "content": self.text if text is None else text, **more}
 
 
 def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Tool]:
-    """The functions of ``module.function`` or ``FILE.py:FUNCTION``, described by their docstrings and types, and all
-    tools of MCP servers, which are started and left so: :func:`close_servers` ends them.
+    """Load functions, described by their docstrings and types, and all tools of MCP servers.
+
+    Functions are ``module.function`` or ``FILE.py:FUNCTION``. Servers are started and left running:
+    :func:`close_servers` ends them.
 
     Raises:
         ConfigError: one cannot be loaded, reached or described, or two have one name.
@@ -79,7 +81,7 @@ def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = N
 
 
 def tool_schemas(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Mapping[str, Any]]:
-    """What a chat template is told of them; servers were asked, and have ended. Raises as :func:`load_tools`."""
+    """Return tools' descriptions for a chat template; servers are asked and ended. Raises as :func:`load_tools`."""
     tools = load_tools(specs, base_dir)
     close_servers(tools)
     return [tool.schema for tool in tools]
@@ -110,7 +112,7 @@ def _served(address: McpServerConfig) -> list[Tool]:
 
 
 def described(spec: str, function: Callable[..., Any]) -> Tool:
-    """A function, or method, as a tool; ``spec`` is what errors call it. Raises ConfigError as :func:`load_tools`."""
+    """Describe a function, or method, as a tool; errors name it ``spec``. Raises ConfigError as :func:`load_tools`."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -147,11 +149,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """What a chat template is given as ``tools``."""
+        """Descriptions of the tools, for a chat template's ``tools``."""
         return [tool.schema for tool in self.tools]
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """Return what the calls give, in their order. Whatever a tool does, there is an observation for it."""
+        """Return the results of the calls, in order. Whatever a tool does, there is an observation for it."""
         problems = [call.error or self._misuse(call) for call in calls]
         found = [
             Observation(call, f"error: {problem}", failed=True) if problem else self._submit(call)
@@ -204,7 +206,7 @@ class Toolbox:
             self._answer(asked[answered:begun], outcomes[answered:])
 
     async def _quick(self, line: _Begun) -> int:
-        """Answer the calls of a line for as long as none takes long, and return how many were answered."""
+        """Answer the calls of a line while each is quick, and return how many were answered."""
         answered, quick = 0, min(_QUICK_S, self._timeout_s)
         while not line.over.is_set():
             with suppress(TimeoutError):
@@ -258,7 +260,7 @@ class Toolbox:
 
 
 class _Asked(NamedTuple):
-    """A call, and who waits for what it gives."""
+    """A call, and the future of its result."""
 
     call: ToolCall
     future: asyncio.Future[Observation]
@@ -274,7 +276,7 @@ class _Begun(NamedTuple):
 
 
 def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with arguments that it may change: equal calls may share theirs."""
+    """Return the function with a copy of its arguments for each call: equal calls may share theirs."""
 
     def call(**arguments: Any) -> Any:
         return function(**own(arguments))
