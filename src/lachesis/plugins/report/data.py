@@ -57,7 +57,7 @@ def how_the_model_ran(run_dir: Path) -> str:
     try:
         state: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}", remedy="restore the file, or remove it") from error
+        raise DataError(f"{path} is not JSON: {error}", remedy="restore the file, or remove it") from error
     return str(state.get("model", "")) if isinstance(state, Mapping) else ""
 
 
