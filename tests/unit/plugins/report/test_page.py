@@ -86,7 +86,7 @@ def test_page_says_how_the_model_was_run(tmp_path: Path) -> None:
     )
     assert "Qwen3ForCausalLM trains packed; its layers are compiled." in write_report(run_dir).read_text()
     (run_dir / "state.json").write_text("{")
-    with pytest.raises(DataError, match=r"state\.json is no JSON"):
+    with pytest.raises(DataError, match=r"state\.json is not JSON"):
         write_report(run_dir)
 
 
