@@ -34,13 +34,14 @@ from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
-from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.train.model.loading import context_length, eos_token_ids, load_tokenizer
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lachesis.rollouts.tools.player import ToolPlayers
 
 logger = logging.getLogger(__name__)
 
@@ -373,6 +374,8 @@ def build_evaluated(
 
 def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Policy, calls: GatheredCalls) -> ToolPlayers:
     """Return the players of rollouts with the tools of the configuration."""
+    from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
+
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.LocalSourceConfig)
     toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)

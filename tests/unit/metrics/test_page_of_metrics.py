@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from lachesis.cli.codes import summary
 from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.names import METRICS
+from lachesis.plugins.dialects.codes import summary
 from tests.paths import DOCS
 
 GENERATOR = DOCS / "generate_metrics.py"

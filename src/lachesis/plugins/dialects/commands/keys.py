@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lachesis.cli.base import Overrides, app, console
-from lachesis.cli.codes import meaning
+from lachesis.plugins.dialects.codes import meaning
 from lachesis.plugins.dialects.explain import Explanation, explain
 from lachesis.plugins.dialects.foreign_files import translated
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from lachesis.cli import base
-from lachesis.cli.codes import exit_codes, meaning
 from lachesis.common import errors
 from lachesis.metrics.health.monitor import RULES
 from lachesis.plugins.cluster.layout import FINAL
+from lachesis.plugins.dialects.codes import exit_codes, meaning
 from tests.paths import DOCS
 
 
