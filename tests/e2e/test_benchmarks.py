@@ -28,6 +28,7 @@ RUN_HERE = {
     "long_rows": (["--repeats", "1", "--only", "4B LoRA 65536"], "Qwen3-4B LoRA 65536"),
     "models": ([], "| qwen3_5_text | packed |"),
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
+    "multi_turn": ([], "rollouts/s"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
     "proof": (["--port", PORT, "--only", "broadcast, bf16", "LoRA by file"], "missed: 0, false alarms: 0"),
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
