@@ -554,7 +554,7 @@ class TestControl:
     ):
         for server in pair:
             server.state.replies["/generate"] = saying(server, cached_tokens=[1])
-        with pytest.raises(EngineError, match="cached tokens of 1 completions, asked for 2"):
+        with pytest.raises(EngineError, match="cached tokens of 1 completions for a request of 2"):
             both.generate(asking(1, n=2), deadline=soon())
 
     def test_guesses_are_counted_over_all_servers_from_the_first_contact_on(

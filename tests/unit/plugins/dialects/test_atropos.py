@@ -69,7 +69,7 @@ def test_modes(mode, engine, every):
 def test_the_adapter_has_the_trainers_defaults():
     adapter = config_of("--weight-bridge-mode lora_only --lora-r 8").adapter
     assert adapter.model_dump() == {
-        "kind": "lora", "r": 8, "alpha": 32.0, "dropout": 0.05, "targets": "all-linear", "layers": None,
+        "kind": "lora", "r": 8, "alpha": 32.0, "dropout": 0.05, "targets": "all-linear", "layers": None, "path": None,
     }  # fmt: skip
 
 

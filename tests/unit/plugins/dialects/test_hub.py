@@ -75,4 +75,4 @@ def test_what_is_none_of_theirs_is_an_error(text: str, message: str):
 )
 def test_a_name_that_a_script_has_to_fill_in_uploads_nothing(base: str, dialect: str):
     found, (said,) = hub(base, dialect, "hub_model_id: me/m_${VERSION}")
-    assert found is None and "is not yet a name of a repository, so nothing is uploaded" in said
+    assert found is None and "is not yet a repository's name, so nothing is uploaded" in said

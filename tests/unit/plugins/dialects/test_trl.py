@@ -89,6 +89,7 @@ def test_an_adapter_needs_the_switch():
         "dropout": 0.05,
         "targets": "all-linear",
         "layers": None,
+        "path": None,
     }
 
 

@@ -187,7 +187,7 @@ def test_rollout_functions_are_called(tmp_path: Path):
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
         ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
         ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
-        ({"model": 3}, "model: int is not a model of transformers"),
+        ({"model": 3}, "model: int is not a transformers model"),
         ({"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward functions"),
     ],
 )

@@ -29,9 +29,9 @@ def test_a_call_whose_end_is_missing():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("<tool_call>{name: now}</tool_call>", "no JSON"),
+        ("<tool_call>{name: now}</tool_call>", "not JSON"),
         ("<tool_call>[1]</tool_call>", 'no {"name"'),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "no object"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not an object"),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are not JSON"),
     ],
 )
@@ -51,7 +51,7 @@ def test_what_is_no_call_says_why(text: str, error: str):
 )
 def test_nesting_that_no_tool_could_take_is_no_json(text: str):
     (call,) = hermes(text).calls
-    assert "no JSON: it is nested more than 100 deep" in call.error
+    assert "not JSON: it is nested more than 100 deep" in call.error
 
 
 def test_arguments_may_be_json_in_a_text():

@@ -112,7 +112,7 @@ def test_messages_are_read_with_the_answers_of_tools_before_what_else_is_said():
         (responses.read, {"input": "a", "tools": [{"type": "web_search"}]}, "of type 'web_search'"),
         (responses.read, {"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference'"),
         (responses.read, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format is not text"),
-        (chat.read, {"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "no JSON: it is nested"),
+        (chat.read, {"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "not JSON: it is nested"),
         (messages.read, {"messages": [{"role": "system", "content": "a"}]}, "the role 'system'"),
         (messages.read, {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "functions only"),
         (messages.read, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
