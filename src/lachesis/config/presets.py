@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from lachesis.common.json_values import is_list, is_object
@@ -11,67 +13,17 @@ from lachesis.config.schema.training import PresetName
 
 _OVERLONG = "soft_overlong_punishment"
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # arXiv 2503.14476 and verl's recipe: clip-higher, token mean, dynamic sampling; the overlong punishment is below.
-    "dapo": {
-        "algorithm.loss_type": "dapo",
-        "algorithm.epsilon": 0.2,
-        "algorithm.epsilon_high": 0.28,
-        "algorithm.beta": 0.0,
-        "pipeline.refill_zero_signal": 10,
-    },
-    # arXiv 2503.20783
-    "dr_grpo": {"algorithm.loss_type": "dr_grpo", "algorithm.scale_rewards": "none", "algorithm.beta": 0.0},
-    # arXiv 2507.18071, section 5.1: four mini-batches of a generation
-    "gspo": {
-        "algorithm.loss_type": "grpo",
-        "algorithm.importance_sampling_level": "sequence",
-        "algorithm.epsilon": 3e-4,
-        "algorithm.epsilon_high": 4e-4,
-        "algorithm.beta": 0.0,
-        "batch.steps_per_generation": 4,
-    },
-    # arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786
-    "cispo": {"algorithm.loss_type": "cispo", "algorithm.epsilon_high": 5.0},
-    # arXiv 2507.20673
-    "gmpo": {"algorithm.loss_type": "gmpo", "algorithm.epsilon": 0.4},
-    # arXiv 2602.04879, with the bounds of verl's examples/dppo_trainer
-    "dppo_tv": {"algorithm.loss_type": "dppo_tv", "algorithm.epsilon": 0.15, "algorithm.delta": 20.0},
-    "dppo_kl": {"algorithm.loss_type": "dppo_kl", "algorithm.epsilon": 0.05, "algorithm.delta": 20.0},
-    # arXiv 2505.22617
-    "clip_cov": {"algorithm.loss_type": "clip_cov", "algorithm.cov_share": 2e-4},
-    "kl_cov": {"algorithm.loss_type": "kl_cov", "algorithm.cov_share": 2e-4},
-    # arXiv 2402.14740, as in TRL's RLOOTrainer
-    "rloo": {
-        "algorithm.loss_type": "grpo",
-        "algorithm.importance_sampling_level": "sequence_product",
-        "algorithm.baseline": "leave_one_out",
-        "algorithm.scale_rewards": "none",
-    },
-    # arXiv 2602.02710
-    "maxrl": {"algorithm.loss_type": "dapo", "algorithm.scale_rewards": "mean"},
-    # arXiv 2505.23585
-    "opo": {
-        "algorithm.loss_type": "dapo",
-        "algorithm.baseline": "length_weighted",
-        "algorithm.scale_rewards": "none",
-    },
-    # arXiv 2501.03262, and its variant with the group's mean
-    "reinforce_plus_plus": {
-        "algorithm.loss_type": "dapo",
-        "algorithm.baseline": "none",
-        "algorithm.scale_rewards": "tokens",
-    },
-    "reinforce_plus_plus_baseline": {"algorithm.loss_type": "dapo", "algorithm.scale_rewards": "tokens"},
-    # arXiv 2504.02546
-    "gpg": {"algorithm.loss_type": "reinforce", "algorithm.scale_rewards": "signal"},
-    # arXiv 2505.24298, with the cap of AReaL's examples
-    "decoupled_ppo": {
-        "algorithm.loss_type": "dapo",
-        "algorithm.sampler_correction": "token_mask",
-        "algorithm.sampler_correction_max": 5.0,
-    },
-}
+
+def _read() -> dict[str, dict[str, Any]]:
+    """Return the presets of ``presets.toml``, each a value by the dotted path of its key."""
+    document = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+    return {
+        name: {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        for name, sections in document.items()
+    }
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = _read()
 assert set(PRESETS) == set(get_args(PresetName))
 
 
