@@ -156,7 +156,7 @@ def record(players: TaskPlayers, engine: Recording, *, hang_s: float = 6.0) -> d
     found["evaluated"] = asdict(evaluator.run(0))
     found["kept"] = kept(episodes, players)
     found |= {"failed": failed(episodes, players), "cancelled": cancelled(episodes, players, hang_s=hang_s)}
-    episodes.players = players
+    use(episodes, players)
     episodes.close()
     return found
 
@@ -179,7 +179,8 @@ def kept(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
 
     def again() -> EpisodeSource:
         begin_anew(episodes)
-        episodes.players, counted.count = counted, 0
+        use(episodes, counted)
+        counted.count = 0
         return episodes
 
     with TemporaryDirectory() as directory:
@@ -199,8 +200,13 @@ def begin_anew(episodes: EpisodeSource) -> None:
     episodes.load_state_dict({"stream": PromptStream(prompts, seed=0).state_dict(), "requests": 0})
 
 
+def use(source: EpisodeSource, players: Players) -> None:
+    """Have other players play what comes."""
+    source.players = source.episodes.players = players
+
+
 def failed(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
-    episodes.players = Failing(players)
+    use(episodes, Failing(players))
     begin_anew(episodes)
     episodes.counters()
     groups = episodes.next_groups(3, deadline=Deadline("failing groups", 200.0))
@@ -212,7 +218,7 @@ def failed(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
 
 
 def cancelled(episodes: EpisodeSource, players: Players, *, hang_s: float) -> dict[str, Any]:
-    episodes.players = Failing(players, hang=True)
+    use(episodes, Failing(players, hang=True))
     try:
         episodes.next_groups(1, deadline=Deadline("groups that hang", hang_s))
     except DeadlineExceeded as error:
@@ -222,10 +228,10 @@ def cancelled(episodes: EpisodeSource, players: Players, *, hang_s: float) -> di
 
     async def left() -> int:
         # The server's own tasks, of uvicorn and of the library, are none of a rollout.
-        return sum("EpisodeSource" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        return sum("Episode" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
-    tasks = episodes._loop.run(left())
-    episodes.players = players
+    tasks = episodes.episodes._loop.run(left())
+    use(episodes, players)
     again = bool(episodes.next_groups(1, deadline=Deadline("groups after it", 200.0)))
     return {"error": name, "tasks_left": tasks, "again": again}
 

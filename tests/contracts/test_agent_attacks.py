@@ -35,6 +35,7 @@ from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.agent_attacks import ATTACKS, BEYOND, LEFTOVERS, PRELUDE
 from tests.fakes import FakeEngine
+from tests.threads import listening
 from tests.tiny import tiny_tokenizer
 from tests.walls import needs_namespaces
 
@@ -72,7 +73,6 @@ class World:
                 key=key,
                 listen=lambda listener: self.proxy.listen(key, listener),
                 stop=lambda: False,
-                limit_s=None,
             )
         finally:
             self.proxy.close(key)
@@ -95,8 +95,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     engine = FakeEngine(lambda request, index: tokenizer("hello<eos>")["input_ids"])
     recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=1000)
-    proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=1), recorder)
-    proxy.start()
+    proxy = AgentProxy(GatheredCalls(engine, at_once=1), recorder)
+    with listening(proxy):
+        yield from _world(proxy, tmp_path_factory)
+
+
+def _world(proxy: AgentProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     outside, workdir, secret = (
         tmp_path_factory.mktemp("outside"),
         tmp_path_factory.mktemp("work"),
@@ -120,8 +124,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     other = threading.Thread(
         target=run_agent,
         args=(AgentCommand((sys.executable, "-c", WAITS), workdir, {}, 600.0, cell=Cell("", 8000)), TASK),
-        kwargs={"url": proxy.url, "key": key, "listen": lambda one: proxy.listen(key, one), "stop": over.is_set,
-                "limit_s": None},
+        kwargs={"url": proxy.url, "key": key, "listen": lambda one: proxy.listen(key, one), "stop": over.is_set},
     )  # fmt: skip
     (workdir / "known.json").write_text("{}")
     other.start()
@@ -151,7 +154,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     other.join()
     del os.environ["LACHESIS_BAIT"]
     server.shutdown()
-    proxy.stop()
     for listener in listeners:
         listener.close()
 

@@ -14,8 +14,10 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import McpServerConfig
+from lachesis.process.threads import LoopThread
 from lachesis.rollouts.tools import Toolbox, load_tools, tool_schemas
 from lachesis.rollouts.tools.parsers import ToolCall
+from lachesis.rollouts.tools.toolbox import Observation
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -33,6 +35,10 @@ class Live:
         command = [] if url else [sys.executable, PROGRAM]
         self.address = McpServerConfig(command=command, url=url, env={"GIVEN": "yes"} if command else {})
         self.toolbox = Toolbox(load_tools([self.address]), timeout_s=20.0)
+        self.loop = LoopThread("test-tools", what="the test's tools")
+
+    def call(self, *calls: ToolCall, toolbox: Toolbox | None = None) -> list[Observation]:
+        return self.loop.run((toolbox or self.toolbox).call_all(calls))
 
     def restart(self) -> None:
         """What the user does for a server of his own."""
@@ -58,12 +64,12 @@ class Live:
 def live(request: pytest.FixtureRequest) -> Iterator[Live]:
     made = Live(free_port() if request.param == "http" else None)
     yield made
-    made.toolbox.close()
+    made.loop.close(made.toolbox.stop)
     made.end()
 
 
 def texts(live: Live, *calls: ToolCall) -> list[tuple[str, bool]]:
-    return [(one.text, one.failed) for one in live.toolbox.call_all(calls)]
+    return [(one.text, one.failed) for one in live.call(*calls)]
 
 
 def test_templates_are_told_what_the_server_says(live: Live):
@@ -94,7 +100,7 @@ def test_what_it_cannot_do_is_told_to_the_model(live: Live):
 def test_a_call_ends_at_its_limit_and_the_server_stays(live: Live):
     toolbox = Toolbox(live.toolbox.tools, timeout_s=0.5)
     begun = live.toolbox.tools[0].server.starts  # type: ignore[union-attr]
-    (late,) = toolbox.call_all([ToolCall("sleep", {"seconds": 30})])
+    (late,) = live.call(ToolCall("sleep", {"seconds": 30}), toolbox=toolbox)
     assert (late.text, late.failed, late.lost) == ("error: the call took longer than 0.5 s", True, False)
     assert texts(live, ToolCall("double", {"x": 2})) == [("4", False)]
     assert live.toolbox.tools[0].server.starts == begun  # type: ignore[union-attr]
@@ -102,7 +108,7 @@ def test_a_call_ends_at_its_limit_and_the_server_stays(live: Live):
 
 def test_a_server_that_dies_fails_what_was_under_way_and_is_there_again(live: Live):
     assert texts(live, ToolCall("count"))[0][0] >= "1"
-    slow, deadly = live.toolbox.call_all([ToolCall("sleep", {"seconds": 30}), ToolCall("die")])
+    slow, deadly = live.call(ToolCall("sleep", {"seconds": 30}), ToolCall("die"))
     assert slow.lost and deadly.lost
     if live.address.command:
         assert "it wrote last: " in slow.text and "I was told to die" in slow.text
@@ -116,9 +122,11 @@ class TestProcesses:
         before = set(psutil.Process().children(recursive=True))
         given = McpServerConfig(command=[sys.executable, PROGRAM], env={"GIVEN": "yes"})
         toolbox = Toolbox(load_tools([given]), timeout_s=20.0)
-        found = toolbox.call_all([ToolCall("environment", {"name": name}) for name in ("GIVEN", "SECRET_KEY")])
+        loop = LoopThread("test-tools", what="the test's tools")
+        calls = [ToolCall("environment", {"name": name}) for name in ("GIVEN", "SECRET_KEY")]
+        found = loop.run(toolbox.call_all(calls))
         started = set(psutil.Process().children(recursive=True)) - before
-        toolbox.close()
+        loop.close(toolbox.stop)
         assert [one.text for one in found] == ["yes", "unset"]
         assert started and not any(child.is_running() and PROGRAM in _words(child) for child in started)
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from lachesis.common.errors import CheckpointError, ConfigError, DataError
 from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.datasets.curriculum import PassRates
@@ -43,6 +41,8 @@ def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tu
             f"data.eval_size is {eval_size}, and there are only {len(rows)} problems",
             remedy="hold out fewer problems, or name a separate file in data.eval_path",
         )
+    import numpy as np  # which `plan`, for one, does not need
+
     members = list(rows.values())
     drawn = np.random.default_rng(seed).permutation(len(rows))[len(rows) - count :].tolist()
     held_out = {index for row in drawn for index in members[row]}
@@ -86,7 +86,7 @@ class PromptStream:
         self._prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
-        self._ranks = None if ranks is None else np.asarray(ranks, dtype=np.float64)
+        self._ranks = ranks
         self._ranked_epochs = ranked_epochs
         self._rates = rates
         self.skipped = 0
@@ -173,11 +173,13 @@ class PromptStream:
             self._rates.load_state_dict(state.get("rates", {}))
 
     def _enter(self, *, epoch: int, index: int) -> None:
+        import numpy as np
+
         order = np.arange(len(self._prompts))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
         if self._ranks is not None and (self._ranked_epochs is None or epoch < self._ranked_epochs):
-            order = order[np.argsort(self._ranks[order], kind="stable")]
+            order = order[np.argsort(np.asarray(self._ranks, dtype=np.float64)[order], kind="stable")]
         self._epoch, self._index, self._order = epoch, index, order.tolist()
 
     @cached_property

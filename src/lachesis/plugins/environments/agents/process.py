@@ -102,7 +102,6 @@ def run_agent(
         key: of the rollout.
         listen: takes the socket by which an agent with a separate network reaches the model.
         stop: asked repeatedly.
-        limit_s: of the run, in seconds.
 
     Raises:
         EngineError: the command cannot be run.
