@@ -189,8 +189,9 @@ def survivors_of(whole: list[Documents], found: list[Documents]) -> list[Documen
 
 def advantages(groups: list[Documents]) -> list[float]:
     compute = advantage_function(AlgorithmConfig(), weights=None)
-    rewards = [one["rewards"] for group in groups for one in group]
-    return compute(rewards, [number for number, group in enumerate(groups) for _ in group])
+    rows = [(number, one) for number, group in enumerate(groups) for one in group]
+    lengths = [len(one["completion_ids"]) for _, one in rows]
+    return compute([one["rewards"] for _, one in rows], [number for number, _ in rows], lengths)
 
 
 def test_what_was_finished_before_a_restart_is_not_played_again(played: dict[str, Any]):

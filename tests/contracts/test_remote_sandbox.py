@@ -158,7 +158,7 @@ def test_requests_that_come_too_fast_are_made_again(server: Machines):
 
 def test_a_machine_that_says_nothing_is_no_fault_of_the_code(server: Machines):
     server.silent = True
-    with pytest.raises(SandboxError, match="does not report the result of a program: MemoryError: no more"):
+    with pytest.raises(SandboxError, match="did not report a program's result: MemoryError: no more"):
         run(sandbox(server), "")
 
 
