@@ -263,6 +263,7 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     require_gpu(tiny=options.tiny or options.config is not None)
     options.lengths, options.steps, options.most = "equal", 2, 16 if options.tiny else EQUAL
+    options.model = options.problems = None  # which end_to_end.py may be given
     options.work = options.work / ("own" if options.config else "tiny" if options.tiny else options.size)
     return options
 

@@ -107,7 +107,7 @@ DATASET = [
         3,
         ("line 1", "no prompt in column 'prompt'", "data.prompt_column: promt"),
     ),
-    Bad("an empty prompt", data(GOOD + '{"prompt": " "}\n'), 3, ("line 2", "is empty", "mend")),
+    Bad("an empty prompt", data(GOOD + '{"prompt": " "}\n'), 3, ("line 2", "is empty", "correct")),
     Bad("a number as prompt", data('{"prompt": 3}\n'), 3, ("line 1", "a number", "a string or a list of messages")),
     Bad("a conversation without template", data('{"prompt": [{"role": "user", "content": "ab"}]}\n'), 3, ("chat",)),
     Bad(
@@ -135,7 +135,12 @@ REWARDS = [
         4,
         ("'right' needs 'answr'", "no column of the dataset"),
     ),
-    Bad("raises", reward("raise ValueError('odd answer')"), 4, ("raised ValueError: odd answer", "custom.py:", "mend")),
+    Bad(
+        "raises",
+        reward("raise ValueError('odd answer')"),
+        4,
+        ("raised ValueError: odd answer", "custom.py:", "correct"),
+    ),
     Bad("too few", reward("return shares[:-1]"), 4, ("returned 7 rewards for 8 completions", "return a list")),
     Bad("NaN", reward("return [float('nan')] * len(shares)"), 4, ("returned nan", "completion 1 of 8", "finite")),
     Bad("text", reward("return ['good'] * len(shares)"), 4, ("returned a str ('good')", "finite number")),

@@ -29,7 +29,7 @@ from lachesis.engines import build as engine_build
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http import dispatch
 from lachesis.engines.http.control import ServerControl
-from lachesis.run import fleet
+from lachesis.plugins.cluster import fleet
 from lachesis.transport.channel import Channel, Sent
 from tests import warm
 from tests.e2e.runs import change, environment, metrics, run_here, tape, write_run

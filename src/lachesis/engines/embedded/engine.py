@@ -301,9 +301,9 @@ class EmbeddedEngine(Engine):
                     call.finish(share, completions)
             if live.size == 0 or self.gate.aborting:
                 break
+            call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
             if ended.size:
                 call.deadline.progressed()
-            call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
             # Between a token and the forward pass on it, so that a token's version is that of its logits.
             self._give_way(call)
             if self.gate.aborting:
