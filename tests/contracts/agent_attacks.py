@@ -104,6 +104,6 @@ BEYOND: dict[str, tuple[str, str]] = {
     "memory": ("memory", "kept = [bytearray(1 << 20) for _ in range(400)]\nfor one in kept: one[::4096] = b'x' * 256\ntime.sleep(20)"),
     "memory of many": ("memory", "for _ in range(4):\n    if os.fork() == 0: break\nkept = bytearray(120 << 20)\nkept[::4096] = b'x' * (len(kept) // 4096)\ntime.sleep(20)"),
     "disk": ("disk", "for number in range(60): open(f'{number}', 'wb').write(bytes(1 << 20))\ntime.sleep(20)"),
-    "disk in /tmp": ("disk", "for number in range(60): open(f'/tmp/{number}', 'wb').write(bytes(1 << 20))\ntime.sleep(20)"),
+    "disk in /tmp": ("disk", "import tempfile\nfor number in range(60): open(f'{tempfile.gettempdir()}/{number}', 'wb').write(bytes(1 << 20))\ntime.sleep(20)"),
     "processes": ("exited", "pids = []\ntry:\n    for _ in range(900):\n        pid = os.fork()\n        if not pid: time.sleep(5); os._exit(0)\n        pids.append(pid)\n    out(len(pids))\nexcept OSError: pass"),
 }  # fmt: skip
