@@ -109,36 +109,11 @@ def run_agent(
     """
     with _directory() as root:
         box, cell = root / "box", agent.cell
-        work, task = box / "work", box / "task.json"
-        box.mkdir()
-        (box / "tmp").mkdir()
-        if agent.workdir is None:
-            work.mkdir()
-        else:
-            shutil.copytree(agent.workdir, work, symlinks=True)
         prompt = with_columns(prompt, agent.told)
-        task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
+        _lay_out(box, agent, prompt)
         ended = threading.Event()
-        kept = {name: os.environ[name] for name in agent.inherited if name in os.environ}
-        seen = box if cell is None else Path(HOME)
-        if cell is not None and cell.port is not None:
-            url = f"http://127.0.0.1:{cell.port}"
-        given = {"LACHESIS_TASK": str(seen / "task.json"), **kept, **agent.env}
-        if agent.self_reported:
-            given["LACHESIS_REWARD"] = str(seen / "reward")
-        told: dict[str, str | None] = {**_endpoint(url, key), **given}
-        command, name = filled(agent.command, prompt), root.name
+        line, env = _command_line(agent, prompt, box=box, told=_variables(agent, box=box, url=url, key=key))
         stdin, control = socket.socketpair()
-        if agent.container is not None:
-            variables = [variable for variable, value in told.items() if value is not None]
-            line = agent.container.command(command, name=name, scratch=box, variables=variables)
-            env = dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is docker's, and stays outside
-        else:
-            env = clean_environment(os.environ, home=seen / "work") | told
-            line = [*_INTO, str(work), *command]
-            if cell is not None:
-                line = replace(cell, box=str(box)).command(tuple(command))
-                give_away(box)
         process = ManagedProcess(
             line,
             log_path=root / "output",
@@ -159,15 +134,55 @@ def run_agent(
                 process.stop()
             code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)
         if agent.container is not None and timed_out:
-            agent.container.remove(name)
+            agent.container.remove(root.name)
         return AgentExit(
             exit_code=code,
             timed_out=timed_out,
             output=_tail(root / "output"),
             reward=read_state(box, ("reward",)).get("reward", "").strip() or None if agent.self_reported else None,
             beyond="" if why == "exited" else why,
-            files=read_state(work, agent.keep_files),
+            files=read_state(box / "work", agent.keep_files),
         )
+
+
+def _lay_out(box: Path, agent: AgentCommand, prompt: Prompt) -> None:
+    """Make the directory that an agent sees: its files in ``work``, an empty ``tmp``, and the task."""
+    (box / "tmp").mkdir(parents=True)
+    if agent.workdir is None:
+        (box / "work").mkdir()
+    else:
+        shutil.copytree(agent.workdir, box / "work", symlinks=True)
+    (box / "task.json").write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
+
+
+def _variables(agent: AgentCommand, *, box: Path, url: str, key: str) -> dict[str, str | None]:
+    """Return the environment variables that an agent is told beside the usual ones; ``None`` unsets one."""
+    cell = agent.cell
+    seen = box if cell is None else Path(HOME)
+    if cell is not None and cell.port is not None:
+        url = f"http://127.0.0.1:{cell.port}"
+    told: dict[str, str | None] = {**_endpoint(url, key), "LACHESIS_TASK": str(seen / "task.json")}
+    told |= {name: os.environ[name] for name in agent.inherited if name in os.environ}
+    told |= agent.env
+    if agent.self_reported:
+        told["LACHESIS_REWARD"] = str(seen / "reward")
+    return told
+
+
+def _command_line(
+    agent: AgentCommand, prompt: Prompt, *, box: Path, told: dict[str, str | None]
+) -> tuple[list[str], dict[str, str | None]]:
+    """Return the words and the environment of the process that is started: the agent, its container or its wall."""
+    command = filled(agent.command, prompt)
+    if agent.container is not None:
+        variables = [variable for variable, value in told.items() if value is not None]
+        line = agent.container.command(command, name=box.parent.name, scratch=box, variables=variables)
+        return line, dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is docker's, and stays outside
+    env = clean_environment(os.environ, home=(box if agent.cell is None else Path(HOME)) / "work") | told
+    if agent.cell is None:
+        return [*_INTO, str(box / "work"), *command], env
+    give_away(box)
+    return replace(agent.cell, box=str(box)).command(tuple(command)), env
 
 
 def _wait(ended: threading.Event, *, stop: Callable[[], bool], limit_s: float) -> bool:
