@@ -21,8 +21,10 @@ TINKER := .venv-tinker
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
-# More than cores, as many tests wait.
+# More than cores, as many tests wait. A test that fails is run once more, as a crowded machine can keep any process
+# waiting too long; one that passes only then is listed as RERUN at the end, and has a fault to be found.
 FORKS := 3
+PYTEST = $(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --reruns 1 --reruns-delay 2 -r fER
 
 .PHONY: install original verifiers-0.1 openenv tinker quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
 
@@ -101,17 +103,17 @@ types: install
 	$(BIN)/pyright
 
 unit processes: install
-	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS)
+	$(PYTEST)
 
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts: verifiers-0.1 openenv
 e2e: tinker
 contracts e2e: install original
-	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --forks-in-order --durations 15
+	$(PYTEST) --forks-in-order --durations 15
 
 browser: install chromium
-	$(BIN)/python -m pytest tests/browser -p tests.forks --forks $(FORKS)
+	$(PYTEST)
 
 # The report is looked at in a real browser; Debian's packages hold one with its driver.
 chromium:

@@ -190,7 +190,8 @@ def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Con
     plugins, config = session.config.pluginmanager, session.config
     plugins.unregister(name="terminalreporter")
     # Where the limit of a test's time writes what all threads were at: to the output that is captured.
-    stacks = SimpleNamespace(_tw=create_terminal_writer(config, sys.__stderr__))
+    # pytest-rerunfailures counts in its statistics.
+    stacks = SimpleNamespace(_tw=create_terminal_writer(config, sys.__stderr__), stats={})
     plugins.register(stacks, "terminalreporter")
     capture: Any = plugins.getplugin("capturemanager")
     capture.stop_global_capturing()  # into a file that the processes would share

@@ -52,6 +52,23 @@ def test_the_first_failure_ends_all_of_it_where_it_is_to(run):
     found.stdout.fnmatch_lines(["*stopping after 1 failures*"])
 
 
+ONCE = """
+import pathlib
+def test_fails_once():
+    path = pathlib.Path(__file__).with_suffix(".seen")
+    seen = path.exists()
+    path.touch()
+    assert seen
+"""
+
+
+def test_a_test_is_run_once_more_and_said_to_be(run):
+    found = run("--reruns=1", "-rfR", test_a=ONCE, test_b=FAILED)
+    found.assert_outcomes(passed=1, failed=1)
+    assert found.ret == pytest.ExitCode.TESTS_FAILED
+    found.stdout.fnmatch_lines(["*RERUN test_a.py::test_fails_once*", "FAILED test_b.py::test_fails*"])
+
+
 NOTES = """
 import pathlib, pytest
 {mark}
