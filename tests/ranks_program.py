@@ -101,7 +101,7 @@ BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 UNCLIPPED = {"epsilon": 0.999, "epsilon_high": 9.0}
 CASES: dict[str, Case] = {
     "full": Case(),
-    "tied": Case(model={"tie_word_embeddings": True}, loss={"beta": 0.1}),
+    "tied": Case(model={"tie_word_embeddings": True}, loss={"beta": 0.1, "kl_target": 1e-4, "kl_horizon": 40}),
     "ema": Case(loss={"beta": 0.1, **EMA}),
     "lora": Case(lora=True, loss={"beta": 0.1}),
     "lora_ema": Case(lora=True, loss={"beta": 0.1, **EMA}, checkpointing=True),

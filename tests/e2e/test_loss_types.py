@@ -93,6 +93,21 @@ OPTIONS = {
         {"beta": 0.01, "kl_reference": "ema", "ref_mixup_alpha": 1.0, "ref_sync_steps": 1},
         lambda steps: all(abs(values["kl_reference"]) < 1e-6 for values in steps),
     ),
+    "kl in the reward": Case(
+        {"beta": 0.01, "kl_placement": "reward", "baseline": "leave_one_out", "scale_rewards": "none"},
+        lambda steps: all(values["kl_weight"] == 0.01 for values in steps) and any(v["kl_reward"] for v in steps),
+    ),
+    "kl of the tokens to come, led to a target": Case(
+        {
+            "loss_type": "dapo",
+            "beta": 0.01,
+            "kl_placement": "reward_to_go",
+            "scale_rewards": "tokens",
+            "kl_target": 0.05,
+            "kl_horizon": 1000,
+        },
+        lambda steps: steps[1]["kl_weight"] < 0.01,
+    ),
     "kl to the sampler": Case(
         {"beta": 0.01, "kl_reference": "sampler", "num_iterations": 2},
         lambda steps: max(abs(values["kl_reference"]) for values in steps[::2]) < 1e-4 and drifts(steps),

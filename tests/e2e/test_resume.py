@@ -37,6 +37,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
     "full, kl": {"algorithm": {"beta": 0.1}},
     "lora, kl": {"adapter": {"kind": "lora", "r": 4}, "algorithm": {"beta": 0.1}},
+    "lora, kl in the reward": {
+        "adapter": {"kind": "lora", "r": 4},
+        "algorithm": {"beta": 0.1, "kl_placement": "reward_to_go", "kl_target": 1e-4, "kl_horizon": 200},
+    },
     "lora, dropout": {"adapter": {"kind": "lora", "r": 4, "dropout": 0.3}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "bfloat16, stochastic rounding": {

@@ -34,6 +34,7 @@ from lachesis.train.batch import Batch
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.losses.kl import KlInReward
 from lachesis.train.model.loading import context_length, eos_token_ids
 from lachesis.train.pack import pack_batch, pack_rollouts
 from lachesis.train.policy import Policy
@@ -134,7 +135,7 @@ def feed_from(
         signal=signal_function(config),
     )
     finisher = Finisher(
-        advantages=advantage_assigner(config),
+        advantages=advantage_assigner(config, policy=policy),
         pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
         teach=teach,
         replay=build_replay(config),
@@ -204,7 +205,7 @@ def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
     return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
 
 
-def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
+def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[Sequence[Group]], list[Group]]:
     """Return the function that sets the advantages of a step's groups."""
     if config.algorithm.advantage is not None:
         return custom_assigner(
@@ -212,6 +213,8 @@ def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], li
             options=config.algorithm,
             weights=config.rewards.weights,
         )
+    if config.algorithm.kl_placement != "loss":
+        return KlInReward(config.algorithm, config.rewards.weights, policy.divergences, policy.kl_weight)
     compute = advantage_function(config.algorithm, weights=config.rewards.weights)
     return partial(assign_advantages, compute=compute)
 

@@ -163,6 +163,11 @@ class Batch:
     num_iterations: int = 1
     objective: Objective = "policy"
 
+    @property
+    def lacks_old_logprobs(self) -> bool:
+        """Return True if some log π_old is the trainer's, and is not computed yet."""
+        return any(bool(micro.old_logprobs.isnan().any()) for micro in self.micro_batches)
+
 
 def pack(
     groups: Sequence[Group],

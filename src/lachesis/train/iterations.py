@@ -158,8 +158,7 @@ class RepeatedFeed(Feed[Batch]):
         return [self._fixed(part) for part in parts] if count > 1 else parts
 
     def _fixed(self, part: Batch) -> Batch:
-        unknown = any(bool(micro.old_logprobs.isnan().any()) for micro in part.micro_batches)
-        return self._score(part) if unknown else part
+        return self._score(part) if part.lacks_old_logprobs else part
 
     def advance(self, step: int) -> None:
         if self._uses == len(self._parts) * self._num_iterations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lachesis.bridges.extract import base_parameters, full_digests, full_weights
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
 from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
@@ -26,6 +26,7 @@ from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.covariance import USES_COVARIANCE, CovarianceCut, covariance_cut
 from lachesis.train.losses.custom import CustomLoss
+from lachesis.train.losses.kl import KlWeight
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
 from lachesis.train.losses.ratios import count_rows, gather_terms
 from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
@@ -146,6 +147,7 @@ class Policy(PolicyState, SendsWeights):
         self.optimizer: PolicyOptimizer = optimizer_builder(trained)
         self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.together)
         self._old = OldLogprobStore()
+        self.kl_weight: KlWeight = KlWeight.of(options)
         self._saving = None
         self._host_memory = HostMemory()
         # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
@@ -185,19 +187,25 @@ class Policy(PolicyState, SendsWeights):
         Raises:
             TrainingError: no sample has a token.
         """
-        numbered = _numbered(groups)
-        packed = self.pack(numbered)
+        packed = self.pack(_numbered(groups, masked=False))
         fresh = [
             replace(micro, old_logprobs=torch.full_like(micro.old_logprobs, torch.nan))
             for micro in packed.micro_batches
         ]
-        found: dict[int, Tensor] = {}
-        for micro in self.recompute_logprobs(replace(packed, micro_batches=tuple(fresh))).micro_batches:
-            for row, number in enumerate(micro.advantages.tolist()):
-                found[int(number)] = micro.old_logprobs[micro.row == row]
-        return [
-            [found.get(int(sample.advantage or 0), torch.empty(0)) for sample in group.samples] for group in numbered
-        ]
+        return _by_sample(groups, self.recompute_logprobs(replace(packed, micro_batches=tuple(fresh))))
+
+    def divergences(self, groups: Sequence[Group]) -> list[list[Tensor]]:
+        """Return log π_old - log π_ref of each sample's counted tokens, by group: float [tokens], on the CPU.
+
+        π_old is that of the importance ratio (:mod:`lachesis.train.iterations`), so mostly the sampler.
+
+        Raises:
+            TrainingError: no sample has a token to learn from.
+        """
+        packed = self.pack(_numbered(groups, masked=True))
+        old = self.recompute_logprobs(packed) if packed.lacks_old_logprobs else packed
+        each = zip(_by_sample(groups, old), _by_sample(groups, self.score_reference(packed)), strict=True)
+        return [[mine - theirs for mine, theirs in zip(*pair, strict=True)] for pair in each]
 
     def save(self, directory: str | Path) -> None:
         """Save the model where transformers loads it from, or the adapter where peft does, with the tokenizer.
@@ -243,6 +251,7 @@ class Policy(PolicyState, SendsWeights):
             self.model.eval()
         # One transfer for all micro-batches: reading a number off a GPU waits for all work before it.
         metrics = _fetch(parts)
+        self._adapt_kl(batch, metrics)
         metrics["tokens_trained"] = Sum(float(batch.num_tokens))
         metrics["tokens_forward"] = Sum(float(sum(micro.num_inputs for micro in batch.micro_batches)))
         metrics["tokens_distinct"] = Sum(float(batch.distinct_tokens))
@@ -252,6 +261,17 @@ class Policy(PolicyState, SendsWeights):
         metrics |= {} if self.replay is None else self.replay.take()
         metrics["skipped_zero_advantage"] = Sum(float(batch.skipped_sequences))
         return metrics
+
+    def _adapt_kl(self, batch: Batch, metrics: Mapping[str, MetricValue]) -> None:
+        """Adapt the weight of the KL term in the loss to its mean over the tokens of all ranks."""
+        if self.options.loss_beta == 0 or self.options.kl_target is None or batch.objective == "sft":
+            return
+        own = metrics.get("kl_reference", Mean(0.0, 0.0))  # none of a rank without a token
+        assert isinstance(own, Mean)
+        pair = self.strategy.sum_values(torch.tensor([own.total, own.weight], dtype=torch.float64))
+        (completions,) = self.strategy.sum_counts(batch.num_sequences)
+        if pair[1] > 0:
+            self.kl_weight.observe(float(pair[0] / pair[1]), completions=completions)
 
     def step(self) -> dict[str, MetricValue]:
         """Clip, update, advance the schedule, clear the gradients.
@@ -266,7 +286,8 @@ class Policy(PolicyState, SendsWeights):
         if self.reference is not None:
             self.reference.after_step(self.optimizer.steps_taken)
         skipped = Sum(float(self.optimizer.skipped))
-        return {"grad_norm": Mean(norm), "learning_rate": Mean(rate), "skipped_steps": skipped}
+        metrics = {"grad_norm": Mean(norm), "learning_rate": Mean(rate), "skipped_steps": skipped}
+        return metrics | self.kl_weight.take_metrics()
 
     def make_room(self) -> None:
         """Release GPU memory that the allocator holds without need, for an engine beside the policy."""
@@ -307,6 +328,13 @@ class Policy(PolicyState, SendsWeights):
             for micro, now in scored
         ]
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
+
+    def score_reference(self, batch: Batch) -> Batch:
+        """Return the batch with log π_ref in the place of log π_old; all ranks call it together."""
+        with self.alone(), self.loaded.float8.on():
+            scored = [(micro, self._reference_logprobs(micro.to(self.device))) for micro in self._passes(batch)]
+        found = [replace(micro, old_logprobs=values.cpu()) for micro, values in scored if values is not None]
+        return replace(batch, micro_batches=tuple(found[: len(batch.micro_batches)]))
 
     def _passes(self, batch: Batch) -> Sequence[MicroBatch]:
         """Return the batch's micro-batches, and idle ones up to the number of the busiest rank.
@@ -418,7 +446,9 @@ class Policy(PolicyState, SendsWeights):
             sampling_logprobs=micro.sampling_logprobs if self._uses_sampler else None,
             ref_logprobs=reference,
             entropies=scores.entropies,
-            options=self.options,
+            options=self.options
+            if self.options.kl_target is None
+            else self.options.model_copy(update={"beta": self.kl_weight.value}),
             max_completion_length=self.max_completion_length,
             token_loss=self.custom_loss,
             **counts._asdict(),
@@ -486,23 +516,36 @@ def _of_tokens(micro: MicroBatch) -> Tensor:
     return micro.advantages if per_token else micro.advantages[micro.row]
 
 
-def _numbered(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with every token counted, and each sample's number, from 1, as its advantage.
+def _numbered(groups: Sequence[Group], *, masked: bool) -> list[Group]:
+    """Return the groups with each sample's number, from 0, as its version, and every token counted if not ``masked``.
 
-    The number identifies a packed row: packing changes the order, and merges equal completions.
+    The number identifies a packed row: packing changes the order, and merges equal completions. No sample is left out
+    for want of an advantage.
     """
-    number = count(1)
-    return [
-        replace(
-            group,
-            replaces=None,
-            samples=tuple(
-                replace(sample, mask=None, finish_reason="stop", token_advantages=None, advantage=float(next(number)))
-                for sample in group.samples
-            ),
+    number = count()
+
+    def numbered(sample: Sample) -> Sample:
+        version = next(number)
+        return replace(
+            sample,
+            mask=sample.mask if masked else None,
+            finish_reason="stop",
+            token_advantages=None,
+            advantage=1.0,
+            versions=VersionSpan(version, version),
         )
-        for group in groups
-    ]
+
+    return [replace(group, samples=tuple(numbered(sample) for sample in group.samples)) for group in groups]
+
+
+def _by_sample(groups: Sequence[Group], batch: Batch) -> list[list[Tensor]]:
+    """Return the old logprobs of a batch of :func:`_numbered` groups by group and sample; empty without a token."""
+    found: dict[int, Tensor] = {}
+    for micro in batch.micro_batches:
+        for row, number in enumerate(micro.versions.tolist()):
+            found[number] = micro.old_logprobs[micro.row == row]
+    number = count()
+    return [[found.get(next(number), torch.empty(0)) for _ in group.samples] for group in groups]
 
 
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:

@@ -22,6 +22,7 @@ from lachesis.train.distributed.sharded_checkpoint import (
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
+from lachesis.train.losses.kl import KlWeight
 from lachesis.train.losses.reference import Reference, load_reference, require_same_reference
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.optim.sharding import ShardedOptimizer
@@ -38,6 +39,7 @@ class PolicyState:
     strategy: Strategy
     optimizer: PolicyOptimizer
     reference: Reference | None
+    kl_weight: KlWeight
     _old: OldLogprobStore
     _saving: PartsSave | None
     _host_memory: HostMemory
@@ -91,8 +93,12 @@ class PolicyState:
         self.optimizer.load_state_dict(dict(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rest of a checkpoint beyond weights and optimizer: the reference, and old logprobs in use."""
-        return {"reference": self.reference_state(), "old_logprobs": self.old_logprobs()}
+        """Return the rest of a checkpoint beyond weights and optimizer: reference, KL weight, old logprobs in use."""
+        return {
+            "reference": self.reference_state(),
+            "kl_weight": self.kl_weight.value,
+            "old_logprobs": self.old_logprobs(),
+        }
 
     def reference_state(self) -> dict[str, Tensor]:
         """Return the reference's tensors, whole, by name; none if there is no reference."""
@@ -154,6 +160,7 @@ class PolicyState:
         read(self._live_parts())
         assert isinstance(self.optimizer, ShardedOptimizer)
         self.optimizer.load_parts(state["optimizer"], saved=saved, read=read)
+        self.kl_weight.restore(state)
 
     def sees(self, path: str) -> bool:
         """Return True if all ranks have this file."""
@@ -184,6 +191,7 @@ class PolicyState:
         """
         if self.reference is not None:
             load_reference(self.reference, state["reference"], spread=self.strategy.spread)
+        self.kl_weight.restore(state)
         self._old.load_state_dict(state["old_logprobs"])
 
     def load_old_logprobs(self, held: list[Tensor]) -> None:

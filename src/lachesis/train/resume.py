@@ -324,7 +324,8 @@ class RunCheckpoints:
         return {} if seconds is None or not self._asynchronous else {"checkpoint_write_time": Mean(seconds)}
 
     def _begin(self, step: int) -> Save:
-        rest: dict[str, Any] = {"old_logprobs": self._policy.old_logprobs()}
+        policy = self._policy
+        rest: dict[str, Any] = {"old_logprobs": policy.old_logprobs(), "kl_weight": policy.kl_weight.value}
         state: dict[str, Any] = {"rng": capture_rng(), "policy": rest}
         meta = {"step": step, "feed": self._feed.state_dict()}
         if self._in_parts:
@@ -366,7 +367,7 @@ class RunCheckpoints:
     def _load(self, checkpoint: Checkpoint) -> None:
         policy, state = self._policy, checkpoint.state
         if checkpoint.parts is not None:
-            in_parts = {"optimizer": state["optimizer"], "reference": state["policy"]["reference"]}
+            in_parts = {**state["policy"], "optimizer": state["optimizer"], "old_logprobs": []}
             policy.load_parts(str(checkpoint.parts.absolute()), in_parts)
             policy.load_old_logprobs(state["policy"]["old_logprobs"])
             return

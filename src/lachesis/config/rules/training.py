@@ -231,9 +231,33 @@ def _reference(config: LachesisConfig) -> Iterator[Said]:
         yield problem("algorithm.kl_reference is ema and beta 0, so no reference is used; set beta")
     if algorithm.kl_reference == "sampler" and algorithm.beta == 0:
         yield warning("algorithm.kl_reference sampler does nothing while algorithm.beta is 0; set beta")
+    if algorithm.beta == 0:
+        for key in changed(config, "algorithm", "kl_placement", "kl_estimator", "kl_target", "kl_horizon"):
+            yield problem(f"{key} is set and algorithm.beta 0, so no KL is measured; set beta, or remove it")
+    elif algorithm.kl_placement != "loss":
+        yield from _kl_in_reward(config)
+    if algorithm.kl_target is None:
+        for key in changed(config, "algorithm", "kl_horizon"):
+            yield warning(f"{key} does nothing without algorithm.kl_target; set it, or remove this")
     if algorithm.kl_reference != "ema":
         for key in changed(config, "algorithm", "ref_mixup_alpha", "ref_sync_steps"):
             yield note(f"{key} does nothing with kl_reference {algorithm.kl_reference}")
+
+
+def _kl_in_reward(config: LachesisConfig) -> Iterator[Said]:
+    """Yield what does not go with a KL term in the reward."""
+    algorithm = config.algorithm
+    place = f"algorithm.kl_placement {algorithm.kl_placement}"
+    if algorithm.kl_reference == "sampler":
+        yield problem(f"{place} with kl_reference sampler: completions have no divergence from it yet; take base")
+    if algorithm.advantage is not None:
+        yield problem(f"{place}: algorithm.advantage computes advantages by itself; remove one of them")
+    if algorithm.aggregation == "normalize_then_sum":
+        yield problem(f"{place} with aggregation normalize_then_sum: a KL cannot be normalized as a reward; sum first")
+    if algorithm.kl_placement == "reward_to_go" and algorithm.scale_rewards == "signal":
+        yield problem(f"{place} with scale_rewards signal: every token has a signal then; take another scale")
+    for key in changed(config, "algorithm", "use_bias_correction_kl"):
+        yield warning(f"{key} does nothing with {place}; remove it")
 
 
 def _stages(config: LachesisConfig) -> Iterator[Said]:

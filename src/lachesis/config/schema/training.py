@@ -145,6 +145,23 @@ class AlgorithmConfig(Section):
         default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
     )
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
+    kl_placement: Literal["loss", "reward", "reward_to_go"] = Field(
+        default="loss",
+        description="Where the KL term goes: the loss; off a completion's reward before its advantage (`reward`, as "
+        "verl's `use_kl_in_reward` and TRL's RLOO); or off each token's advantage, summed from it to the end "
+        "(`reward_to_go`, as OpenRLHF).",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="Estimate of the KL of a token; k3 in the loss and k1 in the reward if unset."
+    )
+    kl_target: PositiveFloat | None = Field(
+        default=None,
+        description="KL of a token, in nats, that `beta` is led to: it grows above this and falls below; constant if "
+        "unset.",
+    )
+    kl_horizon: PositiveInt = Field(
+        default=10_000, description="With `kl_target`: completions over which `beta` changes by about a fifth at most."
+    )
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: Literal["group", "batch", "none", "mean", "tokens", "signal"] = Field(
@@ -212,12 +229,17 @@ class AlgorithmConfig(Section):
         return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
 
     @property
+    def loss_beta(self) -> float:
+        """Return the weight of the KL term in the loss: 0 where it is in the reward."""
+        return self.beta if self.kl_placement == "loss" else 0.0
+
+    @property
     def ignores_zero_advantage(self) -> bool:
         """Return True if a row with advantage 0 has no gradient and does not affect any other row's.
 
         A KL term, an entropy bonus or a teacher gives it a gradient, and the entropy quantile is taken over all tokens.
         """
-        alone = not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
+        alone = not self.loss_beta and not self.entropy_coef and self.top_entropy_quantile == 1
         return alone and self.teacher is None
 
 

@@ -267,10 +267,15 @@ class LeadingPolicy(Policy):
             return super().canary(token_ids)
 
     def recompute_logprobs(self, batch: Batch) -> Batch:
+        return self._scored_by_all(batch, super().recompute_logprobs, what="computing old logprobs")
+
+    def score_reference(self, batch: Batch) -> Batch:
+        return self._scored_by_all(batch, super().score_reference, what="computing the reference's logprobs")
+
+    def _scored_by_all(self, batch: Batch, score: Callable[[Batch], Batch], *, what: str) -> Batch:
         own, *others = self._parts_of(batch)
-        what = "computing old logprobs"
-        with self._leader.turn("recompute_logprobs", what=what, parts=others, answers=True) as answers:
-            first = super().recompute_logprobs(own)
+        with self._leader.turn(score.__name__, what=what, parts=others, answers=True) as answers:
+            first = score(own)
         parts = [part.micro_batches for part in self._mesh.of_parts([first, *answers])]
         return replace(batch, micro_batches=tuple(collect(parts)))
 
@@ -398,7 +403,7 @@ class LeadingPolicy(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reference = _shapes(state["reference"])
         own, *others = self._mesh.of_ranks(_dealt_evenly(state["old_logprobs"], self._mesh.parts))
-        parts = [{"reference": reference, "old_logprobs": part} for part in others]
+        parts = [{**state, "reference": reference, "old_logprobs": part} for part in others]
         with self._leader.turn("load_state_dict", what="loading the policy's state", parts=parts):
             super().load_state_dict({**state, "old_logprobs": own})
 

@@ -178,11 +178,16 @@ def whitened_tokens(advantages: Tensor, scored: Scored) -> Tensor:
 
     Each completion counts as often as it has loss tokens; the variance is that of a sample, as in verl.
     """
-    lengths = scored.lengths * scored.known
-    count = lengths.sum()
-    mean = (lengths * advantages).nansum() / count.clamp(min=1)
-    variance = (lengths * (advantages - mean) ** 2).nansum() / (count - 1).clamp(min=1)
-    return (advantages - mean) * (variance + 1e-8).rsqrt()
+    mean, scale = whitened(advantages.nan_to_num(nan=0.0), scored.lengths * scored.known)
+    return (advantages - mean) * scale
+
+
+def whitened(values: Tensor, count: Tensor | None = None) -> tuple[float, float]:
+    """Return mean and 1/sqrt(var + 1e-8) of values that count so often each, once if unset."""
+    count = torch.ones_like(values) if count is None else count
+    mean = (count * values).sum() / count.sum().clamp(min=1)
+    variance = (count * (values - mean) ** 2).sum() / (count.sum() - 1).clamp(min=1)
+    return float(mean), float((variance + 1e-8).rsqrt())
 
 
 def over_signal(advantages: Tensor, scored: Scored) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.losses.covariance import USES_COVARIANCE, CovarianceCut, choose, covariance_cut
+from lachesis.train.losses.kl import ESTIMATORS
 from lachesis.train.losses.ratios import Rows, Terms, gather_terms, sequence_ratio
 
 
@@ -265,13 +266,11 @@ def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor 
 
 
 def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """Return k3 = exp(d) - d - 1 with d = log π_ref - log π.
+    """Return the estimate k3 = exp(d) - d - 1 with d = log π_ref - log π, or the one of ``kl_estimator``.
 
-    The estimator is that of J. Schulman, "Approximating KL divergence". The tokens come from π_old; times r
-    (``use_bias_correction_kl``) it estimates the divergence under π.
+    The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
     """
-    difference = given(terms.reference) - terms.logprobs
-    kl = difference.expm1() - difference  # exp(d) - 1 would leave rounding errors larger than a small divergence
+    kl = ESTIMATORS[options.kl_estimator or "k3"](terms.logprobs - given(terms.reference))
     return kl * terms.ratio if options.use_bias_correction_kl else kl
 
 
@@ -339,8 +338,8 @@ def policy_loss(
     if options.top_entropy_quantile < 1:
         kept, num_kept = _high_entropy(terms, options, entropy_threshold, num_high_entropy_tokens)
         loss = loss * kept
-    kl = kl_to_reference(terms, options) if options.beta else None
-    loss = loss if kl is None else loss + options.beta * kl
+    kl = kl_to_reference(terms, options) if options.loss_beta else None
+    loss = loss if kl is None else loss + options.loss_beta * kl
     loss = loss if teacher_loss is None else loss + teacher_loss
     loss = loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)
     total = loss.sum() - _entropy_bonus(terms, options, kept=kept, num_kept=num_kept)
@@ -436,7 +435,7 @@ def given(values: Tensor | None) -> Tensor:
 
 
 def _require_inputs(options: AlgorithmConfig, *, reference: Tensor | None, entropies: Tensor | None) -> None:
-    if options.beta and reference is None:
+    if options.loss_beta and reference is None:
         raise ConfigError(f"beta={options.beta:g} needs ref_logprobs", remedy="give them, or set beta to 0")
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ConfigError(

@@ -318,6 +318,15 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"engine": {**VLLM, "max_model_len": 200}, "bridge": SHARED},
             "engine.max_model_len 200 is less than a longest prompt and completion (257",
         ),
+        ({"algorithm": {"kl_placement": "reward"}}, "kl_placement is set and algorithm.beta 0"),
+        (
+            {"algorithm": {"beta": 0.1, "kl_placement": "reward", "aggregation": "normalize_then_sum"}},
+            "a KL cannot be normalized as a reward",
+        ),
+        (
+            {"algorithm": {"beta": 0.1, "kl_placement": "reward", "kl_reference": "sampler"}},
+            "no divergence from it yet",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(build, sections, expected):
@@ -485,6 +494,7 @@ def test_all_problems_are_told_at_once(build):
             "algorithm.epsilon, algorithm.epsilon_high do nothing with loss_type sapo",
         ),
         ({"algorithm": {"kl_reference": "sampler"}}, "warning", "reference", "while algorithm.beta is 0"),
+        ({"algorithm": {"beta": 0.1, "kl_horizon": 9}}, "warning", "reference", "nothing without algorithm.kl_target"),
         ({"evaluation": {"max_problems": 9}}, "note", "held_out", "evaluation.max_problems do nothing without"),
         (
             {"sampling": {"guided_regex": "a+", "min_tokens": 2}},

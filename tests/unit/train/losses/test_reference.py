@@ -118,7 +118,7 @@ def test_an_average_goes_on_exactly_after_a_restart(lora: bool):
 
 @both_adapters
 def test_a_base_needs_nothing_saved(lora: bool):
-    assert policy_with({}, lora=lora).state_dict() == {"reference": {}, "old_logprobs": []}
+    assert policy_with({}, lora=lora).state_dict() == {"reference": {}, "kl_weight": 0.5, "old_logprobs": []}
 
 
 def test_a_checkpoint_of_another_reference_is_refused():

@@ -69,7 +69,7 @@ def build_feed(
     feed = SynchronousFeed(
         collector=WholeBatches(source, count=prompts_per_generation(config)),
         finisher=Finisher(
-            advantages=keep_given_advantages(advantage_assigner(config)),
+            advantages=keep_given_advantages(advantage_assigner(config, policy=policy)),
             pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
             teach=teach,
             replay=build_replay(config),
