@@ -382,6 +382,9 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         once, often = (pack(groups, max_tokens=most, share_prefixes=True) for most in (1 << 20, 10))
         assert len(often.micro_batches) > leading.strategy.world_size, "some ranks have several passes"
         assert all_reduces(leading, batch=often) == all_reduces(leading, batch=once)
+    if leading.options.kl_target is not None:
+        groups = drifted_groups(tiny_model("qwen2").double(), groups=3, seed=1)
+        torch.testing.assert_close(leading.divergences(groups), alone.divergences(groups))
     prove(leading, leader)
     gather(leading, leader)
     if device.type == "cpu":  # a process cannot map memory of its own GPU from outside
