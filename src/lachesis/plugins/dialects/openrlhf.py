@@ -45,8 +45,10 @@ _TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
     (("actor.eps_clip", "eps_clip"), "algorithm.epsilon"),
     (("actor.eps_clip_low_high", "eps_clip_low_high"), "algorithm.epsilon_high"),
     (("algo.kl.init_coef", "init_kl_coef"), "algorithm.beta"),
-    (("algo.kl.use_loss", "use_kl_loss"), "algorithm.beta"),
-    (("algo.kl.estimator", "kl_estimator"), "algorithm.beta"),
+    (("algo.kl.use_loss", "use_kl_loss"), "algorithm.kl_placement"),
+    (("algo.kl.estimator", "kl_estimator"), "algorithm.kl_estimator"),
+    (("algo.kl.target", "kl_target"), "algorithm.kl_target"),
+    (("algo.kl.horizon", "kl_horizon"), "algorithm.kl_horizon"),
     (("algo.advantage.estimator", "advantage_estimator"), "algorithm.scale_rewards"),
     (("algo.advantage.no_std_norm", "no_advantage_std_norm"), "algorithm.scale_rewards"),
     (("actor.policy_loss_type", "policy_loss_type"), "algorithm.importance_sampling_level"),
@@ -177,20 +179,19 @@ def _put_loss(reader: _Reader) -> None:
 
 
 def _put_kl(reader: _Reader) -> None:
-    coefficient = reader.value("algo.kl.init_coef", 0.01)
-    if coefficient in (0, 0.0):
+    """Translate the KL term: off the reward of each token there, summed over those to come, if not in the loss."""
+    if reader.value("algo.kl.init_coef", 0.01) in (0, 0.0):
         return
-    if not reader.value("algo.kl.use_loss"):
-        reader.problem(
-            "algo.kl.init_coef", f"a KL of weight {coefficient} in the reward has no counterpart; write 0, or "
-            f"--{reader.name('algo.kl.use_loss')} with the estimator k3"
-        )  # fmt: skip
-        return
-    estimator = reader.value("algo.kl.estimator", "k1")
-    if estimator != "k3":
-        reader.problem("algo.kl.estimator", f"{estimator} has no counterpart in the loss; Lachesis has k3")
-    reader.translation.put("algorithm.beta", coefficient, reader.name("algo.kl.init_coef"))
-    reader.translation.put("algorithm.use_bias_correction_kl", False, reader.name("algo.kl.estimator"))
+    reader.put("algorithm.beta", "algo.kl.init_coef", 0.01)
+    reader.put("algorithm.kl_estimator", "algo.kl.estimator", "k1")
+    name = reader.name("algo.kl.use_loss")
+    if reader.value("algo.kl.use_loss"):
+        reader.translation.put("algorithm.use_bias_correction_kl", False, name)
+    else:
+        reader.translation.put("algorithm.kl_placement", "reward_to_go", name)
+    if reader.value("algo.kl.target") is not None:
+        reader.put("algorithm.kl_target", "algo.kl.target")
+        reader.put("algorithm.kl_horizon", "algo.kl.horizon", 10_000)
 
 
 def _put_optimizer(reader: _Reader) -> None:

@@ -34,7 +34,7 @@ _PLACEMENT = (
     f"{_ROLLOUT}engine_kwargs", f"{_ROLLOUT}profiler", f"{_ROLLOUT}trace", f"{_ROLLOUT}checkpoint_engine",
     f"{_ROLLOUT}prometheus", f"{_ROLLOUT}disaggregation", f"{_ROLLOUT}val_kwargs", f"{_ROLLOUT}agent", "critic",
     "reward_model.model", "reward_model.rollout", "reward_model.sandbox_fusion", "reward.reward_model",
-    "reward.sandbox_fusion", "sandbox_fusion", "algorithm.kl_ctrl", "algorithm.pf_ppo",
+    "reward.sandbox_fusion", "sandbox_fusion", "algorithm.pf_ppo",
     "ray_init", "ray_kwargs", "global_profiler", "transfer_queue", "hydra", "trainer", "resource_pool",
 )  # fmt: skip
 _NO_INFLUENCE = {
@@ -67,7 +67,7 @@ _NO_INFLUENCE = {
         "image_key", "video_key", "audio_key", "seed", "mm_processor_kwargs",
     ),
     "algorithm.": (
-        "gamma", "lam", "kl_penalty", "filter_groups.metric", "filter_groups.max_inflight_gen_batches",
+        "gamma", "lam", "filter_groups.metric", "filter_groups.max_inflight_gen_batches",
         "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_rs_threshold", 
         "rollout_is_threshold",
     ),
@@ -161,8 +161,15 @@ def _loss() -> Iterator[Entry]:
     yield Entry(f"{_ACTOR}entropy_coeff", "algorithm.entropy_coef")
     for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"):
         yield together(f"{_ACTOR}{name}", "algorithm.beta")
-    yield from refused("KL in the reward has no counterpart: write use_kl_loss=True with low_var_kl",
-                       "algorithm.use_kl_in_reward")  # fmt: skip
+    yield together("algorithm.use_kl_in_reward", "algorithm.kl_placement")
+    yield together("algorithm.kl_penalty", "algorithm.kl_estimator")
+    for name, path in (
+        ("type", "kl_target"),
+        ("kl_coef", "beta"),
+        ("target_kl", "kl_target"),
+        ("horizon", "kl_horizon"),
+    ):
+        yield together(f"algorithm.kl_ctrl.{name}", f"algorithm.{path}", _BESIDE)
     yield from refused("has no counterpart; take it out of the file", "algorithm.use_pf_ppo", "distillation.enabled")
     yield together("algorithm.filter_groups.enable", "pipeline.refill_zero_signal")
     yield together("algorithm.filter_groups.max_num_gen_batches", "pipeline.refill_zero_signal")
@@ -388,15 +395,36 @@ def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
     translation.put("algorithm.epsilon_high", 1 + high, f"{_ACTOR}clip_ratio_high")
 
 
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
 def _put_kl(translation: Translation) -> None:
-    if translation.switch(f"{_ACTOR}use_kl_loss") is not True:
+    """Translate the KL term of the loss, or that of the reward; verl can have both."""
+    in_reward = translation.switch("algorithm.use_kl_in_reward") is True
+    if translation.switch(f"{_ACTOR}use_kl_loss") is True:
+        if in_reward:
+            translation.problem("algorithm.use_kl_in_reward", "Lachesis has one KL term, and use_kl_loss is True too")
+        _put_kl_term(translation, f"{_ACTOR}kl_loss_type", "low_var_kl", weight=f"{_ACTOR}kl_loss_coef")
+        # verl weights it by nothing.
+        translation.put("algorithm.use_bias_correction_kl", False, f"{_ACTOR}kl_loss_type")
+    elif in_reward:
+        by_token = translation.text("algorithm.adv_estimator", "gae") == "reinforce_plus_plus"
+        place = "reward_to_go" if by_token else "reward"
+        translation.put("algorithm.kl_placement", place, "algorithm.use_kl_in_reward")
+        _put_kl_term(translation, "algorithm.kl_penalty", "kl", weight="algorithm.kl_ctrl.kl_coef")
+        if translation.text("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+            for name, ours, default in (("target_kl", "kl_target", 0.1), ("horizon", "kl_horizon", 10_000)):
+                name = f"algorithm.kl_ctrl.{name}"
+                translation.put(f"algorithm.{ours}", translation.value(name, default), name)
+
+
+def _put_kl_term(translation: Translation, name: str, default: str, *, weight: str) -> None:
+    kind = translation.text(name, default)
+    if kind not in _KL_ESTIMATORS:
+        translation.problem(name, f"{kind} has no counterpart; Lachesis has {', '.join(_KL_ESTIMATORS)}")
         return
-    kind = translation.text(f"{_ACTOR}kl_loss_type", "low_var_kl")
-    if kind not in ("low_var_kl", "k3"):
-        translation.problem(f"{_ACTOR}kl_loss_type", f"{kind} has no counterpart; Lachesis has low_var_kl")
-    translation.put("algorithm.beta", translation.value(f"{_ACTOR}kl_loss_coef", 0.001), f"{_ACTOR}kl_loss_coef")
-    # verl weights it by nothing.
-    translation.put("algorithm.use_bias_correction_kl", False, f"{_ACTOR}kl_loss_type")
+    translation.put("algorithm.kl_estimator", _KL_ESTIMATORS[kind], name)
+    translation.put("algorithm.beta", translation.value(weight, 0.001), weight)
 
 
 def _put_adapter(translation: Translation) -> None:

@@ -103,6 +103,15 @@ def value(found: dict[str, dict[str, object]], path: str) -> object:
         ("trainer.experiment_name=run_$(date +%s) --config-name=ppo_megatron_trainer", {"run.name": None}),
         ("algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
          {"pipeline.refill_zero_signal": 10}),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=mse",
+         {"algorithm.kl_estimator": "k2", "algorithm.beta": 0.001, "algorithm.kl_placement": None}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
+         {"algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1", "algorithm.beta": 0.01,
+          "algorithm.kl_target": None}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl algorithm.kl_ctrl.type=adaptive "
+         "algorithm.adv_estimator=reinforce_plus_plus",
+         {"algorithm.kl_placement": "reward_to_go", "algorithm.kl_estimator": "k3", "algorithm.beta": 0.001,
+          "algorithm.kl_target": 0.1, "algorithm.kl_horizon": 10_000}),
     ],
 )  # fmt: skip
 def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: dict[str, object]):
@@ -119,8 +128,8 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
         (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode: bypass_mode has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
         (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode: token-sum has no counterpart"),
-        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=mse", "kl_loss_type: mse has no counterpart"),
-        ("algorithm.use_kl_in_reward=True", "use_kl_in_reward: KL in the reward"),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=abs", "kl_loss_type: abs has no counterpart"),
+        (f"{ACTOR}use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward: Lachesis has one KL term"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout_is: write algorithm.sampler_correction"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable"),
         ("reward_model.enable=True", "reward_model.enable"),
@@ -154,7 +163,11 @@ def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
         ("--algo.advantage.estimator rloo",
          {"algorithm.baseline": "leave_one_out", "algorithm.scale_rewards": "none"}),
         ("--actor.eps_clip_low_high 0.2 0.27", {"algorithm.epsilon": 0.2, "algorithm.epsilon_high": 0.27}),
-        ("--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3", {"algorithm.beta": 0.001}),
+        ("--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3",
+         {"algorithm.beta": 0.001, "algorithm.kl_estimator": "k3", "algorithm.use_bias_correction_kl": False}),
+        ("--algo.kl.init_coef 0.01 --algo.kl.target 0.1",
+         {"algorithm.kl_placement": "reward_to_go", "algorithm.kl_estimator": "k1", "algorithm.kl_target": 0.1,
+          "algorithm.kl_horizon": 10_000}),
         ("--algo.advantage.estimator dr_grpo", {"algorithm.scale_rewards": "none"}),
         ("--actor.policy_loss_type gspo", {"algorithm.importance_sampling_level": "sequence"}),
         ("--actor.lr_scheduler constant", {"optimizer.schedule": "constant", "optimizer.warmup_ratio": 0.0}),
@@ -170,8 +183,6 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
     ("also", "named"),
     [
         ("--algo.advantage.estimator gae", "gae trains a critic"),
-        ("--algo.kl.init_coef 0.01", "a KL of weight 0.01 in the reward has no counterpart"),
-        ("--algo.kl.init_coef 0.01 --algo.kl.use_loss", "k1 has no counterpart in the loss"),
         ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),
         ("--train.async_enable", "train.async_enable"),
         ("--some.new_flag 3", "--some: no key of OpenRLHF's"),
@@ -185,8 +196,9 @@ def test_what_openrlhf_would_train_otherwise_is_refused_by_name(tmp_path: Path, 
 
 
 def test_the_kl_of_openrlhf_is_in_the_reward_where_nothing_is_said(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"a KL of weight 0\.01 in the reward has no counterpart"):
-        ours(tmp_path, OPENRLHF.replace("--algo.kl.init_coef 0", "").format(""))
+    found = ours(tmp_path, OPENRLHF.replace("--algo.kl.init_coef 0", "").format(""))
+    expected = {"kl_placement": "reward_to_go", "kl_estimator": "k1", "beta": 0.01, "kl_target": None}
+    assert {name: value(found, f"algorithm.{name}") for name in expected} == expected
 
 
 def test_two_weights_of_a_trl_script_are_a_list(tmp_path: Path):
