@@ -9,7 +9,7 @@ from lachesis.config.document import Document
 from lachesis.config.load import validate
 from lachesis.plugins.dialects import translate
 from lachesis.plugins.dialects.atropos import TRAINER, translate_argv
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.table import Dialect
 from lachesis.plugins.dialects.trl import TRL
 

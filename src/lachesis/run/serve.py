@@ -252,7 +252,7 @@ def _when_healthy(url: str, announce: Callable[[], None]) -> None:
 
 def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the section ``vllm:`` of an Axolotl file, whose keys have been checked."""
-    from lachesis.plugins.dialects.axolotl_names import EARLIER_SERVER_KEYS
+    from lachesis.plugins.dialects.axolotl import EARLIER_SERVER_KEYS
 
     document = read_document(path)
     apply_overrides(document, [override for override in overrides if override.startswith(("vllm.", "trl.vllm_"))])

@@ -8,7 +8,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.document import apply_overrides, parse_document
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.table import Dialect, Translation
 from lachesis.plugins.dialects.trl import TRL
 

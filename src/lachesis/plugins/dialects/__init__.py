@@ -11,7 +11,7 @@ from lachesis.config.document import Document
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import axolotl, trl
 from lachesis.plugins.dialects.atropos import SERVER, TRAINER
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.openrlhf import OPENRLHF

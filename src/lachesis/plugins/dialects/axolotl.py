@@ -5,13 +5,14 @@ Read from axolotl 0.19. Where its documentation and its code differ, the documen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL, EARLIER_SERVER_KEYS, TRACKERS
 from lachesis.plugins.dialects.chat_templates import put_chat_template
 from lachesis.plugins.dialects.convert import one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
@@ -38,7 +39,36 @@ from lachesis.plugins.dialects.grpo import (
     put_strategy,
 )
 from lachesis.plugins.dialects.hub import put_axolotl_hub
-from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
+
+# Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
+EARLIER_SERVER_KEYS = ("gpu_memory_utilization", "max_model_len", "dtype")
+_TRACKER_PATHS = {
+    "trackio_project_name": "logging.trackio.project",
+    "trackio_run_name": "logging.trackio.name",
+    "mlflow_experiment_name": "logging.mlflow.experiment",
+    "mlflow_run_name": "logging.mlflow.name",
+    "mlflow_tracking_uri": "logging.mlflow.tracking_uri",
+}
+
+
+def _names() -> Iterator[Entry]:
+    yield from read_names("axolotl", "model", "data", "process")
+    yield from read_names("transformers", "shared")
+    for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
+        yield from read_names("fsdp", prefix=prefix)
+    for entry in read_names("grpo", prefix="trl."):
+        # Its own trainer weights the KL term by nothing.
+        yield replace(entry, default=False) if entry.name == "trl.use_bias_correction_kl" else entry
+    yield from read_names("axolotl", "scaling", "server", "trl", "rest")
+
+
+AXOLOTL = Dialect(
+    "Axolotl",
+    list(_names()),
+    row_sections=("datasets", "test_datasets"),
+    open_sections=("gradient_checkpointing_kwargs", "fsdp_config"),
+)
 
 _ROW_KEYS = ("path", "name", "split")
 _FSDP = "fsdp_config."
@@ -230,8 +260,8 @@ def _put_run(translation: Translation) -> None:
         ("use_mlflow", "mlflow_experiment_name", "Default"),
     ):
         if translation.value(switch):
-            translation.put(dict(TRACKERS)[switch], translation.value(name, default), name)
-            for other, path in TRACKERS:
+            translation.put(_TRACKER_PATHS[name], translation.value(name, default), name)
+            for other, path in _TRACKER_PATHS.items():
                 if other.startswith(name.partition("_")[0]) and other != name:
                     translation.copy(other, path)
     if translation.value("use_trackio"):

@@ -10,6 +10,9 @@ from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
 
+UNSET: Any = object()
+"""No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
+
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -138,3 +141,84 @@ def engine_address(host: Any, port: Any) -> str:
     """Return the address of a server that binds ``host``: an address for all interfaces means this machine."""
     name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
     return f"http://{name}:{port}"
+
+
+def dtype(value: Any) -> str:
+    """Convert the name of a floating-point format."""
+    return one_of(DTYPES)(value)
+
+
+def optimizer(value: Any) -> str:
+    """Convert transformers' name of an optimizer."""
+    return one_of(OPTIMIZERS)(value)
+
+
+def schedule(value: Any) -> str:
+    """Convert transformers' name of a learning-rate schedule."""
+    return one_of(SCHEDULES)(value)
+
+
+def quoted_number(value: Any) -> Any:
+    """Convert a number in quotes: YAML 1.1 reads 1e-6 as text, so files have it there."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def reward_workers(value: Any) -> Any:
+    """Return the number of workers; one worker there is the trainer's own thread."""
+    return 0 if value == 1 and not isinstance(value, bool) else value
+
+
+def device(value: Any) -> Any:
+    """``cuda:0`` is the first one visible, which is where the trainer goes."""
+    if isinstance(value, str) and value.startswith("cuda:") and value != "cuda:0":
+        raise ConfigError(f"{value}: choose the GPU by CUDA_VISIBLE_DEVICES={value[5:]}, and leave --device out")
+    return "cuda" if value == "cuda:0" else value
+
+
+def unless_zero(value: Any) -> Any:
+    """Leave our own default where theirs is switched off by 0."""
+    return UNSET if value == 0 else value
+
+
+def lora(value: Any) -> str:
+    """Convert a switch that turns adapters on."""
+    return "lora" if value else "none"
+
+
+def dropped(value: Any) -> str:
+    """Convert a switch that leaves prompts out that are too long."""
+    return "drop" if value else "error"
+
+
+def unless_empty(value: Any) -> Any:
+    """Leave our own default where theirs has nothing in it."""
+    return value or UNSET
+
+
+def unless_negative(value: Any) -> Any:
+    """Leave our own default where theirs is switched off by -1."""
+    return UNSET if isinstance(value, int) and value < 0 else value
+
+
+def frequency(value: Any) -> Any:
+    """Convert a number of steps, of which -1 means never."""
+    return max(0, value) if isinstance(value, int) else value
+
+
+def sampled(value: Any) -> Any:
+    """Refuse greedy decoding, by which all completions of a group are alike."""
+    if value is False:
+        raise ConfigError("completions of a group would be alike: write True")
+    return UNSET
+
+
+def masters(value: Any) -> Any:
+    """Convert the format in which weights are updated: of 16 bits, there are no masters."""
+    if str(value).lower() in ("bf16", "bfloat16"):
+        return "plain"
+    if str(value).lower() not in ("fp32", "float32"):
+        raise ConfigError(f"{describe(value)} has no counterpart; Lachesis has fp32 and bf16")
+    return UNSET

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation, cannot, nothing, together
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names
 
 # FSDP's own options, with and without the prefix that they have in some files, and the keys that they set.
 _OPTIONS: Mapping[str, str] = {
@@ -32,17 +32,6 @@ _GROUPS = ("dp_shard_size", "dp_replicate_size")
 # The devices that share a sequence, and the older name for them.
 CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
 TENSOR = "tensor_parallel_size"
-_DONE_ANYWAY = {
-    "decoder layers are found, and sharded one by one": (
-        *("transformer_layer_cls_to_wrap", "auto_wrap_policy", "min_num_params", "use_orig_params", "auto_wrap"),
-    ),
-    "checkpoints and the trained model are written whole, and fit any number of devices": (
-        *("state_dict_type", "final_state_dict_type"),
-    ),
-    "sharding is FSDP2's": ("version",),
-    "each process loads on its CPU and keeps its part": ("sync_module_states", "cpu_ram_efficient_loading"),
-    "FSDP2 decides": ("limit_all_gathers", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
-}
 # By name: True if weights are freed between forward and backward; None without sharding.
 _STRATEGIES: Mapping[str, bool | None] = {
     "full_shard": True,
@@ -57,23 +46,6 @@ _SAID_ELSEWHERE = {
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "bf16", "fp16", "wall_clock_breakdown", "steps_per_print"),
 }
-
-
-def fsdp_option_entries() -> Iterator[Entry]:
-    """Yield the options below ``fsdp_config:``, where they are separate names."""
-    for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
-        for option, path in _OPTIONS.items():
-            yield together(f"{prefix}{option}", path)
-        for note, names in _DONE_ANYWAY.items():
-            yield from nothing(note, *(f"{prefix}{name}" for name in names))
-
-
-def scaling_entries() -> Iterator[Entry]:
-    """Names that Axolotl and TRL share."""
-    yield together("fsdp", "distributed.strategy", "full_shard, shard_grad_op (no reshard_after_forward), offload")
-    yield together("deepspeed", "distributed.strategy", "the file's ZeRO stage and offloading; DeepSpeed is not used")
-    yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_find_unused_parameters")
-    yield from nothing("the longest wait is deadlines.ranks_s", "ddp_timeout")
 
 
 def put_distributed(translation: Translation, options: Mapping[str, tuple[str, Any]], *, processes: int) -> None:
@@ -215,18 +187,4 @@ def _read(path: str) -> Mapping[str, Any]:
     return content
 
 
-ACCELERATE = Dialect(
-    "accelerate",
-    [
-        together("mixed_precision", "model.dtype", "bf16 weights have fp32 masters (optimizer.weight_update)"),
-        *nothing(
-            "start `torchrun --nproc-per-node N -m lachesis ...`, or `lachesis train` alone for one process",
-            *("distributed_type", "num_processes", "num_machines", "machine_rank", "rdzv_backend", "same_network"),
-            *("compute_environment", "main_training_function"),
-        ),
-        together("use_cpu", "model.device", "true is cpu"),
-        *nothing("the command line's --traceback shows where an error came from", "debug"),
-        *cannot("there are no TPUs here", "downcast_bf16"),
-        *cannot("leave it to taskset or numactl", "enable_cpu_affinity"),
-    ],
-)
+ACCELERATE = Dialect("accelerate", list(read_names("accelerate")))

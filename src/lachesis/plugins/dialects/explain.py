@@ -21,27 +21,9 @@ from lachesis.config.keys import (
 from lachesis.config.presets import PRESETS
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.atropos import TRAINER
-from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, nothing, refused, together
+from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, read_names
 
-# Arguments of TRL's, peft's and Axolotl's constructors that are not keys of their files.
-_ASK = "its arguments are keys of `lachesis.train({...})`; ask for one, as `lachesis explain 'GRPOConfig(beta)'`"
-
-CONSTRUCTORS = Dialect(
-    "the TRL library",
-    [
-        *nothing(_ASK, "GRPOConfig", "GRPOTrainer", "AxolotlGRPOConfig", "AxolotlGRPOTrainer", "LoraConfig"),
-        together("train_dataset", "data.path", "from Python: `lachesis.train(..., data=rows)`"),
-        together("eval_dataset", "data.eval_path", 'from Python: `data={"path": rows, "eval_path": held_out}`'),
-        together("processing_class", "model.tokenizer", "a directory or an id of the hub, if it is not the model's"),
-        together("peft_config", "adapter.kind", "lora; LoraConfig's arguments are keys of adapter"),
-        Entry("r", "adapter.r"),
-        Entry("target_modules", "adapter.targets"),
-        together("environment_factory", "source.environment", "with source.kind: steps; the tasks are source.tasks"),
-        *nothing("a reward model is loaded with its own tokenizer", "reward_processing_classes"),
-        *nothing("log_metric in a reward function adds metrics to those of each step", "compute_metrics"),
-        *refused("set optimizer.function and optimizer.schedule_function", "optimizers"),
-    ],
-)
+CONSTRUCTORS = Dialect("the TRL library", list(read_names("constructors")))
 
 # ``GRPOConfig(beta=0.04)``, ``GRPOConfig(beta)``, ``GRPOConfig.beta`` or ``beta=0.04``.
 _CALL = re.compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -19,23 +19,10 @@ from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
 from lachesis.plugins.dialects.convert import (
     DTYPES,
-    compile_mode,
     engine_address,
-    listed,
-    nonzero,
-    scale_rewards,
-    top_k,
 )
-from lachesis.plugins.dialects.hub import hub_names
 from lachesis.plugins.dialects.table import (
-    UNSET,
-    Entry,
     Translation,
-    cannot,
-    nothing,
-    read_names,
-    refused,
-    together,
 )
 
 _PROCESSES = "num_processes"
@@ -53,18 +40,6 @@ _SCHEDULE_OPTIONS = {
 _SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "warmup_type": "linear"}
 _OF_DECAY = ("optimizer.decay_steps", "optimizer.stable_steps", "optimizer.decay")
 
-# Their names that are ours too, by the section here.
-_ALIKE: Mapping[str, Sequence[str]] = {
-    "algorithm": (
-        *("beta", "num_iterations", "epsilon", "epsilon_high", "delta", "importance_sampling_level"),
-        *("off_policy_mask_threshold", "entropy_coef", "top_entropy_quantile"),
-        *("sapo_temperature_pos", "sapo_temperature_neg"),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    ),
-    "sampling": ("num_generations", "temperature", "top_p", "min_p", "repetition_penalty"),
-    "data": ("chat_template_kwargs",),
-}
-
 
 def put_cispo_bound(translation: Translation, prefix: str) -> None:
     """Set CISPO's bound where the file does not: TRL 1.16 takes ``epsilon``, 0.2; ours would be 5."""
@@ -79,66 +54,6 @@ def put_address(translation: Translation, name: str, port: Any) -> str:
     if "/" in host or host.count(":") == 1:
         translation.problem(name, f"expected the name or address of a host, got {host!r}; ports have their own key")
     return engine_address(host, port)
-
-
-def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry]:
-    """Yield the shared names below ``prefix``; ``bias_correction`` is the default of use_bias_correction_kl there."""
-    for section, names in _ALIKE.items():
-        for name in names:
-            yield Entry(f"{prefix}{name}", f"{section}.{name}")
-    yield Entry(f"{prefix}scale_rewards", "algorithm.scale_rewards", convert=scale_rewards)
-    yield Entry(f"{prefix}mask_truncated_completions", "algorithm.mask_truncated")
-    yield Entry(f"{prefix}multi_objective_aggregation", "algorithm.aggregation")
-    yield Entry(f"{prefix}reward_funcs", "rewards.functions", convert=listed)
-    yield Entry(f"{prefix}reward_weights", "rewards.weights")
-    yield Entry(f"{prefix}top_k", "sampling.top_k", convert=top_k)
-    yield Entry(f"{prefix}loss_type", "algorithm.loss_type", default="dapo", note="null is TRL's default, dapo")
-    yield Entry(f"{prefix}use_bias_correction_kl", "algorithm.use_bias_correction_kl", default=bias_correction)
-    yield Entry(f"{prefix}max_completion_length", "sampling.max_completion_length", default=512)
-    yield together(f"{prefix}generation_kwargs", "sampling.generation_kwargs")
-    yield together(f"{prefix}sync_ref_model", "algorithm.kl_reference", "true is the reference `ema`")
-    yield together(f"{prefix}ref_model_mixup_alpha", "algorithm.ref_mixup_alpha")
-    yield together(f"{prefix}ref_model_sync_steps", "algorithm.ref_sync_steps")
-    for name, path in (
-        ("correction", "sampler_correction"),
-        ("mode", "sampler_correction"),
-        ("cap", "sampler_correction_max"),
-        ("clip_max", "sampler_correction_max"),
-        ("clip_min", "sampler_correction_min"),
-    ):
-        yield together(f"{prefix}vllm_importance_sampling_{name}", f"algorithm.{path}")
-    yield together(f"{prefix}log_completions", "logging.completions", "true is all; the tape has them in any case")
-    yield together(f"{prefix}num_completions_to_print", "logging.completions", "with log_completions")
-    yield from nothing("multimodal prompts are not trained on here", f"{prefix}log_multimodal")
-    yield from cannot(
-        "the entropy's weight is constant here (algorithm.entropy_coef); it does not adapt",
-        *(f"{prefix}{name}" for name in ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")),
-        *(f"{prefix}{name}" for name in ("entropy_coef_min", "entropy_coef_max")),
-    )
-
-
-def transformers_entries() -> Iterator[Entry]:
-    """Names of transformers' arguments, and of its trainers', that both files have at the top."""
-    yield Entry("trust_remote_code", "model.trust_remote_code")
-    yield together("load_in_8bit", "model.quantization", "true is int8")
-    yield together("load_in_4bit", "model.quantization", "true is nf4")
-    yield Entry("torch_compile", "model.compile", convert=compile_mode)
-    yield Entry("seed", "run.seed", default=42)
-    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
-    yield together("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "and the lengths of warmup_stable_decay")
-    yield Entry("weight_decay", "optimizer.weight_decay")
-    yield Entry("adam_epsilon", "optimizer.eps")
-    yield together("adam_beta1", "optimizer.betas")
-    yield together("adam_beta2", "optimizer.betas")
-    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
-    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
-    yield together("save_steps", "checkpoint.every_steps")
-    yield together("eval_steps", "evaluation.every_steps")
-    yield Entry("save_total_limit", "checkpoint.keep_last")
-    yield together(_PROCESSES, "batch.prompts_per_step", "processes that an optimizer step is counted for")
-    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
-    yield from read_names("transformers", "shared")
-    yield from hub_names()
 
 
 def note_paging(translation: Translation, name: str) -> None:
@@ -426,6 +341,20 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
         return
     if prompts > step:
         translation.put("batch.steps_per_generation", prompts // step, name)
+
+
+def put_generation(translation: Translation, prompts: int | None, step: int | None, *, written: str, part: str) -> None:
+    """Set the prompts of one generation as whole optimizer steps, both in prompts; None is one that is invalid."""
+    if prompts is None or step is None:
+        return
+    if prompts % step:
+        fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
+        text = f"{prompts} prompts are not a multiple of the {step} of an optimizer step; {fitting} are"
+        translation.problem(written, text)
+        return
+    translation.put("batch.prompts_per_step", step, part)
+    if prompts > step:
+        translation.put("batch.steps_per_generation", prompts // step, written)
 
 
 def put_serving(

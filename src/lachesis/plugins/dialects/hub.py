@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import PurePath
 
 from lachesis.config.document import describe
-from lachesis.plugins.dialects.table import Entry, Translation, cannot, nothing, together
+from lachesis.plugins.dialects.table import Translation
 
 # Where TrainingArguments writes to, by whose name it calls a repository, if nothing is said.
 _OUTPUT_DIR = "trainer_output"
 _ONCE = "the model is uploaded once, when the run has done its last step"
 _STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-
-
-def hub_names() -> Iterator[Entry]:
-    """Yield the names that Axolotl's files have as well."""
-    yield together("hub_model_id", "checkpoint.hub.repo")
-    yield together("hub_revision", "checkpoint.hub.revision")
-    yield together("hub_strategy", "checkpoint.hub.repo", _ONCE)
-
-
-def transformers_hub_names() -> Iterator[Entry]:
-    """Yield the names of TRL's files alone, of its current and earlier versions."""
-    yield together("push_to_hub", "checkpoint.hub.repo", "to hub_model_id, or a repository of output_dir's name")
-    yield together("hub_private_repo", "checkpoint.hub.private")
-    yield together("push_to_hub_model_id", "checkpoint.hub.repo", "as hub_model_id")
-    yield together("push_to_hub_organization", "checkpoint.hub.repo", "its owner")
-    yield from nothing(_ONCE, "hub_always_push")
-    yield from cannot(
-        "a token in a file goes wherever the file goes: set HF_TOKEN, or log in with `hf auth login`",
-        *("hub_token", "push_to_hub_token"),
-    )
 
 
 def put_axolotl_hub(translation: Translation) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from lachesis.common.json_values import is_list
 from lachesis.config.schema.rollouts import NAMED_REWARDS
-from lachesis.plugins.dialects.open_r1_names import SCRIPT_NAMES
 from lachesis.plugins.dialects.open_r1_scripts import Script, read_script
-from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.table import Translation, read_names
 
 _NAME = "reward_funcs"
+# Keys that open-r1's script has and TRL's has not: a file with one of them is for that script.
+SCRIPT_NAMES = ("dataset_configs", *(entry.name for entry in read_names("trl", "open_r1")))
 _DEFAULTS = ("accuracy", "format", "tag_count")
 
 # Of open-r1's rewards: the arguments here, their names there, and their defaults there.

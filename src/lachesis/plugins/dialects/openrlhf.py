@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lachesis.common.json_values import is_list
-from lachesis.config.document import describe
+from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names, nonzero
+from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 
 # Of what OpenRLHF calls by two names the new one comes first.
@@ -65,9 +66,11 @@ _TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
     (("vllm.gpu_memory_utilization", "vllm_gpu_memory_utilization"), "engine.gpu_memory_utilization"),
     (("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"), "engine.tensor_parallel_size"),
     (("eval.dataset", "eval_dataset"), "data.eval_path"),
+    (("algo.advantage.is_correction_enable", "enable_vllm_is_correction"), "algorithm.sampler_correction"),
+    (("algo.advantage.is_correction_type", "vllm_is_correction_type"), "algorithm.sampler_correction"),
+    (("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"), "algorithm.sampler_correction_max"),
 )
 _OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
-GENERATED, STEP = ("rollout.batch_size", "rollout_batch_size"), ("train.batch_size", "train_batch_size")
 
 
 def _entries() -> Iterator[Entry]:
@@ -107,8 +110,10 @@ class _Reader:
         self.translation.problem(self.name(new), message)
 
 
-def finish(translation: Translation) -> None:
-    """Translate what takes several of OpenRLHF's flags together."""
+def translate(document: Document) -> Translation:
+    """Translate OpenRLHF's document to a canonical one."""
+    translation = Translation(document, OPENRLHF)
+    translation.run()
     reader = _Reader(translation)
     reader.put("model.path", "actor.model_name_or_path")
     reader.put("data.path", "data.prompt_dataset")
@@ -119,7 +124,48 @@ def finish(translation: Translation) -> None:
     _put_loss(reader)
     _put_kl(reader)
     _put_optimizer(reader)
+    _put_correction(reader)
     _put_rest(reader)
+    _put_batch(reader)
+    translation.finish()
+    return translation
+
+
+def _put_batch(reader: _Reader) -> None:
+    """Set the prompts of a generation and of an optimizer step, which is counted in completions there."""
+    part, group = reader.name("train.batch_size"), reader.translation.document.data["sampling"]["num_generations"]
+    prompts = reader.translation.whole(reader.name("rollout.batch_size"), 1024)
+    completions = reader.translation.whole(part, 128)
+    if completions is None or not isinstance(group, int):
+        return
+    if completions % group:
+        reader.translation.problem(part, f"{completions} completions are not whole groups of {group}")
+        return
+    put_generation(
+        reader.translation, prompts, completions // group, written=reader.name("rollout.batch_size"), part=part
+    )
+
+
+def _put_correction(reader: _Reader) -> None:
+    """Set the weight of the trainer's probability over vLLM's, within OpenRLHF's two bounds."""
+    name = "algo.advantage.is_correction_enable"
+    kind = reader.value("algo.advantage.is_correction_type", "tis")
+    bounds = reader.value("algo.advantage.is_correction_threshold", [0.5, 5.0])
+    reader.translation.put("algorithm.sampler_correction", "none", reader.name(name))
+    if not reader.value(name):
+        return
+    modes = {"tis": "token_truncate", "icepop": "token_mask"}
+    if kind not in modes:
+        reader.problem("algo.advantage.is_correction_type", f"{kind} has no counterpart; Lachesis has tis and icepop")
+    elif reader.value("actor.policy_loss_type", "ppo") != "ppo":
+        reader.problem(name, "it changes the ratio of gspo itself there, which has no counterpart; take it out")
+    elif not is_list(bounds) or len(bounds) != 2:
+        reader.problem("algo.advantage.is_correction_threshold", f"expected two numbers, got {describe(bounds)}")
+    else:
+        where = reader.name("algo.advantage.is_correction_threshold")
+        reader.translation.put("algorithm.sampler_correction", modes[kind], reader.name(name))
+        reader.translation.put("algorithm.sampler_correction_min", bounds[0], where)
+        reader.translation.put("algorithm.sampler_correction_max", bounds[1], where)
 
 
 def _put_lengths(reader: _Reader) -> None:

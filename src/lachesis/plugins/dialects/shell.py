@@ -1,14 +1,16 @@
 """The simple commands of a shell script, with its own variables, arrays and defaults expanded as bash does.
 
-Nothing is run. Assignments count in the order of the script. What bash would only know while it runs (the output of a
-command, an assignment inside ``if`` or ``case``, a variable that is not set) stays in a word as ``$NAME``, and
-:func:`unknown_in` finds it there.
+Nothing is run. Assignments count in the order of the script, and branches of ``if``, ``case``, ``&&`` and ``||`` are
+taken where a comparison decides. What bash would only know while it runs (the output of a command, an assignment in a
+branch that depends on one, a variable that is not set) stays in a word as ``$NAME``; :func:`unknown_in` finds it there.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lachesis.common.errors import ConfigError
@@ -21,10 +23,13 @@ _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 # NAME, NAME[...], and an operator with what follows it: ${X:-default}, ${X-default}, ${X:=default}, ${X%suffix}.
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*#]+)(\[[@*]\])?(:?[-=+?]|[%#/:^,].*)?(.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"\x00([^\x00]*)\x00")
-_OPERATORS = ("&&", "||", ";;", ">>", "2>", "&>", "|&", "|", ";", "&", ">", "<")
 _DECLARATIONS = frozenset({"export", "local", "declare", "readonly", "typeset"})
-_OPENS, _CLOSES = frozenset({"if", "case", "for", "while", "until"}), frozenset({"fi", "esac", "done"})
-_KEYWORDS = frozenset({"then", "else", "elif", "do", "{", "}", "time", "!", "exec", "nohup", "sudo", "function"})
+_KEYWORDS = frozenset({"do", "{", "}", "(", ")", "time", "exec", "nohup", "sudo", "function"})
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+# Whether the machine has an NPU, as scripts that run on both ask it; Lachesis runs on none.
+_PROBE = re.compile(r"\$\(.*(?:torch_npu|npu-smi).*\|\|\s*echo\s+(\w+)\s*\)", re.DOTALL)
 _ARGUMENTS = frozenset({"@", "*"})
 
 
@@ -49,42 +54,159 @@ def commands(text: str, *, environment: Mapping[str, str]) -> list[Command]:
     Raises:
         ConfigError: a quotation is not closed.
     """
-    shell = _Shell(variables=dict(environment))
-    return [words for line in _simple_commands(text) if (words := shell.execute(line))]
+    shell = _Shell(variables={"#": "0", **environment})
+    return [words for line, separator in _simple_commands(text) if (words := shell.execute(line, separator))]
+
+
+@dataclass(slots=True)
+class _Branch:
+    """An ``if``, ``case`` or loop that is open.
+
+    Attributes:
+        taken: True or False if it is known that bash runs the commands here, None if only bash knows.
+        earlier: the same of the branches before this one.
+        conditions: results of the commands between ``if`` and ``then``; None outside.
+        subject: the word of a ``case``.
+        patterns: of it, those read so far where they stand; None among its commands.
+    """
+
+    taken: bool | None = None
+    earlier: bool | None = False
+    conditions: list[bool | None] | None = None
+    subject: Word = ""
+    patterns: list[str] | None = None
 
 
 @dataclass(slots=True)
 class _Shell:
-    """Variables and arrays as they are after the commands so far."""
+    """Variables and arrays as they are after the commands so far, and the branches around the next one."""
 
     variables: dict[str, str]
     arrays: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
     conditional: set[str] = field(default_factory=set[str])
-    depth: int = 0
+    branches: list[_Branch] = field(default_factory=list[_Branch])
+    unset_is_empty: bool = False
+    result: bool | None = None
+    separator: str = ""
 
-    def execute(self, raw: Sequence[str]) -> Command:
-        """Take the assignments at the beginning of a command; return its other words expanded."""
-        rest = list(raw)
-        while rest and (rest[0] in _KEYWORDS or rest[0] in _OPENS | _CLOSES):
-            self.depth += (rest[0] in _OPENS) - (rest[0] in _CLOSES)
-            if rest[0] in ("for", "case"):
-                if rest[0] == "for" and len(rest) > 1:
-                    self.conditional.add(rest[1])
-                return []
-            rest.pop(0)
-        if rest and rest[0] in _DECLARATIONS:
+    def execute(self, raw: Sequence[str], separator: str) -> Command:
+        """Take the assignments at the beginning of a command; return its other words expanded.
+
+        The words are none where bash does not run the command, or where it only begins or ends a branch.
+        """
+        chained = self.result if self.separator == "&&" else _negated(self.result) if self.separator == "||" else True
+        if self.separator == ";;" and self.branches:
+            self.branches[-1].patterns = []
+        self.separator, self.result = separator, None
+        rest = self._keywords(list(raw))
+        if not rest:
+            return []
+        branch = self.branches[-1] if self.branches else None
+        if branch is not None and branch.conditions is not None:
+            branch.conditions.append(self._decide(rest))
+            self.result = branch.conditions[-1]
+            return []
+        running = self._running(chained)
+        if running is False:
+            self.result = chained if chained is False and self.separator == "&&" else None
+            return []
+        if rest[0] in ("[", "[[", "test"):
+            self.result = self._decide(rest)
+            return []
+        if rest[0] in _DECLARATIONS:
             rest = [word for word in rest[1:] if not word.startswith("-")]
         while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-            self._assign(match[1], match[3], more=bool(match[2]))
+            self._assign(match[1], match[3], more=bool(match[2]), known=running is True)
             rest.pop(0)
+            self.result = True
         return [word for one in rest for word in self.expand(one)]
 
-    def _assign(self, name: str, raw: str, *, more: bool) -> None:
-        if self.depth > 0:
+    def _keywords(self, rest: list[str]) -> list[str]:
+        """Follow the keywords and patterns at the beginning of a command; return what comes after them."""
+        while rest:
+            word, branch = rest[0], self.branches[-1] if self.branches else None
+            if word in ("if", "while", "until"):
+                self.branches.append(_Branch(conditions=[] if word == "if" else None))
+            elif word == "for" and len(rest) > 1:
+                self.branches.append(_Branch())
+                self.conditional.add(rest[1])
+                return []
+            elif word == "case" and len(rest) > 2:
+                self.branches.append(_Branch(subject=" ".join(self._lenient(rest[1])), patterns=[]))
+                rest = rest[2:]
+            elif branch is None:
+                if word not in _KEYWORDS:
+                    return rest
+            elif word in ("fi", "esac", "done"):
+                self.branches.pop()
+            elif word == "then" and branch.conditions is not None:
+                found, branch.conditions = set(branch.conditions), None
+                self._enter(branch, found.pop() if len(found) == 1 else None)
+            elif word == "elif":
+                branch.conditions = []
+            elif word == "else":
+                self._enter(branch, True)
+            elif branch.patterns is not None:
+                branch.patterns.append(word.lstrip("(").removesuffix(")"))
+                if word.endswith(")"):
+                    self._enter(branch, self._matches(branch.subject, branch.patterns))
+                    branch.patterns = None
+            elif word not in _KEYWORDS:
+                return rest
+            rest = rest[1:]
+        return rest
+
+    def _enter(self, branch: _Branch, condition: bool | None) -> None:
+        """Note whether the next commands run: the condition holds, and no earlier one did."""
+        if branch.earlier is not False:
+            branch.taken = False if branch.earlier or condition is False else None
+        else:
+            branch.taken = condition
+        branch.earlier = True if branch.earlier or branch.taken else None if branch.taken is None else branch.earlier
+
+    def _matches(self, subject: Word, patterns: Sequence[str]) -> bool | None:
+        expanded = ("".join(self.expand(pattern, whole=True)) for pattern in patterns)
+        return None if unknown_in(subject) else any(fnmatch.fnmatchcase(subject, pattern) for pattern in expanded)
+
+    def _running(self, chained: bool | None) -> bool | None:
+        states = [*(branch.taken for branch in self.branches), chained]
+        return False if False in states else None if None in states else True
+
+    def _lenient(self, raw: str) -> list[Word]:
+        """Expand a word of a comparison, in which a variable that is not set is empty."""
+        self.unset_is_empty = True
+        try:
+            return self.expand(raw, whole=True) or [""]
+        finally:
+            self.unset_is_empty = False
+
+    def _decide(self, raw: Sequence[str]) -> bool | None:
+        """Return the result of ``[ ... ]``; None for other commands, and where only bash knows."""
+        negated, words = raw[0] == "!", [word for word in raw if word != "!"]
+        if not words or words[0] not in ("[", "[[", "test"):
+            return None
+        found = [self._lenient(word)[0] for word in words[1:] if word not in ("]", "]]")]
+        if any(map(unknown_in, found)):
+            return None
+        match found:
+            case ["-z", text]:
+                result = not text
+            case ["-n", text] | [text]:
+                result = bool(text)
+            case [left, "=" | "==" | "!=" as sign, right]:
+                result = fnmatch.fnmatchcase(left, right) == (sign != "!=")
+            case [left, sign, right] if sign in _COMPARISONS and left.isdecimal() and right.isdecimal():
+                result = _COMPARISONS[sign](int(left), int(right))
+            case _:
+                return None
+        return result != (negated or raw[1:2] == ["!"])
+
+    def _assign(self, name: str, raw: str, *, more: bool, known: bool) -> None:
+        if not known:
             # Which branch is taken shows at run time only.
             self.conditional.add(name)
         elif raw.startswith("("):
-            items = [word for part in _split(raw[1:-1]) for one in part for word in self.expand(one)]
+            items = [word for part, _ in _split(raw[1:-1]) for one in part for word in self.expand(one)]
             self.arrays[name] = [*self.arrays.get(name, ()), *items] if more else items
         else:
             value = " ".join(self.expand(raw, whole=True))
@@ -143,7 +265,10 @@ class _Shell:
             inner = raw[index : end + 1]
             if inner == "$(pwd)":
                 return self._value("PWD", inner), end + 1
-            return self._arithmetic(inner) if inner.startswith("$((") else _unknown(inner), end + 1
+            if inner.startswith("$(("):
+                return self._arithmetic(inner), end + 1
+            probe = _PROBE.fullmatch(inner)
+            return (probe[1] if probe else _unknown(inner)), end + 1
         if after == "{":
             end = _closing(raw, index + 1, "{", "}")
             return self._braced(raw[index + 2 : end], raw[index : end + 1]), end + 1
@@ -155,6 +280,8 @@ class _Shell:
     def _value(self, name: str, written: str) -> str | list[Word]:
         if name in _ARGUMENTS:
             return []  # a script is read as it is started without arguments
+        if self.unset_is_empty and name not in self.conditional:
+            return self.variables.get(name, "")
         if name in self.conditional or name not in self.variables:
             return _unknown(written)
         return self.variables[name]
@@ -240,6 +367,10 @@ class _Sum:
         return self.text[self.index - 1]
 
 
+def _negated(result: bool | None) -> bool | None:
+    return None if result is None else not result
+
+
 def _unknown(written: str) -> str:
     return f"\x00{written}\x00"
 
@@ -254,9 +385,9 @@ def _closing(raw: str, index: int, opening: str, closing: str) -> int:
     return len(raw) - 1
 
 
-def _simple_commands(text: str) -> Iterator[list[str]]:
-    """Yield the raw words of each simple command, quotes and dollar signs still in them."""
-    for words in _split(text.replace("\\\n", " ")):
+def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the raw words of each simple command, quotes and dollar signs still in them, and what separates it."""
+    for words, separator in _split(re.sub(r"\\\r?\n", " ", text)):
         command: list[str] = []
         skip = False
         for word in words:
@@ -266,12 +397,11 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
                 skip = True
             else:
                 command.append(word)
-        if command:
-            yield command
+        yield command, separator
 
 
-def _split(text: str) -> Iterator[list[str]]:
-    """Yield the raw words between the separators of commands.
+def _split(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the raw words between the separators of commands, and the separator after them.
 
     Raises:
         ConfigError: a quotation is not closed.
@@ -321,9 +451,10 @@ def _split(text: str) -> Iterator[list[str]]:
             or (letter in "|&" and not current.endswith((">", "<")))
         ):
             end_word()
-            yield words
+            separator = next((both for both in (";;", "&&", "||", "|&") if text.startswith(both, index)), letter)
+            yield words, separator
             words = []
-            index += 1 if text.startswith((";;", "&&", "||", "|&"), index) else 0
+            index += len(separator) - 1
             if letter == "\n" and here_document is not None:
                 end = re.compile(rf"^\s*{here_document}\s*$", re.MULTILINE).search(text, index)
                 index, here_document = (end.end() if end else len(text)), None
@@ -344,7 +475,7 @@ def _split(text: str) -> Iterator[list[str]]:
     if quote:
         raise ConfigError(f"a quotation with {quote} is not closed", remedy="close it, as bash needs it")
     end_word()
-    yield words
+    yield words, ""
 
 
 def _line_end(text: str, index: int) -> int:

@@ -10,21 +10,19 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
 from lachesis.config.document import FROM_PYTHON, Document, Place, describe, dotted
+from lachesis.plugins.dialects import convert as converters
+from lachesis.plugins.dialects.convert import UNSET
 
 Convert = Callable[[Any], Any]
 Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]
 
 NAMES = Path(__file__).parent / "names"
-_OF_ROWS: tuple[Treatment, ...] = ("together", "nothing", "cannot", "refused")
-
-UNSET: Any = object()
-"""No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
 
 
 def same(value: Any) -> Any:
@@ -62,30 +60,30 @@ class Entry:
         return (bool(value) or told) and value not in self.fine
 
 
-def together(name: str, path: str, note: str = "") -> Entry:
-    return Entry(name, path, "together", note=note)
+def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
+    """Yield the entries of ``names/FILE.toml``: of the sections named, or of all, in their order.
 
-
-def nothing(note: str, *names: str) -> Iterator[Entry]:
-    return (Entry(name, treatment="nothing", note=note) for name in names)
-
-
-def cannot(note: str, *names: str) -> Iterator[Entry]:
-    return (Entry(name, treatment="cannot", note=note) for name in names)
-
-
-def refused(note: str, *names: str, fine: tuple[Any, ...] = ()) -> Iterator[Entry]:
-    return (Entry(name, treatment="refused", note=note, fine=fine) for name in names)
-
-
-def read_names(file: str, section: str) -> Iterator[Entry]:
-    """Yield the entries of a section of ``names/FILE.toml``, whose rows have names of one treatment and one note."""
+    A section is a list of rows. A row has one treatment with its names: a list, or a table of each name's key of ours
+    or of an entry's attributes, which come before those of the row. ``convert`` names a function of
+    :mod:`lachesis.plugins.dialects.convert`.
+    """
     document: dict[str, Any] = tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
-    for row in document[section]:
-        treatment: Treatment = next(one for one in _OF_ROWS if one in row)
-        for name in row[treatment]:
-            fine = tuple(row.get("fine", ()))
-            yield Entry(name, row.get("key", ""), treatment, note=row.get("note", ""), fine=fine)
+    for section in sections or document:
+        for row in document[section]:
+            treatment: Treatment = next(one for one in get_args(Treatment) if one in row)
+            for name in row[treatment]:
+                own: Any = row[treatment][name] if is_object(row[treatment]) else {}
+                yield _entry(f"{prefix}{row.get('under', '')}{name}", treatment, row | _attributes(own))
+
+
+def _attributes(own: Any) -> dict[str, Any]:
+    return {"key": own} if isinstance(own, str) else own
+
+
+def _entry(name: str, treatment: Treatment, row: Mapping[str, Any]) -> Entry:
+    convert: Convert = getattr(converters, row["convert"]) if "convert" in row else same
+    default, fine = row.get("default", UNSET), tuple(row.get("fine", ()))
+    return Entry(name, row.get("key", ""), treatment, convert, default, row.get("note", ""), fine)
 
 
 class Dialect:
@@ -271,8 +269,8 @@ class Translation:
     def problem(self, name: str, message: str) -> None:
         self._used.add(name)
         label = f"{self.dialect.prefix}{name}"
-        at = "" if self.dialect.prefix else self._theirs.at(_place(name))
-        self.document.problems.append(f"{label}{at}: {message}")
+        at = self._theirs.at(_place(name))
+        self.document.problems.append(f"{label}{'' if label in at else at}: {message}")
 
     def warning(self, name: str, message: str) -> None:
         self._find("warning", name, message)
@@ -327,7 +325,7 @@ class Translation:
                 if value is not None:
                     self.problem(name, f"expected keys, got {describe(value)}")
             elif value is not None and name.rpartition(".")[0] not in self.dialect.open_sections:
-                self.unknown(name)
+                self.unknown(_only_leaf(name, value))
 
     def _rows(self, name: str, rows: Any) -> None:
         """Read a list of mappings, whose keys are entries ``name.key``."""
@@ -352,6 +350,14 @@ class Translation:
             self.problem(name, entry.note)
         elif entry is not None and entry.treatment == "nothing" and entry.asks(value) and entry not in self._nothing:
             self._nothing.append(entry)
+
+
+def _only_leaf(name: str, value: Any) -> str:
+    """Return the dotted name of the one value below ``name``, as a flag writes it; ``name`` where there are several."""
+    while is_object(value) and len(value) == 1:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def _finding(level: Literal["note", "warning"], text: str) -> Finding:

@@ -14,17 +14,12 @@ from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import (
     DTYPES,
-    OPTIMIZERS,
-    SCHEDULES,
-    held_out,
     nonzero,
-    on_cpu,
     one_of,
 )
-from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
+from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
-    grpo_entries,
     note_paging,
     put_address,
     put_batch,
@@ -43,13 +38,11 @@ from lachesis.plugins.dialects.grpo import (
     put_serving,
     put_steps,
     put_strategy,
-    transformers_entries,
 )
-from lachesis.plugins.dialects.hub import put_hub, transformers_hub_names
+from lachesis.plugins.dialects.hub import put_hub
 from lachesis.plugins.dialects.mixtures import put_datasets
-from lachesis.plugins.dialects.open_r1_names import open_r1_names
 from lachesis.plugins.dialects.open_r1_rewards import put_open_r1_rewards
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation, nothing, read_names, refused, together
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 
 _PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -263,87 +256,9 @@ def _put_new_tokens(translation: Translation) -> None:
 
 
 def _names() -> Iterator[Entry]:
-    yield from grpo_entries("")
-    yield from transformers_entries()
-    yield Entry("model_name_or_path", "model.path")
-    for name in ("dtype", "torch_dtype", "bf16", "fp16", "model_init_kwargs"):
-        yield together(name, "model.dtype")
-    yield Entry("model_revision", "model.revision")
-    yield Entry("dataset_name", "data.path")
-    for key, path in (("path", "path"), ("name", "name"), ("split", "split"), ("data_files", "path")):
-        yield together(f"datasets.{key}", f"data.{path}", "the first; data.more has the others")
-    yield from nothing("rewards get every column", "datasets.columns")
-    yield from nothing("of earlier versions; data.name is dataset_config", "dataset_configs")
-    yield from refused("name a file in data_files", "datasets.data_dir")
-    yield from refused(_PART, "datasets.fraction", fine=(1.0,))
-    yield Entry("test_split_size", "data.eval_size", convert=held_out)
-    yield together(
-        "max_prompt_length",
-        "data.max_prompt_length",
-        "longer prompts are dropped; they are cut there, which asks another question",
-    )
-    yield together(
-        "gradient_clipping", "optimizer.max_grad_norm", "DeepSpeed's name; where max_grad_norm is not written"
-    )
-    yield together("max_new_tokens", "sampling.max_completion_length", "where max_completion_length is not written")
-    yield Entry("use_cpu", "model.device", convert=on_cpu)
-    yield Entry("no_cuda", "model.device", convert=on_cpu)
-    yield from open_r1_names()
-    yield Entry("dataset_config", "data.name")
-    yield Entry("dataset_train_split", "data.split")
-    yield together("dataset_test_split", "data.eval_split", "with eval_strategy")
-    yield Entry("shuffle_dataset", "data.shuffle")
-    yield together("use_peft", "adapter.kind", "true is lora")
-    for name, path in (("r", "r"), ("alpha", "alpha"), ("dropout", "dropout"), ("target_modules", "targets")):
-        yield together(f"lora_{name}", f"adapter.{path}")
-    yield Entry("gradient_checkpointing", "model.gradient_checkpointing", default=True)
-    yield together("max_steps", "run.steps", "-1 counts in epochs")
-    yield together("num_train_epochs", "run.epochs", "without max_steps")
-    yield together("per_device_train_batch_size", "batch.micro_batch_size")
-    yield together(
-        "gradient_accumulation_steps",
-        "batch.prompts_per_step",
-        "prompts = per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations",
-    )
-    yield together("generation_batch_size", "batch.steps_per_generation", "completions of one generation")
-    yield together("steps_per_generation", "batch.steps_per_generation", "micro-batches of one generation")
-    yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
-    yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
-    yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
-    yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
-    yield together("logging_steps", "logging.every_steps")
-    yield together("evaluation_strategy", "evaluation.every_steps", "as eval_strategy")
-    yield together("save_strategy", "checkpoint.every_steps", "steps, epoch (every_epochs) or no")
-    yield together("eval_strategy", "evaluation.every_steps", "steps, epoch (every_epochs) or no")
-    yield Entry("num_generations_eval", "evaluation.samples_per_problem")
-    yield together("report_to", "logging.wandb.project", f"{', '.join(TRACKERS)} or none")
-    yield together("project", "logging.wandb.project")
-    yield together("run_name", "logging.wandb.name")
-    yield from _engine_names()
-    yield from _without_counterpart()
-
-
-def _engine_names() -> Iterator[Entry]:
-    yield together("use_vllm", "engine.kind", "false: the trainer's own weights generate (embedded)")
-    yield together("vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
-    for name in ("server_base_url", "server_host", "server_port"):
-        yield together(f"vllm_{name}", "engine.urls", "0.0.0.0 is this machine")
-    yield together("vllm_server_timeout", "engine.wait_s")
-    for name, option in _MANAGED.items():
-        yield together(name, f"engine.{option}", "with vllm_mode colocate")
-    yield together("vllm_device", "engine.devices", "cuda:1 is 1; auto, as TRL today, the trainer's own GPU")
-    yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
-    yield Entry("vllm_guided_decoding_regex", "sampling.guided_regex")
-
-
-def _without_counterpart() -> Iterator[Entry]:
-    yield from read_names("transformers", "alone")
-    yield from transformers_hub_names()
-    yield from read_names("trl", "supervised")
-    yield Entry("dataset_num_proc", "data.processes")
-    yield from read_names("trl", "without_counterpart")
-    yield from scaling_entries()
-    yield together("fsdp_config", "distributed.reshard_after_forward", "FSDP's options, or a JSON file of them")
+    yield from read_names("grpo")
+    yield from read_names("transformers")
+    yield from read_names("trl")
 
 
 TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))

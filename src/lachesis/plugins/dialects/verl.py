@@ -1,23 +1,25 @@
-"""verl's keys (`ppo_trainer.yaml`, 0.5 to 0.8): translated exactly, refused by name, or without influence on training.
+"""verl's keys (`ppo_trainer.yaml`, 0.5 to 0.9): translated exactly, refused by name, or without influence on training.
 
 Defaults of verl's that differ from ours are written out: https://github.com/volcengine/verl, verl/trainer/config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_list
-from lachesis.config.document import describe
-from lachesis.plugins.dialects.convert import module_names, nonzero, number, one_of, top_k
-from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, Translation, cannot, refused, together
+from lachesis.config.document import Document, describe
+from lachesis.plugins.dialects.convert import module_names
+from lachesis.plugins.dialects.grpo import put_generation
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names
 
 _ACTOR = "actor_rollout_ref.actor."
+_OPTIM = f"{_ACTOR}optim."
 _MODEL = "actor_rollout_ref.model."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _POLICY_LOSS = f"{_ACTOR}policy_loss."
+_CORRECTION = "algorithm.rollout_correction."
 AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 _NORMALIZATIONS = {
     "token-mean": "token_mean",
@@ -25,239 +27,111 @@ _NORMALIZATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant_length",
 }
-GENERATED, STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
+_GENERATED, _STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
+_SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 # Sections that place processes, save memory, log or profile.
 _PLACEMENT = (
     f"{_ACTOR}fsdp_config", f"{_ACTOR}megatron", f"{_ACTOR}checkpoint", f"{_ACTOR}profiler", f"{_ACTOR}veomni",
+    f"{_ACTOR}torchtitan", f"{_ACTOR}qat", f"{_ACTOR}megatron.override_transformer_config",
+    f"{_ACTOR}megatron.override_ddp_config", f"{_ACTOR}megatron.qat", f"{_ACTOR}fsdp_config.qat",
     "actor_rollout_ref.ref", "actor_rollout_ref.profiler", f"{_MODEL}fused_kernel_options", f"{_MODEL}tiled_mlp",
-    f"{_ROLLOUT}engine_kwargs", f"{_ROLLOUT}profiler", f"{_ROLLOUT}trace", f"{_ROLLOUT}checkpoint_engine",
-    f"{_ROLLOUT}prometheus", f"{_ROLLOUT}disaggregation", f"{_ROLLOUT}val_kwargs", f"{_ROLLOUT}agent", "critic",
-    "reward_model.model", "reward_model.rollout", "reward_model.sandbox_fusion", "reward.reward_model",
-    "reward.sandbox_fusion", "sandbox_fusion", "algorithm.pf_ppo",
-    "ray_init", "ray_kwargs", "global_profiler", "transfer_queue", "hydra", "trainer", "resource_pool",
+    f"{_MODEL}mtp", f"{_MODEL}lora", f"{_ROLLOUT}engine_kwargs", f"{_ROLLOUT}profiler", f"{_ROLLOUT}trace",
+    f"{_ROLLOUT}checkpoint_engine", f"{_ROLLOUT}prometheus", f"{_ROLLOUT}disaggregation", f"{_ROLLOUT}mtp",
+    f"{_ROLLOUT}qat", "critic", "reward_model.model", "reward_model.rollout", "reward_model.sandbox_fusion",
+    "reward.reward_model", "reward.sandbox_fusion", "reward.reward_manager", "sandbox_fusion", "algorithm.pf_ppo",
+    "ray_init", "ray_kwargs", "global_profiler", "transfer_queue", "resource_pool", "trainer.v1", "distillation",
+    "reward_model.reward_kwargs", "reward.reward_kwargs", "reward_model.overlong_buffer", "reward.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg",
 )  # fmt: skip
-_NO_INFLUENCE = {
-    _ACTOR: (
-        "strategy", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "use_torch_compile",
-        "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking",
-        "entropy_from_logits_chunk_size", "entropy_checkpointing", "calculate_entropy", "use_remove_padding",
-        "use_fused_kernels", "use_prefix_grouper", "calculate_sum_pi_squared", "pad_to_length", "rollout_n",
-        "data_loader_seed", "recompute_old_log_prob", "load_weight", "shuffle",
-        "optim.total_training_steps", "optim.zero_indexed_step", "optim.optimizer_impl",
-    ),
-    _MODEL: (
-        "use_shm", "enable_activation_offload", "use_remove_padding", "use_liger", "use_fused_kernels",
-        "tokenizer_path", "hf_config_path",
-    ),
-    _ROLLOUT: (
-        "mode", "dtype", "nnodes", "n_gpus_per_node", "seed", "full_determinism", "prompt_length", "response_length",
-        "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "data_parallel_size", "expert_parallel_size",
-        "pipeline_model_parallel_size", "max_num_batched_tokens", "max_model_len", "max_num_seqs",
-        "enable_chunked_prefill", "enable_prefix_caching", "logprobs_mode", "scheduling_policy", "load_format",
-        "layered_summon", "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz",
-        "log_prob_max_token_len_per_gpu", "disable_log_stats", "multi_stage_wake_up", "calculate_log_probs",
-        "skip_tokenizer_init", "update_weights_bucket_megabytes", "over_sample_rate", "disable_custom_all_reduce",
-        "use_fire_sampling", "router_config_path",
-    ),
-    "data.": (
-        "val_batch_size", "gen_batch_size", "return_raw_input_ids", "return_raw_chat", "return_full_prompt",
-        "dataloader_num_workers", "validation_shuffle", "filter_overlong_prompts_workers", "reward_fn_key", "use_shm",
-        "trust_remote_code", "image_patch_size", "tokenizer", "return_multi_modal_inputs", "val_max_samples",
-        "image_key", "video_key", "audio_key", "seed", "mm_processor_kwargs",
-    ),
-    "algorithm.": (
-        "gamma", "lam", "filter_groups.metric", "filter_groups.max_inflight_gen_batches",
-        "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_rs_threshold", 
-        "rollout_is_threshold",
-    ),
-    "actor_rollout_ref.": ("hybrid_engine", "nccl_timeout"),
-}  # fmt: skip
-_BESIDE = "read with the key that turns it on"
-_REWARDS = "its rewards have another signature: write rewards.functions"
+
+VERL = Dialect("verl", list(read_names("verl")), open_sections=_PLACEMENT)
 
 
-def _entries() -> Iterator[Entry]:
-    yield from _model_and_data()
-    yield from _sampling()
-    yield from _loss()
-    yield from _optimizer()
-    yield from _run()
-    for section, names in _NO_INFLUENCE.items():
-        for name in names:
-            yield Entry(f"{section}{name}", treatment="together", note="no influence on training")
-
-
-def _model_and_data() -> Iterator[Entry]:
-    yield Entry(f"{_MODEL}path", "model.path")
-    yield Entry(f"{_MODEL}trust_remote_code", "model.trust_remote_code")
-    yield Entry(f"{_MODEL}enable_gradient_checkpointing", "model.gradient_checkpointing", default=True)
-    yield together(f"{_MODEL}lora_rank", "adapter.r", "0 turns it off")
-    yield together(f"{_MODEL}lora_alpha", "adapter.alpha")
-    yield together(f"{_MODEL}target_modules", "adapter.targets")
-    yield from refused(
-        "has no counterpart; take it out of the file", f"{_MODEL}custom_chat_template", f"{_MODEL}external_lib",
-        f"{_MODEL}override_config", f"{_MODEL}exclude_modules", f"{_MODEL}mtp.enable", f"{_MODEL}mtp.enable_train",
-    )  # fmt: skip
-    yield from refused("start from an adapter with model.path: its directory", f"{_MODEL}lora_adapter_path")
-    yield from refused("write it as lora_rank, as for FSDP", f"{_MODEL}lora.rank")
-    for name in ("alpha", "dropout", "type", "merge", "target_modules", "dtype"):
-        yield Entry(f"{_MODEL}lora.{name}", treatment="together", note=_BESIDE)
-    yield together("data.train_files", "data.path")
-    yield together("data.val_files", "data.eval_path")
-    yield Entry("data.prompt_key", "data.prompt_column")
-    yield Entry("data.shuffle", "data.shuffle")
-    yield Entry("data.max_prompt_length", "data.max_prompt_length", default=512)
-    yield Entry("data.filter_overlong_prompts", "data.overlong_prompts", convert=_dropped)
-    yield together("data.truncation", "data.overlong_prompts")
-    yield from refused("write data.more, or split: train[:N] in data", "data.train_max_samples", fine=(-1,))
-    yield Entry("data.apply_chat_template_kwargs", "data.chat_template_kwargs", convert=lambda value: value or UNSET)
-    yield from refused(
-        "has no counterpart; write the dataset as a file", "data.custom_cls.path", "data.sampler.class_path",
-        "data.datagen.path", "data.tool_config_path", "data.function_tool_path",
-    )  # fmt: skip
-    for name in ("custom_cls.name", "sampler.class_name", "datagen.name"):
-        yield Entry(f"data.{name}", treatment="together", note=_BESIDE)
-
-
-def _sampling() -> Iterator[Entry]:
-    yield Entry("data.max_response_length", "sampling.max_completion_length", default=512)
-    yield together(GENERATED, "batch.steps_per_generation", "prompts that are generated at once")
-    yield together(STEP, "batch.prompts_per_step", "prompts of an optimizer step")
-    yield Entry(f"{_ROLLOUT}n", "sampling.num_generations", default=1)
-    yield Entry(f"{_ROLLOUT}temperature", "sampling.temperature", default=1.0)
-    yield Entry(f"{_ROLLOUT}top_p", "sampling.top_p", default=1.0)
-    yield Entry(f"{_ROLLOUT}top_k", "sampling.top_k", convert=top_k)
-    yield together(f"{_ROLLOUT}name", "engine.kind")
-    yield together(f"{_ROLLOUT}gpu_memory_utilization", "engine.gpu_memory_utilization")
-    yield together(f"{_ROLLOUT}tensor_model_parallel_size", "engine.tensor_parallel_size")
-    yield from refused("completions end at the model's end of text here", f"{_ROLLOUT}ignore_eos")
-    yield Entry(f"{_ROLLOUT}do_sample", convert=_sampled, note="completions are always sampled")
-    yield from refused("write the tools as `tools`", f"{_ROLLOUT}multi_turn.enable")
-    for name in (
-        "max_assistant_turns", "max_user_turns", "tool_config_path", "function_tool_path", "max_parallel_calls",
-        "max_tool_response_length", "tool_response_truncate_side", "use_inference_chat_template", "format",
-        "tokenization_sanity_check_mode", "num_repeat_rollouts", "interaction_config_path", "completion_callback",
-    ):  # fmt: skip
-        yield Entry(f"{_ROLLOUT}multi_turn.{name}", treatment="together", note=_BESIDE)
-    yield Entry(f"{_ROLLOUT}enable_rollout_routing_replay", "algorithm.router_replay")
-    yield from refused("its bytes differ from the trained ones: remove it", f"{_ROLLOUT}quantization",
-                       f"{_ROLLOUT}quantization_config_file")  # fmt: skip
-
-
-def _loss() -> Iterator[Entry]:
-    yield together("algorithm.adv_estimator", "algorithm.scale_rewards")
-    yield together("algorithm.norm_adv_by_std_in_grpo", "algorithm.scale_rewards")
-    yield together(f"{_POLICY_LOSS}loss_mode", "algorithm.loss_type")
-    yield together(f"{_ACTOR}loss_agg_mode", "algorithm.loss_type")
-    yield from refused("its sum over a fixed length has no counterpart", f"{_ACTOR}loss_scale_factor")
-    for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"):
-        yield Entry(f"{_POLICY_LOSS}{name}", treatment="together", note=_BESIDE)
-    yield together(f"{_ACTOR}tau_pos", "algorithm.sapo_temperature_pos", "with loss_mode sapo")
-    yield together(f"{_ACTOR}tau_neg", "algorithm.sapo_temperature_neg", "with loss_mode sapo")
-    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-        yield together(f"{_ACTOR}{name}", "algorithm.epsilon")
-    yield Entry(f"{_ACTOR}ppo_epochs", "algorithm.num_iterations")
-    yield Entry(f"{_ACTOR}entropy_coeff", "algorithm.entropy_coef")
-    for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"):
-        yield together(f"{_ACTOR}{name}", "algorithm.beta")
-    yield together("algorithm.use_kl_in_reward", "algorithm.kl_placement")
-    yield together("algorithm.kl_penalty", "algorithm.kl_estimator")
-    for name, path in (
-        ("type", "kl_target"),
-        ("kl_coef", "beta"),
-        ("target_kl", "kl_target"),
-        ("horizon", "kl_horizon"),
-    ):
-        yield together(f"algorithm.kl_ctrl.{name}", f"algorithm.{path}", _BESIDE)
-    yield from refused("has no counterpart; take it out of the file", "algorithm.use_pf_ppo", "distillation.enabled")
-    yield together("algorithm.filter_groups.enable", "pipeline.refill_zero_signal")
-    yield together("algorithm.filter_groups.max_num_gen_batches", "pipeline.refill_zero_signal")
-    yield from refused(
-        "write algorithm.sampler_correction and its bounds, and take this out",
-        "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_is",
-        "algorithm.rollout_rs", "algorithm.rollout_correction.bypass_mode",
-    )  # fmt: skip
-    yield from refused("write algorithm.sampler_correction: token_truncate, and take this out",
-                       f"{_ACTOR}tis_imp_ratio_cap", fine=(-1, -1.0))  # fmt: skip
-    yield from refused("quantized training has another form: model.quantization", f"{_ACTOR}qat.enable")
-
-
-def _optimizer() -> Iterator[Entry]:
-    optim = f"{_ACTOR}optim."
-    yield Entry(f"{optim}lr", "optimizer.learning_rate", default=1e-6)
-    yield Entry(f"{optim}weight_decay", "optimizer.weight_decay", default=0.01)
-    yield Entry(f"{optim}betas", "optimizer.betas")
-    yield Entry(f"{optim}lr_warmup_steps", "optimizer.warmup_steps", convert=_warmup)
-    yield Entry(f"{optim}lr_warmup_steps_ratio", "optimizer.warmup_ratio")
-    for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
-        yield Entry(
-            f"{optim}{name}", "optimizer.schedule", convert=one_of({"constant": "constant", "cosine": "cosine"})
-        )
-    yield Entry(f"{optim}min_lr_ratio", "optimizer.min_lr_ratio")
-    yield from refused("Lachesis' cosine falls once: write 0.5", f"{optim}num_cycles", fine=(0.5,))
-    yield from refused("both have AdamW", f"{optim}optimizer", fine=("AdamW", "adam", "adamw"))
-    yield from refused("write the options as optimizer keys", f"{optim}override_optimizer_config")
-    for name in ("grad_clip", "optim.clip_grad"):  # of FSDP, and of Megatron
-        yield Entry(f"{_ACTOR}{name}", "optimizer.max_grad_norm", convert=nonzero)
-
-
-def _run() -> Iterator[Entry]:
-    yield Entry("trainer.total_epochs", "run.epochs", convert=number, default=30.0)
-    yield Entry("trainer.total_training_steps", "run.steps")
-    yield Entry("trainer.save_freq", "checkpoint.every_steps", convert=_frequency)
-    yield Entry("trainer.test_freq", "evaluation.every_steps", convert=_frequency)
-    yield Entry("trainer.experiment_name", "run.name")
-    yield from cannot(_REWARDS, "custom_reward_function.path", "reward.custom_reward_function.path")
-    for section in ("custom_reward_function.", "reward.custom_reward_function."):
-        yield Entry(f"{section}name", treatment="together", note=_BESIDE)
-    yield Entry("trainer.project_name", treatment="together", note="no influence on training")
-    for section in ("reward_model.", "reward."):
-        yield from refused("write a reward function that asks the model, or rewards.models", f"{section}enable")
-        for name in ("reward_manager", "num_workers", "launch_reward_fn_async", "use_reward_loop", "strategy",
-                     "micro_batch_size_per_gpu", "enable_resource_pool", "n_gpus_per_node", "nnodes"):  # fmt: skip
-            yield Entry(f"{section}{name}", treatment="together", note=_BESIDE)
-        for start in ("overlong_buffer.", "reward_kwargs.overlong_buffer_cfg."):
-            yield from refused("write soft_overlong_punishment in rewards.functions, and take this out",
-                               f"{section}{start}enable")  # fmt: skip
-            for name in ("len", "penalty_factor", "log"):
-                yield Entry(f"{section}{start}{name}", treatment="together", note=_BESIDE)
-        yield Entry(f"{section}reward_kwargs.max_resp_len", treatment="together", note=_BESIDE)
-
-
-def _dropped(value: Any) -> Any:
-    return "drop" if value else "error"
-
-
-def _sampled(value: Any) -> Any:
-    if value is False:
-        raise ConfigError("completions of a group would be alike: write True")
-    return UNSET
-
-
-def _warmup(value: Any) -> Any:
-    return UNSET if isinstance(value, int) and value < 0 else value
-
-
-def _frequency(value: Any) -> Any:
-    return max(0, value) if isinstance(value, int) else value
-
-
-VERL = Dialect("verl", list(_entries()), open_sections=_PLACEMENT)
-
-
-def finish(translation: Translation) -> None:
-    """Translate what takes several of verl's keys together."""
+def translate(document: Document) -> Translation:
+    """Translate verl's document to a canonical one."""
+    translation = Translation(document, VERL)
+    translation.run()
     _put_files(translation)
     _check_truncation(translation)
     _put_loss(translation)
     _put_kl(translation)
+    _put_correction(translation)
+    _put_schedule(translation)
     _put_adapter(translation)
     _put_engine(translation)
-    if translation.value("algorithm.filter_groups.enable") is True:
-        # 0 there is as many batches as it takes.
-        rounds = translation.value("algorithm.filter_groups.max_num_gen_batches", 0)
-        translation.put("pipeline.refill_zero_signal", rounds or 100, "algorithm.filter_groups.enable")
+    _put_evaluation(translation)
+    _put_filter(translation)
+    prompts = translation.whole(_GENERATED, 1024)
+    step = translation.whole(_STEP, min(256, prompts or 256))
+    put_generation(translation, prompts, step, written=_GENERATED, part=_STEP)
+    translation.finish()
+    return translation
+
+
+def _put_filter(translation: Translation) -> None:
+    """Set the replacement of groups without signal; 0 generations there are as many as it takes."""
+    name, metric = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+    if translation.switch(name) is not True:
+        return
+    translation.put(
+        "pipeline.refill_zero_signal", translation.value("algorithm.filter_groups.max_num_gen_batches", 0) or 100, name
+    )
+    if (asked := translation.value(metric, "score")) not in ("score", "acc", "seq_reward", "seq_final_reward"):
+        translation.problem(metric, f"{describe(asked)}: Lachesis replaces groups whose rewards are equal; write score")
+
+
+def _put_schedule(translation: Translation) -> None:
+    """Set the schedule, which is a cosine by default where VeOmni trains, and where it ends."""
+    veomni = "veomni" in (translation.value(f"{_ACTOR}strategy"), translation.value("model_engine"))
+    names = [f"{_OPTIM}{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")]
+    name = next(filter(translation.has, names), names[0])
+    kind = translation.value(name, "cosine" if veomni else "constant")
+    if kind not in _SCHEDULES:
+        translation.problem(name, f"{describe(kind)} has no counterpart; Lachesis has {', '.join(_SCHEDULES)}")
+        return
+    translation.put("optimizer.schedule", _SCHEDULES[kind], name)
+    rate = translation.value(f"{_OPTIM}lr", 1e-6)
+    for lowest in (f"{_OPTIM}min_lr", f"{_OPTIM}lr_min"):
+        value = translation.value(lowest, 0)
+        if isinstance(value, int | float) and isinstance(rate, int | float) and value and rate:
+            translation.put("optimizer.min_lr_ratio", value / rate, lowest)
+
+
+def _put_correction(translation: Translation) -> None:
+    """Set the weight of the trainer's probability over the engine's, which verl truncates from above."""
+    names = (f"{_CORRECTION}rollout_is", "algorithm.rollout_is")
+    name = next(filter(translation.has, names), names[0])
+    cap = translation.value(f"{_ACTOR}tis_imp_ratio_cap", -1)
+    level = translation.value(name)
+    bound = translation.value(f"{name}_threshold", 2.0)
+    if level is None and isinstance(cap, int | float) and cap > 0:
+        level, bound, name = "token", cap, f"{_ACTOR}tis_imp_ratio_cap"
+    translation.put("algorithm.sampler_correction", "none", name)
+    if level is None or level is False:
+        return
+    low, underscore, high = str(bound).rpartition("_")
+    try:
+        limits = (float(low) if underscore else None, float(high))
+    except ValueError:
+        translation.problem(f"{name}_threshold", f"expected a number, or two as 0.5_5.0, got {describe(bound)}")
+        return
+    if level not in ("token", "sequence"):
+        translation.problem(name, f"{describe(level)} has no counterpart; Lachesis has token and sequence")
+        return
+    # Two bounds there are those of IcePop: outside of them a weight is 0.
+    translation.put("algorithm.sampler_correction", f"{level}_{'mask' if underscore else 'truncate'}", name)
+    translation.put("algorithm.sampler_correction_max", limits[1], f"{name}_threshold")
+    if limits[0] is not None:
+        translation.put("algorithm.sampler_correction_min", limits[0], f"{name}_threshold")
+
+
+def _put_evaluation(translation: Translation) -> None:
+    """Set how held-out problems are answered: greedily unless the file samples there."""
+    start = f"{_ROLLOUT}val_kwargs."
+    if translation.switch(f"{start}do_sample"):
+        translation.put("evaluation.temperature", translation.value(f"{start}temperature", 0), f"{start}temperature")
+        translation.put("evaluation.samples_per_problem", translation.value(f"{start}n", 1), f"{start}n")
 
 
 def _put_files(translation: Translation) -> None:
@@ -361,6 +235,9 @@ def _put_advantages(translation: Translation) -> None:
         translation.problem(name, f"{estimator} {reason}; write one of {', '.join(_ESTIMATORS)}")
         return
     baseline, scale = _ESTIMATORS[estimator]
+    if estimator == "reinforce_plus_plus" and translation.value("algorithm.gamma", 1.0) not in (1, 1.0):
+        translation.problem("algorithm.gamma", "rewards of a completion come at its end, undiscounted; write 1.0")
+    translation.value("algorithm.gamma")
     if translation.switch("algorithm.norm_adv_by_std_in_grpo") is False and scale == "group":
         scale = "none"
     translation.put("algorithm.baseline", baseline, name)
@@ -373,14 +250,23 @@ def _put_normalization(translation: Translation, *, key: str = "algorithm.loss_t
     aggregation = translation.text(name, "token-mean")
     if aggregation not in _NORMALIZATIONS:
         translation.problem(name, f"{aggregation} has no counterpart; Lachesis has {', '.join(_NORMALIZATIONS)}")
-    elif key == "algorithm.loss_type" and aggregation in AGGREGATIONS:
+        return
+    factor, length = f"{_ACTOR}loss_scale_factor", translation.value("data.max_response_length", 512)
+    if aggregation == "seq-mean-token-sum-norm" and translation.value(factor, length) != length:
+        translation.problem(factor, f"sums are divided by data.max_response_length here, {length}; write that")
+    if key == "algorithm.loss_type" and aggregation in AGGREGATIONS:
         translation.put(key, AGGREGATIONS[aggregation], name)
     else:
         translation.put("algorithm.normalization", _NORMALIZATIONS[aggregation], name)
 
 
 def _clip(translation: Translation, side: str) -> Any:
-    return translation.value(f"{_ACTOR}clip_ratio_{side}", translation.value(f"{_ACTOR}clip_ratio", 0.2))
+    """Return a bound; ``clip_ratio`` counts there only where both others are null, and they are 0.2 by default."""
+    common, name = translation.value(f"{_ACTOR}clip_ratio", 0.2), f"{_ACTOR}clip_ratio_{side}"
+    if common != 0.2 and not translation.has(name):
+        text = f"{common} has no effect in verl, where {name} is 0.2 unless it is written; write that"
+        translation.problem(f"{_ACTOR}clip_ratio", text)
+    return translation.value(name, 0.2)
 
 
 def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
@@ -431,21 +317,27 @@ def _put_adapter(translation: Translation) -> None:
     rank = translation.value(f"{_MODEL}lora_rank", 0)
     alpha = translation.value(f"{_MODEL}lora_alpha", 16)
     targets = translation.value(f"{_MODEL}target_modules", "all-linear")
-    if rank:
+    if rank or translation.has(f"{_MODEL}lora_adapter_path"):
         translation.put("adapter.kind", "lora", f"{_MODEL}lora_rank")
+        translation.copy(f"{_MODEL}lora_adapter_path", "adapter.path")
+    if rank:
         translation.put("adapter.r", rank, f"{_MODEL}lora_rank")
         translation.put("adapter.alpha", alpha, f"{_MODEL}lora_alpha")
         translation.put("adapter.targets", module_names(targets), f"{_MODEL}target_modules")
 
 
 def _put_engine(translation: Translation) -> None:
-    name = translation.value(f"{_ROLLOUT}name")
-    share = translation.value(f"{_ROLLOUT}gpu_memory_utilization")
-    parallel = translation.value(f"{_ROLLOUT}tensor_model_parallel_size")
-    if name == "vllm":
-        translation.put("engine.kind", "vllm", f"{_ROLLOUT}name")
-        translation.put("bridge.kind", "broadcast", f"{_ROLLOUT}name")
-        if share is not None:
-            translation.put("engine.gpu_memory_utilization", share, f"{_ROLLOUT}gpu_memory_utilization")
-        if parallel is not None:
-            translation.put("engine.tensor_parallel_size", parallel, f"{_ROLLOUT}tensor_model_parallel_size")
+    """Set the engine: vLLM for each of verl's servers, and the trainer itself for ``hf``."""
+    name, replay = f"{_ROLLOUT}name", f"{_ACTOR}router_replay.mode"
+    engine = translation.value(name)
+    if engine in ("vllm", "sglang", "trtllm"):
+        translation.put("engine.kind", "vllm", name)
+        translation.put("bridge.kind", "broadcast", name)
+        translation.copy(f"{_ROLLOUT}gpu_memory_utilization", "engine.gpu_memory_utilization")
+        translation.copy(f"{_ROLLOUT}tensor_model_parallel_size", "engine.tensor_parallel_size")
+    mode = translation.text(replay, "disabled")
+    if mode not in ("disabled", "R3"):
+        translation.problem(replay, f"{mode} has no counterpart; Lachesis has R3, and disabled")
+    returned = translation.switch(f"{_ROLLOUT}enable_rollout_routing_replay")
+    if mode == "R3" or (returned and mode != "disabled"):
+        translation.put("algorithm.router_replay", True, replay)

@@ -7,7 +7,7 @@ import pytest
 from lachesis.config.keys import all_keys
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.atropos import SERVER, TRAINER
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.explain import explain
 from lachesis.plugins.dialects.table import UNSET, Dialect

@@ -5,15 +5,15 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.config.keys import all_keys
 from lachesis.plugins.dialects.explain import CONSTRUCTORS, Alias, explain
-from lachesis.plugins.dialects.table import Dialect, Entry, cannot, nothing
+from lachesis.plugins.dialects.table import Dialect, Entry
 
 TRAINER = Dialect(
     "trainer",
     [
         Entry("lr", "optimizer.learning_rate", default=3e-4, note="twice as large"),
         Entry("group-size", "sampling.num_generations"),
-        *nothing("the sky is always blue", "sky.color"),
-        *cannot("there are no birds", "birds"),
+        Entry("sky.color", treatment="nothing", note="the sky is always blue"),
+        Entry("birds", treatment="cannot", note="there are no birds"),
     ],
     prefix="--",
 )

@@ -71,7 +71,7 @@ def test_verls_files_give_what_is_common(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(VERL)
     text = translated(file)
-    assert "# no influence on training, left out: trainer.n_gpus_per_node" in text
+    assert "# note: trainer.n_gpus_per_node: no influence on training" in text
     ours = tmp_path / "ours.yaml"
     ours.write_text(text)
     config = load_config(ours, overrides=["rewards.functions=[accuracy_reward]"]).config

@@ -51,7 +51,7 @@ def value(found: dict[str, dict[str, object]], path: str) -> object:
         # What follows is as verl's core_algos.py and actor.yaml have it.
         (f"{ACTOR}policy_loss.loss_mode=gspo", {"algorithm.loss_type": "grpo", "algorithm.normalization": None}),
         (
-            f"{ACTOR}policy_loss.loss_mode=clip-cov {ACTOR}policy_loss.clip_cov_lb=2 {ACTOR}clip_ratio=1.0",
+            f"{ACTOR}policy_loss.loss_mode=clip-cov {ACTOR}policy_loss.clip_cov_lb=2 {ACTOR}clip_ratio_low=1.0",
             {"algorithm.loss_type": "clip_cov", "algorithm.cov_share": 2e-4, "algorithm.cov_low": 2,
              "algorithm.cov_high": 5.0, "algorithm.epsilon": 1.0, "algorithm.normalization": "token_mean"},
         ),
@@ -122,29 +122,29 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
 @pytest.mark.parametrize(
     ("also", "named"),
     [
-        ("algorithm.adv_estimator=gae", "adv_estimator: gae trains a critic"),
-        ("algorithm.adv_estimator=remax", "adv_estimator: remax has no counterpart"),
-        ("algorithm.adv_estimator=gpg", "adv_estimator: gpg scales by how many rewards are not 0"),
-        (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode: bypass_mode has no counterpart"),
+        ("algorithm.adv_estimator=gae", "adv_estimator (line 1): gae trains a critic"),
+        ("algorithm.adv_estimator=remax", "adv_estimator (line 1): remax has no counterpart"),
+        ("algorithm.adv_estimator=gpg", "adv_estimator (line 1): gpg scales by how many rewards are not 0"),
+        (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode (line 2): bypass_mode has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
-        (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode: token-sum has no counterpart"),
-        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=abs", "kl_loss_type: abs has no counterpart"),
-        (f"{ACTOR}use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward: Lachesis has one KL term"),
-        ("algorithm.rollout_correction.rollout_is=token", "rollout_is: write algorithm.sampler_correction"),
+        (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode (line 2): token-sum has no counterpart"),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=abs", "kl_loss_type (line 2): abs has no counterpart"),
+        (f"{ACTOR}use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward (line 2): Lachesis has one KL"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "rollout_rs (line 2): has no counterpart"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable"),
         ("reward_model.enable=True", "reward_model.enable"),
         ("reward_model.overlong_buffer.enable=True", "overlong_buffer.enable"),
         ("data.truncation=left", "data.truncation"),
-        ("--config-name=mine --config-path=.", "the script takes its defaults from mine.yaml"),
-        ("algorithm.new_thing=1", "algorithm.new_thing: no key of verl's"),
-        ("trainer.total_epochs=${EPOCHS}", "trainer.total_epochs: ${EPOCHS} has no value in the script"),
-        (f"{ACTOR}optim.lr=$(cat rate)", "optim.lr: $(cat rate) has no value in the script"),
+        ("--config-name=mine --config-path=.", "no configuration file mine.yaml, from which train.sh"),
+        ("algorithm.new_thing=1", "algorithm.new_thing (line 2): no key of verl's"),
+        ("trainer.total_epochs=${EPOCHS}", "trainer.total_epochs (line 2): ${EPOCHS} has no value in the file"),
+        (f"{ACTOR}optim.lr=$(cat rate)", "optim.lr (line 2): $(cat rate) has no value in the file"),
     ],
 )
 def test_what_would_train_something_else_is_refused_by_name(tmp_path: Path, also: str, named: str):
     with pytest.raises(ConfigError) as caught:
         ours(tmp_path, VERL.format(also))
-    assert named in caught.value.message
+    assert named in caught.value.message and "train.sh" in caught.value.message
 
 
 def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
@@ -185,7 +185,7 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
         ("--algo.advantage.estimator gae", "gae trains a critic"),
         ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),
         ("--train.async_enable", "train.async_enable"),
-        ("--some.new_flag 3", "--some: no key of OpenRLHF's"),
+        ("--some.new_flag 3", "--some.new_flag (line 3): no key of OpenRLHF's"),
         ("--train.batch_size 100", "100 completions are not whole groups of 8"),
     ],
 )
@@ -254,7 +254,7 @@ def test_what_verls_own_scripts_write_beside_the_keys(tmp_path: Path, also: str,
 
 
 def test_a_base_file_that_is_not_read_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="defaults from gsm8k_multiturn_grpo"):
+    with pytest.raises(ConfigError, match="no configuration file gsm8k_multiturn_grpo"):
         ours(tmp_path, VERL.format("--config-name=gsm8k_multiturn_grpo"))
 
 
@@ -277,3 +277,121 @@ def test_ms_swift_is_named_with_what_is_the_same_here(tmp_path: Path, name: str,
     with pytest.raises(ConfigError, match="ms-swift") as caught:
         translated(file)
     assert "model.path: org/m, sampling.num_generations: 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("also", "expected"),
+    [
+        ("algorithm.rollout_correction.rollout_is=token", ("token_truncate", 2.0, None)),
+        (
+            "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=5.0",
+            ("sequence_truncate", 5.0, None),
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_3.0",
+            ("token_mask", 3.0, 0.5),
+        ),
+        (f"{ACTOR}tis_imp_ratio_cap=4", ("token_truncate", 4, None)),
+        ("", ("none", None, None)),
+    ],
+)
+def test_verls_correction_for_its_sampler(tmp_path: Path, also: str, expected: tuple[object, ...]):
+    found = ours(tmp_path, VERL.format(also))
+    keys = ("sampler_correction", "sampler_correction_max", "sampler_correction_min")
+    assert tuple(value(found, f"algorithm.{key}") for key in keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("also", "path", "expected"),
+    [
+        (f"{ACTOR}strategy=veomni", "optimizer.schedule", "cosine"),
+        ("model_engine=megatron", "optimizer.schedule", "constant"),
+        (f"{ACTOR}optim.lr_decay_style=linear {ACTOR}optim.min_lr=1e-7", "optimizer.min_lr_ratio", 0.1),
+        (f"{ACTOR}fsdp_config.model_dtype=bfloat16", "optimizer.weight_update", "plain"),
+        (f"{ACTOR}router_replay.mode=R3", "algorithm.router_replay", True),
+        ("actor_rollout_ref.model.lora_adapter_path=/a", "adapter.path", "/a"),
+        ("+actor_rollout_ref.rollout.repetition_penalty=1.1", "sampling.repetition_penalty", 1.1),
+        ("~trainer.total_epochs", "run.epochs", 30.0),
+        ("'data.max_prompt_length=${data.max_response_length}' data.max_response_length=77",
+         "data.max_prompt_length", 77),
+        ("'+data.apply_chat_template_kwargs={enable_thinking:False}'",
+         "data.chat_template_kwargs", {"enable_thinking": False}),
+        ("data.train_files=[a.parquet,b.parquet]", "data.more", [{"path": "b.parquet"}]),
+        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=512", "algorithm.loss_type",
+         "dr_grpo"),
+    ],
+)  # fmt: skip
+def test_more_of_verl_is_translated(tmp_path: Path, also: str, path: str, expected: object):
+    assert value(ours(tmp_path, VERL.format(also)), path) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("also", "named"),
+    [
+        (f"{ACTOR}clip_ratio=0.3", "0.3 has no effect in verl"),
+        ("data.image_key=images", "prompts with images"),
+        ("trainer.critic_warmup=10", "critic_warmup"),
+        (f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff=0.001", "moe_aux_loss_coeff"),
+        ("algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9", "algorithm.gamma"),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length", "filter_groups.metric"),
+        (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=9", "loss_scale_factor"),
+        (f"{ACTOR}optim.optimizer=muon", "both have AdamW"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "default_agent_loop"),
+        ("distillation.enabled=True", "distillation.enabled"),
+        ("+algorithm.loss.new_thing=1", "algorithm.loss.new_thing (line 2): no key of verl's"),
+    ],
+)
+def test_more_of_verl_is_refused_by_name(tmp_path: Path, also: str, named: str):
+    with pytest.raises(ConfigError) as caught:
+        ours(tmp_path, VERL.format(also))
+    assert named in caught.value.message
+
+
+def test_a_trainer_of_verls_recipes_with_a_loss_of_its_own_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"starts recipe\.prime\.main_prime, a trainer that Lachesis does not know"):
+        ours(tmp_path, VERL.format("").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
+
+
+def test_a_script_that_starts_two_trainings_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="starts 2 trainings"):
+        ours(tmp_path, VERL.format("") + "\n" + VERL.format("trainer.total_epochs=2"))
+
+
+def test_a_file_of_verls_is_read_below_the_words_of_a_script(tmp_path: Path):
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\ndefaults: [ppo_trainer, base, _self_]\n"
+        "data: {max_prompt_length: 99, max_response_length: '${data.max_prompt_length}'}\n"
+        "actor_rollout_ref: {actor: {_target_: a.B, clip_ratio_low: 0.1}, rollout: {name: '???'}}\n"
+    )
+    (folder / "base.yaml").write_text("data: {max_prompt_length: 5}\ntrainer: {total_epochs: 4}\n")
+    found = ours(tmp_path, VERL.format("--config-path=config --config-name=mine trainer.save_freq=7"))
+    paths = ("data.max_prompt_length", "sampling.max_completion_length", "run.epochs", "algorithm.epsilon")
+    assert [value(found, path) for path in paths] == [99, 99, 4.0, 0.1]
+    (folder / "mine.yaml").write_text("actor_rollout_ref: {actor: {policy_loss: {loss_mode: mine}}}\n")
+    with pytest.raises(ConfigError, match=r"loss_mode \(mine\.yaml, line 1\): mine has no counterpart"):
+        ours(tmp_path, VERL.format("--config-path=config --config-name=mine"))
+
+
+@pytest.mark.parametrize(
+    ("also", "expected"),
+    [
+        ("--algo.advantage.is_correction_enable", ("token_truncate", 5.0, 0.5)),
+        ("--algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop "
+         "--algo.advantage.is_correction_threshold 0.2 3", ("token_mask", 3, 0.2)),
+        ("", ("none", None, None)),
+    ],
+)  # fmt: skip
+def test_openrlhfs_correction_for_its_sampler(tmp_path: Path, also: str, expected: tuple[object, ...]):
+    found = ours(tmp_path, OPENRLHF.format(also))
+    keys = ("sampler_correction", "sampler_correction_max", "sampler_correction_min")
+    assert tuple(value(found, f"algorithm.{key}") for key in keys) == expected
+
+
+def test_the_processes_of_a_launcher_are_counted(tmp_path: Path):
+    line = "accelerate launch --num_processes 4 grpo.py --model_name_or_path m --dataset_name d --reward_funcs a.b {}"
+    found = ours(tmp_path, line.format("--per_device_train_batch_size 8 --num_generations 8"))
+    assert found["batch"]["prompts_per_step"] == 4
+    torchrun = line.replace("accelerate launch --num_processes 4", "torchrun --nproc_per_node=2 --nnodes 2")
+    assert ours(tmp_path, torchrun.format(""))["batch"]["prompts_per_step"] == 4

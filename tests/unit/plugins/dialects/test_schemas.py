@@ -14,7 +14,7 @@ import pytest
 from lachesis.config.document import Document
 from lachesis.config.load import load_document
 from lachesis.config.schema import LachesisConfig
-from lachesis.plugins.dialects.axolotl_names import AXOLOTL
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.plugins.dialects.table import Dialect
 from lachesis.plugins.dialects.trl import TRL

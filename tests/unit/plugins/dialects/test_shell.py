@@ -27,6 +27,15 @@ SCRIPTS = {
     "a list in quotes": """A=/x\nB="['$A', '$A/y']"\nrun files="$B\"""",
     "export": "export A=2 B=3\nrun $A $B",
     "appended": "A=x\nA+=y\nrun $A",
+    "a branch": 'A=gpu\nif [ "$A" = npu ]; then B=1; elif [[ $A == g* ]]; then B=2; else B=3; fi\nrun $B',
+    "a branch in a branch": 'if [ -z "$NONE" ]; then\n  if [ 2 -gt 3 ]; then B=1\n  else B=2\n  fi\nfi\nrun $B',
+    "a case": 'A=b\ncase "$A" in\n  a|b)\n    B=1\n    ;;\n  *) B=2 ;;\nesac\nrun $B',
+    "the rest of a case": "A=z\ncase $A in a) B=1;; b | c) B=2;; *) B=3;; esac\nrun $B",
+    "a condition before a command": 'A=1\n[ -z "$A" ] && A=2\n[ -n "$A" ] && B=3\nrun $A $B',
+    "an alternative": '[ "$NONE" = x ] || A=2\nrun $A',
+    "no arguments": "if [ $# -lt 1 ]; then A=none; fi\nrun $A",
+    "a branch with a command": "if [ 1 -eq 2 ]; then run a; else run b; fi",
+    "not": "if ! [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A",
 }
 
 
@@ -46,7 +55,7 @@ def test_words_are_those_of_bash(script: str):
         ("run a=${MODEL}", "${MODEL}"),
         ("run $(nproc)", "$(nproc)"),
         ("run `nproc`", "`nproc`"),
-        ('if [ "$1" = x ]; then A=1; else A=2; fi\nrun $A', "$A"),
+        ("if grep -q x f; then A=1; else A=2; fi\nrun $A", "$A"),
         ("for A in 1 2; do run $A; done", "$A"),
         ("run ${A%.json}", "${A%.json}"),
     ],

@@ -1,0 +1,278 @@
+"""The training that a shell script starts, as a document of the trainer's own keys, with the lines of the script."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_list, is_object
+from lachesis.config.document import Document, read_document
+from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
+from lachesis.plugins.dialects.shell import Command, commands, unknown_in
+
+# Programs that train by a policy gradient over groups: modules, files and commands.
+_TRAINERS = re.compile(
+    r"verl[./]trainer[./]main_ppo(_sync)?(\.py)?|(\S*[./])?(dapo|entropy)[./]main_\w+(\.py)?"
+    r"|openrlhf\.cli\.train_(ppo|grpo)\w*|(\S*/)?(train_ppo\w*|\w*grpo\w*|rlhf)\.py|trl (grpo|rloo)"
+    r"|trl\.scripts\.(grpo|rloo)|axolotl (train|preprocess)|axolotl\.cli\.train|(swift|megatron) rlhf|swift\.cli\.rlhf"
+)
+_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "trl": ("grpo", "rloo", "sft", "dpo", "kto", "reward", "gspo", "env"),
+    "axolotl": ("train", "preprocess"),
+    "swift": ("rlhf", "sft", "pt"),
+    "megatron": ("rlhf", "sft", "pt"),
+}
+# Files of verl's own, of which only the optimizer's defaults of one differ.
+_VERL_FILES = {"ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "dapo_trainer", "entropy_trainer"}
+_VERL_FILES |= {"dapo_megatron_trainer", "ppo_torchtitan_trainer", "_self_"}
+_SWITCHES_OF_HYDRA = {"--config-name": "-cn", "--config-path": "-cp", "--config-dir": "-cd"}
+_MOST_FILES = 20
+_MODEL_FLAGS = frozenset({"--model_name_or_path", "--pretrain", "--actor.model_name_or_path", "--rlhf_type"})
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A command that starts a training.
+
+    Attributes:
+        program: as ``-m``, a file or a command name it.
+        arguments: behind it.
+        launcher: the words before it.
+    """
+
+    program: str
+    arguments: Sequence[str]
+    launcher: Sequence[str] = ()
+
+
+def read_script(path: Path) -> Document:
+    """Read the training that a shell script starts; a file that it names with ``--config`` is read below its flags.
+
+    Raises:
+        ConfigError: the script cannot be read, starts nothing that is known here or several trainings, or names a
+            file that is not there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", remedy="give a readable file") from error
+    try:
+        started = _started(commands(text, environment=os.environ), path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", remedy=error.remedy) from error
+    document = Document(name=str(path), data={})
+    assigned = any(ASSIGNMENT.fullmatch(word) and "." in word.partition("=")[0] for word in started.arguments)
+    found = _overrides(started, path, document) if assigned else _flags(started.arguments)
+    config = found.pop("config", None) if not assigned else None
+    if not assigned and "num_processes" not in found and (processes := _processes(started.launcher, path)):
+        found["num_processes"] = processes
+    if started.program.startswith("axolotl") and started.arguments:
+        config = started.arguments[0]
+    nested = _nested(found)
+    if isinstance(config, str):
+        below = _beside(path, config)
+        document.origins |= {place: f"{config}, {origin}" for place, origin in below.origins.items()}
+        document.problems += below.problems
+        nested = merged(below.data, nested)
+    document.data = nested
+    lines = text.splitlines()
+    for name in found:
+        if (line := _line(name, lines)) is not None:
+            document.origins[tuple(name.split("."))] = f"line {line}"
+    return document
+
+
+def _started(found: Sequence[Command], path: Path) -> Started:
+    programs = [one for words in found if (one := _program(words)) is not None]
+    known = [one for one in programs if _TRAINERS.fullmatch(one.program)]
+    if len({tuple(one.arguments) for one in known}) > 1:
+        names = ", ".join(dict.fromkeys(one.program for one in known))
+        raise ConfigError(f"starts {len(known)} trainings ({names})", remedy="give a script that starts one of them")
+    if known:
+        return known[0]
+    other = max(programs, key=lambda one: len(one.arguments), default=None)
+    if other is not None and _is_training(other.arguments):
+        raise ConfigError(
+            f"starts {other.program}, a trainer that Lachesis does not know: its loss is its own",
+            remedy="write the keys that are common to verl's main_ppo into a script that starts that",
+        )
+    # Words of a function or variable that holds the trainer's name.
+    longest = max(found, key=len, default=[])
+    if not _is_training(longest) and not _MODEL_FLAGS.intersection(longest):
+        raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
+    return Started("", longest)
+
+
+_KNOWN = (
+    "give a script of TRL's, verl's, OpenRLHF's or ms-swift's, or a YAML file; `lachesis grpo` takes the flags of the "
+    "Atropos trainer directly"
+)
+
+
+def _is_training(words: Sequence[str]) -> bool:
+    return any(re.match(r"[+~]*(actor_rollout_ref|algorithm)\.", word) for word in words)
+
+
+def _program(words: Command) -> Started | None:
+    """Return what comes behind ``-m MODULE``, a Python file or ``trl COMMAND``; None without one."""
+    for index, word in enumerate(words[:-1]):
+        after = words[index + 1]
+        if word in ("-m", "--module") and not after.startswith("-"):
+            return Started(after, words[index + 2 :], words[:index])
+        if word.endswith(".py"):
+            return Started(word, words[index + 1 :], words[:index])
+        if after in _COMMANDS.get(Path(word).name, ()):
+            return Started(f"{Path(word).name} {after}", words[index + 2 :], words[:index])
+    return None
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return ``--flag value``, ``--flag=value``, ``--flag a b`` and ``--flag``, which is True."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            found[name] = _scalar(value) if equals else True
+        elif name:
+            before = found[name]
+            found[name] = (
+                _scalar(word) if before is True else [*(before if is_list(before) else [before]), _scalar(word)]
+            )
+    return found
+
+
+def _scalar(text: str) -> Any:
+    if unknown_in(text) is not None or "\n" in text:
+        return text
+    return parse_value(text)
+
+
+def _processes(launcher: Sequence[str], script: Path) -> int | None:
+    """Return the number of processes that accelerate or torchrun is told to start; None if it is not told."""
+    flags = _flags([word for word in launcher if not word.startswith("-n")])
+    config = flags.get("config_file")
+    if isinstance(config, str):
+        with suppress(ConfigError):
+            flags = _beside(script, config).data | flags
+    each, machines = flags.get("nproc_per_node"), flags.get("nnodes", 1)
+    total = flags.get("num_processes", each)
+    if not isinstance(total, int) or total < 1:
+        return None
+    return total * machines if total is each and isinstance(machines, int) else total
+
+
+def _overrides(started: Started, path: Path, document: Document) -> dict[str, Any]:
+    """Return hydra's overrides, over the file that ``--config-name`` names."""
+    found: dict[str, Any] = {}
+    options: dict[str, str] = {}
+    words = list(started.arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        option = next((long for long, short in _SWITCHES_OF_HYDRA.items() if name in (long, short)), None)
+        if option is not None:
+            options[option] = value if equals else words.pop(0) if words else ""
+        elif match := ASSIGNMENT.fullmatch(word):
+            found[match[2]] = None if match[1] == "~" else _scalar(match[3])
+        elif match := DELETION.fullmatch(word):
+            found[match[1]] = None
+        elif word in ("--multirun", "-m"):
+            document.problems.append("--multirun: it starts several runs; keep the values of one")
+    for name in [name for name in found if "@" in name or "/" in name]:
+        del found[name]  # the choice of one of verl's own parts of the defaults
+    name = options.get("--config-name", "ppo_trainer").removesuffix(".yaml")
+    if "veomni" in name:
+        found.setdefault("model_engine", "veomni")
+    if name in _VERL_FILES:
+        return found
+    folder = options.get("--config-path", options.get("--config-dir", "config"))
+    below = verl_document(_beside(path, f"{name}.yaml", folders=(folder,)))
+    document.origins |= {place: f"{name}.yaml, {origin}" for place, origin in below.origins.items()}
+    document.problems += below.problems
+    return dict(flat(below.data)) | found
+
+
+def verl_document(document: Document, *, depth: int = 0) -> Document:
+    """Return verl's file over those of its ``defaults``, without hydra's own keys, and with its ``${...}`` replaced.
+
+    Raises:
+        ConfigError: a file of the defaults is neither verl's own nor beside it.
+    """
+    defaults, data = document.data.pop("defaults", []), document.data
+    for one in defaults if is_list(defaults) else []:
+        name = one if isinstance(one, str) else ""
+        if isinstance(one, str) and name.removesuffix(".yaml") not in _VERL_FILES and depth < _MOST_FILES:
+            below = verl_document(_beside(Path(document.name), f"{name.removesuffix('.yaml')}.yaml"), depth=depth + 1)
+            data = merged(below.data, data)
+            document.origins = below.origins | document.origins
+    data.pop("hydra", None)
+    data = _without_targets(data)
+    document.data = resolved(data, dict(flat(data)))
+    return document
+
+
+def _without_targets(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the classes that sections are read into, and values that a command line has to give."""
+    kept = {key: value for key, value in data.items() if key != "_target_" and value != "???"}
+    return {key: _without_targets(value) if is_object(value) else value for key, value in kept.items()}
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``above`` laid over ``below``, section by section."""
+    found = dict(below)
+    for key, value in above.items():
+        inside = found.get(key)
+        found[key] = merged(inside, value) if is_object(inside) and is_object(value) else value
+    return found
+
+
+def flat(data: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    """Return the dotted names of all values, those of sections below them."""
+    found: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        found += flat(value, f"{before}{key}.") if is_object(value) and value else [(f"{before}{key}", value)]
+    return found
+
+
+def _nested(names: Mapping[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, value in names.items():
+        *folders, last = name.split(".")
+        section = data
+        for folder in folders:
+            inside = section.get(folder)
+            section[folder] = section = inside if is_object(inside) else {}
+        section[last] = value
+    return data
+
+
+def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Document:
+    """Read a file that a script names: from the working directory, beside the script, or from a folder above it.
+
+    Raises:
+        ConfigError: it is in none of these places, or cannot be read.
+    """
+    places = [Path.cwd(), *script.absolute().parents]
+    candidates = [place / folder / config for place in places for folder in folders]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"no configuration file {config}, from which {script.name} takes its keys",
+            remedy="put it beside the script, or write its keys into the script",
+        )
+    return read_document(found)
+
+
+def _line(name: str, lines: Sequence[str]) -> int | None:
+    """Return the number of the first line that writes an argument, from 1."""
+    spelled = re.escape(name).replace("_", "[_-]")
+    pattern = re.compile(rf"(?<![\w.-])(--|[+~]*){spelled}(?![\w.-])")
+    return next((number for number, line in enumerate(lines, 1) if pattern.search(line)), None)
