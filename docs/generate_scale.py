@@ -85,8 +85,8 @@ With `pip install 'lachesis[ray]'` on all nodes, `lachesis run` uses Ray where R
 `cluster.kind: ray` ([keys](configuration.md#cluster)). Ray places ranks, engines, rollout API and environment. An
 engine that is lost with its node comes up on another while the others continue. If a rank is lost, all ranks start
 again from the last checkpoint. Whoever reaches Ray's ports can run programs there: set `RAY_AUTH_MODE=token`. `lachesis
-cluster slurm --ray` and `kubernetes --ray` print jobs that bring their own Ray cluster. Tests use three simulated nodes
-of one machine.
+cluster slurm --ray` prints a job that brings its own Ray cluster; a RayJob of KubeRay has `lachesis run CONFIG` as its
+entrypoint. Tests use three simulated nodes of one machine.
 
 ## Loading and saving
 

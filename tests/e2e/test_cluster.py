@@ -55,9 +55,7 @@ def test_a_file_with_secrets_is_its_users_alone(main: Main, tmp_path: Path, monk
 def test_what_does_nothing_with_ray_is_refused(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = write_run(tmp_path, model={"device": "cpu"})
     monkeypatch.chdir(tmp_path)
-    pods = ["--image", "i", "--claim", "c", "--mount", str(tmp_path)]
     for words, error in (
-        (["kubernetes", *pods, "--ray", "--secret", "s"], "--secret does nothing with --ray"),
         (["slurm", "--ray", "--master-port", "29501"], "--master-port does nothing with --ray"),
         (["slurm", "--set", "cluster.kind=ray"], "cluster.kind is ray, and --ray is not given"),
         (["slurm", "--ray", "--set", "cluster.kind=local"], "cluster.kind is local, and --ray is given"),
@@ -65,6 +63,4 @@ def test_what_does_nothing_with_ray_is_refused(main: Main, tmp_path: Path, monke
         refused = main("cluster", words[0], str(config), *words[1:])
         assert (refused.code, refused.out) == (2, ""), refused.out
         assert error in refused.err
-    written = main("cluster", "kubernetes", str(config), *pods, "--ray")
-    assert written.code == 0 and "kind: RayJob" in written.out and "kind: Secret" not in written.out
     assert "ray symmetric-run" in main("cluster", "slurm", str(config), "--ray").out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
@@ -65,7 +65,8 @@ def slurm(
     """Print a script for sbatch: ranks and engines on their nodes. Requeued, it resumes from the last checkpoint."""
     from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
 
-    _check_unused(ray, {"--master-port": master_port != MASTER_PORT})
+    if ray and master_port != MASTER_PORT:
+        raise ConfigError("--master-port does nothing with --ray, which draws ports itself", remedy="leave it out")
     loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
     job = SlurmJob(
         config_path=config.absolute(),
@@ -107,29 +108,26 @@ def kubernetes(
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
     preflight_s: PreflightS = 600,
-    ray: Ray = False,
     out: Out = None,
 ) -> None:
-    """Print manifests: a Job of ranks, a StatefulSet of engines, Services, configuration and tokens; or a RayJob."""
+    """Print manifests: a Job of ranks, a StatefulSet of engines, Services, configuration and tokens."""
     from lachesis.plugins.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
 
-    _check_unused(ray, {"--master-port": master_port != MASTER_PORT, "--secret": secret is not None})
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
     job = KubernetesJob(
         image=image,
         claim=claim,
         mount=PurePosixPath(mount),
         namespace=namespace,
         secret=secret,
-        tokens=None if secret or ray else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
+        tokens=None if secret else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
         options=(*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])),
         master_port=master_port,
         grace_s=notice,
         restarts=restarts,
         preflight_s=preflight_s,
-        ray=ray,
     )
-    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret or ray else 0o600)
+    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret else 0o600)
 
 
 @cluster_app.command()
@@ -187,12 +185,6 @@ def _write(text: str, layout: Layout, out: Path | None, *, mode: int = 0o666) ->
         return
     write_atomic(out, text, mode=mode)
     console.print(f"wrote {shown(out)}: {layout.summary}")
-
-
-def _check_unused(ray: bool, given: Mapping[str, bool]) -> None:
-    """Raise ConfigError for a flag that does nothing with --ray, which draws ports and secrets itself."""
-    if ray and (flags := [flag for flag, there in given.items() if there]):
-        raise ConfigError(f"{' and '.join(flags)} does nothing with --ray", remedy="leave it out")
 
 
 def _derived(

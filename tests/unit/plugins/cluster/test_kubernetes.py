@@ -9,7 +9,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from jsonschema import Draft202012Validator, ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import load_config
@@ -21,7 +20,6 @@ TOKENS = {"LACHESIS_JOB_TOKEN": "j", "LACHESIS_SESSION_TOKEN": "s"}
 RUN = {"run": {"steps": 2, "name": "math-8b", "dir": "/shared/runs"}}
 # The first in which a Job has all that ours asks for, and the newest of the schemas.
 VERSIONS = ("1.29", "1.33")
-RAY_JOB = Draft202012Validator(yaml.safe_load(Path(__file__).with_name("rayjob_schema.yaml").read_text()))
 
 
 def rendered(sections: dict[str, Any], machines: Machines, **options: Any) -> list[dict[str, Any]]:
@@ -52,6 +50,18 @@ def test_they_are_what_the_api_takes(sections: dict[str, Any], machines: Machine
     broken["spec"]["completionMod"] = "Indexed"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def test_options_are_read_as_texts():
+    (job,) = [
+        one
+        for one in rendered(CPU, Machines(1), image="r/i: {x}", claim="yes", options=("--resume",))
+        if one["kind"] == "Job"
+    ]
+    spec = job["spec"]["template"]["spec"]
+    assert spec["containers"][0]["image"] == "r/i: {x}"
+    assert spec["volumes"][1]["persistentVolumeClaim"] == {"claimName": "yes"}
+    assert spec["containers"][0]["command"][-2:] == ["ranks", "--resume"]
 
 
 def test_which_objects_there_are():
@@ -106,63 +116,3 @@ def test_the_services_find_their_pods_and_the_configurations_are_read(tmp_path: 
 def test_what_kubernetes_could_not_keep_is_refused(sections: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         rendered(sections, Machines(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("entryPoint",), "python"),
-        (("rayClusterSpec", "authOptions", "mode"), "password"),
-        (("rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
-        (("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "2"),
-        (("rayClusterSpec", "workerGroupSpecs", 0, "minReplicas"), None),
-    ],
-)
-def test_kuberays_schema_refuses_what_it_would_not_take(path: tuple[str | int, ...], value: Any):
-    *_, job = rendered(CPU, Machines(2, ranks=3), ray=True, tokens=None)
-    where: Any = job["spec"]
-    for key in path[:-1]:
-        where = where[key]
-    if value is None:
-        del where[path[-1]]
-    else:
-        where[path[-1]] = value
-    with pytest.raises(ValidationError):
-        RAY_JOB.validate(job["spec"])
-
-
-@pytest.mark.parametrize(("sections", "machines"), [(APART, Machines(4, 8)), (CPU, Machines(2, ranks=3))])
-def test_a_ray_job_has_a_pod_for_each_node_and_one_that_places(sections: dict[str, Any], machines: Machines):
-    """What is in it of Kubernetes' own API is held against that, the rest against KubeRay's."""
-    written, job = rendered(
-        sections, machines, ray=True, tokens=None, namespace="rl", options=("--resume",), restarts=5
-    )
-    assert (written["kind"], job["apiVersion"], job["kind"]) == ("ConfigMap", "ray.io/v1", "RayJob")
-    assert job["metadata"] == {"name": "math-8b", "namespace": "rl"}
-    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    RAY_JOB.validate(spec)
-    assert spec["entrypoint"] == "python -m lachesis run /etc/lachesis/config.yaml --resume"
-    assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == (0, True)
-    assert set(spec) == {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
-    assert set(cluster) == {"authOptions", "headGroupSpec", "workerGroupSpecs"}
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    assert head["rayStartParams"] == {"num-cpus": "0"}, "no rank and no engine is placed there"
-    assert {workers[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {machines.nodes}
-    for template, gpus in ((head["template"], 0), (workers["template"], machines.gpus)):
-        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
-        for version in VERSIONS:
-            kubernetes_validate.validate(pod, version, strict=True)
-        (container,) = template["spec"]["containers"]
-        assert container.get("resources") == ({"limits": {"nvidia.com/gpu": gpus}} if gpus else None)
-        assert not {"command", "args"} & set(container), "which KubeRay gives it"
-    found = yaml.safe_load(written["data"]["config.yaml"])
-    assert found["engine"]["kind"] == config(**sections).engine.kind, "Ray places it"
-    own = {key: found["cluster"][key] for key in ("kind", "nodes", "gpus_per_node", "ranks_per_node", "restarts")}
-    gpus, ranks = machines.gpus or None, machines.ranks
-    assert own == {
-        "kind": "ray",
-        "nodes": machines.nodes,
-        "gpus_per_node": gpus,
-        "ranks_per_node": ranks,
-        "restarts": 5,
-    }
