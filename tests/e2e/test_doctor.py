@@ -51,14 +51,13 @@ def lines(done: Outcome) -> dict[str, tuple[str, str]]:
     return {line["subject"]: (line["mark"], line["message"]) for line in found}
 
 
-def check(done: Outcome, *, config: Path, kind: str, ranks: str) -> dict[str, float]:
+def check(done: Outcome, *, config: Path, kind: str) -> dict[str, float]:
     """All that was tried passed; returns the seconds that it took.
 
     Args:
         done: the answer.
         config: that was tried.
         kind: of its bridge.
-        ranks: how the line of the two ranks begins.
     """
     assert done.code == 0, f"{done.out}\n{done.err}"
     said = lines(done)
@@ -69,13 +68,9 @@ def check(done: Outcome, *, config: Path, kind: str, ranks: str) -> dict[str, fl
     (port,) = [subject for subject in said if subject.startswith("port ")]
     assert said[port] == ("ok", "free for the engine that a run starts")
     assert ("rendezvous" in said) == (kind == "broadcast"), "the side channel by which weights travel"
-    assert said["disk speed"][0] == "ok" and "a checkpoint of " in said["disk speed"][1]
-    assert said["two ranks"][0] == "ok" and said["two ranks"][1].startswith(ranks)
     bridge = re.fullmatch(_BRIDGE.format(kind=kind), said["bridge"][1])
     assert said["bridge"][0] == "ok" and bridge is not None, said["bridge"]
-    met = re.search(r"; ([\d.]+) s in all", said["two ranks"][1])
-    assert met is not None
-    return {"two ranks": float(met[1]), "transfer": float(bridge["transfer"]), "bridge": float(bridge["all"])}
+    return {"transfer": float(bridge["transfer"]), "bridge": float(bridge["all"])}
 
 
 @needs_vllm
@@ -84,9 +79,4 @@ def test_what_a_run_over_vllm_needs_is_tried(tmp_path: Path):
     """With one bridge, as vLLM's start takes most of a minute: tests/processes/test_checkup.py has more of them."""
     config = write(tmp_path, bridge={"kind": "broadcast"}, device="cpu")
     done = doctor(config, **ENVIRONMENT)
-    check(
-        done,
-        config=config,
-        kind="broadcast",
-        ranks="met over gloo, for there are 0 GPUs to train on; added up 17 MB at ",
-    )
+    check(done, config=config, kind="broadcast")

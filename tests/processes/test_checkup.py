@@ -1,18 +1,16 @@
-"""Trials with processes of their own: two ranks that meet, and weights that travel to a server, or do not."""
+"""Trials with a server: weights that travel to it, or do not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from lachesis.common.errors import DependencyError, StaleWeights, TrainingError
+from lachesis.common.errors import DependencyError, StaleWeights
 from lachesis.config.schema import LachesisConfig
-from lachesis.plugins.checks import ranks, transfer
-from lachesis.plugins.checks.ranks import try_ranks
+from lachesis.plugins.checks import transfer
 from lachesis.plugins.checks.transfer import engine_for_trial, try_transfer
 
 SERVED = {"engine": {"kind": "embedded_server"}}
@@ -33,28 +31,6 @@ class LostBridge(ExternalBridge):
 
 def config(**sections: Any) -> LachesisConfig:
     return LachesisConfig.model_validate({"run": {"steps": 1}, "model": {"path": "none", "device": "cpu"}, **sections})
-
-
-class TestRanks:
-    def test_two_processes_meet_and_add_up(self):
-        check = try_ranks(config())
-        assert not check.failed
-        assert "met over gloo, for there are 0 GPUs to train on; added up 17 MB at" in check.message
-
-    def test_a_rank_that_ends_is_told_with_its_last_words(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(
-            ranks, "_RANK", ("-c", "import os, sys; sys.exit('no peer' if os.environ['RANK'] == '1' else 0)")
-        )
-        with pytest.raises(TrainingError, match="ended with 0 and 1: no peer"):
-            try_ranks(config())
-
-    def test_ranks_that_hang_are_ended(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-        monkeypatch.setattr(ranks, "LIMIT_S", 0.3)
-        monkeypatch.setattr(ranks, "_RANK", ("-c", f"import time; time.sleep(600)  # {tmp_path}"))
-        with pytest.raises(TrainingError, match="were not done after 0 s: they said nothing"):
-            try_ranks(config())
-        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-        assert not [line for line in lines if str(tmp_path) in line]
 
 
 class TestTransfer:

@@ -23,15 +23,15 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
     trials: Annotated[
         bool,
-        typer.Option("--trials/--no-trials", help="Try what CONFIG needs: servers, ports, disk, ranks, a transfer."),
+        typer.Option("--trials/--no-trials", help="Try what CONFIG needs: servers, ports, a transfer."),
     ] = True,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
 ) -> None:
     """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
 
-    With CONFIG it also tries what a run needs: servers that answer, synchronized clocks, free ports, the disk, two
-    ranks, and a transfer of a tiny model's weights over its bridge.
+    With CONFIG it also tries what a run needs: servers that answer, synchronized clocks, free ports, and a transfer of
+    a tiny model's weights over its bridge.
     """
     from lachesis.plugins.checks import doctor as checks
 

@@ -28,10 +28,8 @@ from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.checks.disk import try_disk
 from lachesis.plugins.checks.findings import Check, attempted, failure
 from lachesis.plugins.checks.network import try_ports, try_servers
-from lachesis.plugins.checks.ranks import try_ranks
 from lachesis.plugins.checks.tiny_model import write_tiny_model
 from lachesis.plugins.checks.transfer import try_transfer
 from lachesis.run.train import train
@@ -207,7 +205,7 @@ def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]
 
 
 def try_config(path: Path) -> Iterator[Check]:
-    """Try what a valid configuration needs of this machine and of others: disk, servers, ports, ranks, a transfer."""
+    """Try what a valid configuration needs of this machine and of others: servers, ports, a transfer."""
     with quiet():
         yield from trials(load_config(path).config)
 
@@ -271,5 +269,4 @@ def trials(config: LachesisConfig) -> Iterator[Check]:
             yield from several(config)
         except LachesisError as error:
             yield failure(subject, error)
-    for subject, one in (("disk speed", try_disk), ("two ranks", try_ranks), ("bridge", try_transfer)):
-        yield attempted(subject, partial(one, config))
+    yield attempted("bridge", partial(try_transfer, config))

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lachesis.common.deadline import Deadline, Retry, wait_until
-from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError, first_line
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError, TrainingError, first_line
 from lachesis.common.imports import installed_version
 from lachesis.common.types import Finding
 from lachesis.common.version import __version__
@@ -34,7 +35,6 @@ from lachesis.common.world import World, find_world
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import find_shape
-from lachesis.plugins.checks.all_reduce import all_reduce_s
 from lachesis.plugins.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.process.managed import check_port_free
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
@@ -341,7 +341,26 @@ def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, lim
     device = rank_device(world, wanted=config.model.device)
     with destroying_process_group():
         init_process_group(world, meeting.part(), device=device, limit_s=limit_s, secret=meeting.token)
-        return all_reduce_s(world, device=device, elements=_ELEMENTS)
+        return _second_sum_s(world, torch.empty(_ELEMENTS, device=device))
+
+
+def _second_sum_s(world: World, numbers: torch.Tensor) -> float:
+    """Return the seconds of the second of two all-reduces, as the first makes the connections.
+
+    Raises:
+        TrainingError: the sum is wrong.
+    """
+    expected, seconds = world.size * (world.size + 1) / 2, 0.0
+    for _ in range(2):
+        numbers.fill_(world.rank + 1)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(numbers)
+        total = numbers.double().mean().item()  # which waits for the sum
+        seconds = time.perf_counter() - started
+        if total != expected:
+            raise TrainingError(f"the sum over {world.size} ranks is {total}, and not {expected}")
+    return seconds
 
 
 @contextmanager

@@ -202,14 +202,14 @@ class TestTrials:
 
     def test_each_is_a_line_and_one_that_failed_is_the_exit_code(self, answer: Callable[..., tuple[int, str]]):
         checks = [
-            Check("disk speed", "fast"),
+            Check("rendezvous", "free"),
             Check("ports", "none", applies=False),
             Check("bridge", "no", failed=True),
         ]
         code, out = answer(checks=checks)
         assert code == 1
         assert [line.split() for line in out.splitlines()[-3:]] == [
-            ["ok", "disk", "speed", "fast"], ["n/a", "ports", "none"], ["fail", "bridge", "no"]
+            ["ok", "rendezvous", "free"], ["n/a", "ports", "none"], ["fail", "bridge", "no"]
         ]  # fmt: skip
         assert answer(checks=checks[:2])[0] == 0
 
