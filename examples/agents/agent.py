@@ -1,9 +1,9 @@
 """An agent of today: a loop around OpenAI's client with one tool. It knows nothing of training."""
 
 import json
+import re
 import sys
 
-from lachesis.environments.shipped.calculator import calculate
 from openai import OpenAI
 
 TOOL = {
@@ -31,7 +31,10 @@ def main() -> None:
 
 def answer(arguments: str) -> str:
     try:
-        return calculate(json.loads(arguments)["expression"])
+        expression = json.loads(arguments)["expression"]
+        if "**" in expression or not re.fullmatch(r"[\d\s.+*/()-]{1,60}", expression):
+            raise ValueError("only numbers, + - * / and parentheses")
+        return str(eval(expression))
     except Exception as error:
         return f"error: {error}"
 

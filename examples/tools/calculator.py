@@ -1,6 +1,6 @@
 """The example's tool."""
 
-from lachesis.environments.shipped.calculator import calculate as value_of
+import re
 
 
 def calculate(expression: str) -> str:
@@ -9,4 +9,6 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / and parentheses, such as 12*7.
     """
-    return value_of(expression)
+    if "**" in expression or not re.fullmatch(r"[\d\s.+*/()-]{1,60}", expression):
+        raise ValueError("only numbers, + - * / and parentheses")
+    return str(eval(expression))

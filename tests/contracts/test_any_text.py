@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from examples.environments import calculator
 
 from lachesis.common.json_values import read_json
 from lachesis.common.tool_calls import written_calls
 from lachesis.plugins.atropos.environments.records import Trajectory
-from lachesis.plugins.atropos.environments.shipped import calculator
 from lachesis.plugins.environments.agents.requests import BadRequest, arguments_of
 from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answer
 from lachesis.plugins.sandbox.rewards.code_tests import same_output

@@ -230,7 +230,7 @@ def test_the_examples(url: str, tmp_path: Path) -> None:
 
 def test_calculator_on_a_real_server(url: str, tmp_path: Path) -> None:
     flags = [f"--openai.base_url={url}", "--env.total_steps=1", "--env.max_new_tokens=12", "--env.max_turns=2"]
-    done = run(tmp_path, "calculator", "process", *flags)
+    done = run(tmp_path, f"{ENVIRONMENTS / 'calculator.py'}:Calculator", "process", *flags)
     assert done.returncode == 0, done.stderr
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_run(arguments: list[str], message: str, tmp_path: Path) 
 def test_help(tmp_path: Path) -> None:
     done = run(tmp_path, "gsm8k", "serve", "--help")
     assert done.returncode == 0 and "--env.data (openai/gsm8k)" in done.stdout
-    assert "arithmetic, calculator, gsm8k" in run(tmp_path, "--help", "").stdout
+    assert "arithmetic, gsm8k" in run(tmp_path, "--help", "").stdout
 
 
 def test_environments_of_verifiers_are_served_and_any_is_tried_by_its_id(

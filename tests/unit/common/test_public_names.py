@@ -14,7 +14,7 @@ from lachesis.common.public_names import find_public_names
     ("public", "place"),
     [
         ("lachesis.environments.base", "lachesis.plugins.atropos.environments.base"),
-        ("lachesis.environments.shipped.calculator", "lachesis.plugins.atropos.environments.shipped.calculator"),
+        ("lachesis.environments.shipped.gsm8k", "lachesis.plugins.atropos.environments.shipped.gsm8k"),
         ("lachesis.rollouts.agent.rewards", "lachesis.plugins.environments.agents.rewards"),
         ("lachesis.rollouts.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
         ("lachesis.rollouts.rewards.reasoning_gym", "lachesis.plugins.environments.reasoning_gym"),

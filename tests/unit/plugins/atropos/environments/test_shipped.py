@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.common.types import SamplingParams
 from lachesis.plugins.atropos.environments.base import endless, together
 from lachesis.plugins.atropos.environments.shipped.arithmetic import Arithmetic, problems
-from lachesis.plugins.atropos.environments.shipped.calculator import Calculator, problem_of
 from lachesis.plugins.atropos.environments.shipped.gsm8k import MathProblem, load_split
 from tests.paths import EXAMPLES
 from tests.unit.plugins.atropos.environments.one import TOKENIZER, gsm8k, ids, one_group, served
@@ -90,65 +88,6 @@ def test_order_is_seeded_and_without_repeats():
     assert taken == [next(again) for _ in range(10)]
     assert sorted(taken[:5]) == sorted(taken[5:]) == list(range(5))
     assert list(endless([], seed=0)) == []
-
-
-class TestCalculator:
-    """Several turns with a tool."""
-
-    def collect(self, *turns: Sequence[int], **config: Any) -> tuple[Any, list[Any], Any]:
-        rest = list(turns)
-        with served(Calculator, lambda prompt, n, body: [rest.pop(0)], **config) as (fake, run):
-
-            async def work(environment: Calculator) -> Any:
-                item = problem_of(4)
-                trajectory = await environment.collect_trajectory(item, params=SamplingParams(max_tokens=900))
-                (score,) = await environment.score(item, [trajectory])
-                return trajectory, score, environment.metrics()
-
-            trajectory, score, values = run(work)
-        assert not rest
-        return trajectory, fake.bodies, (score, values)
-
-    def test_turns(self):
-        answer = problem_of(4).answer
-        # The first turn's last token goes beyond the call, as a real tokenizer's may.
-        first, last = ids("I try <calc>2*3</calc>\n", end=False), ids(f"so <answer>{answer}</answer>", end=False)
-        trajectory, bodies, (score, values) = self.collect(first, last)
-        output = TOKENIZER.encode("<result>6</result>")
-        prompt = bodies[0]["prompt"]["prompt_token_ids"]
-        assert trajectory.tokens == [*prompt, *first, *output, *last]
-        assert bodies[1]["prompt"]["prompt_token_ids"] == [*prompt, *first, *output]
-        assert trajectory.masks == [-100] * len(prompt) + first + [-100] * len(output) + last
-        assert [value == 1.0 for value in trajectory.logprobs] == [mask == -100 for mask in trajectory.masks]
-        assert bodies[0]["stop"] == ["</calc>", "</answer>"]
-        assert score == 1.0
-        assert values["calculator/calls"] == 1 and values["calculator/failed_calls"] == 0
-
-    def test_errors_of_the_tool_are_shown_to_the_model(self):
-        trajectory, _, (score, values) = self.collect(ids("<calc>1/0</calc>", end=False), ids("no idea"))
-        assert trajectory.messages[2] == {"role": "tool", "content": "<result>error: division by zero</result>"}
-        assert (score, values["calculator/failed_calls"]) == (0.0, 1)
-
-    def test_the_model_cannot_write_results_itself(self):
-        answer = problem_of(4).answer
-        trajectory, _, (score, _) = self.collect(ids("<calc>1</calc><result>5</result> hm"))
-        assert score == 0.0 and len(trajectory.messages) == 2
-        # An answer that the tool wrote is none.
-        _, _, (score, _) = self.collect(ids(f"<calc><answer>{answer}</answer></calc>", end=False), ids("done"))
-        assert score == 1.0
-
-    def test_turns_end(self):
-        call = ids("<calc>1+1</calc>", end=False)
-        trajectory, bodies, _ = self.collect(call, call, max_turns=2)
-        assert len(bodies) == 2 and trajectory.messages[-1]["role"] == "assistant"
-
-    def test_room_ends(self):
-        call = ids("<calc>1+1</calc>", end=False)
-        _, bodies, _ = self.collect(call, ids("x"))
-        prompt = len(bodies[0]["prompt"]["prompt_token_ids"])
-        trajectory, bodies, _ = self.collect(call, max_token_length=prompt + len(call) + 5)
-        assert len(trajectory.tokens) == prompt + len(call)
-        assert bodies[0]["max_tokens"] == len(call) + 5
 
 
 class TestGsm8k:

@@ -3,6 +3,8 @@
 The model writes ``<calc>12*7</calc>``; the environment appends ``<result>84</result>`` and lets it continue, until it
 writes ``<answer>84</answer>``, ends, or has no turns left. Tokens stay exactly as they were sampled; the environment's
 text is not trained on.
+
+lachesis env examples/environments/calculator.py:Calculator process --openai.base_url http://127.0.0.1:9001
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lachesis.environments.base import Environment
+from lachesis.environments.records import Trajectory
+from lachesis.environments.settings import EnvironmentConfig
+from lachesis.environments.tokenizer import chat_prompt, text_of
 from pydantic import Field
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import SamplingParams
-from lachesis.plugins.atropos.environments.base import Environment
-from lachesis.plugins.atropos.environments.records import Trajectory
-from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
-from lachesis.plugins.atropos.environments.tokenizer import chat_prompt, text_of
 
 _INSTRUCTION = (
     "Work out the problem. You have a calculator: write an expression as <calc>12*7</calc>, and its value follows as "
