@@ -113,11 +113,11 @@ class TestGsm8k:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("train.jsonl", '{"question": "x", "answer": "y"}', "row 1 is not a GSM8K problem"),
-            ("train.jsonl", "[1]", "row 1 is not a GSM8K problem"),
+            ("train.jsonl", '{"question": "x", "answer": "y"}', "line 1: not a GSM8K problem"),
+            ("train.jsonl", "[1]", "line 1: a list, not an object"),
             ("train.jsonl", "{", "line 1: malformed JSON"),
-            ("train.jsonl", "", "has no problems in its split train"),
-            ("train.parquet", "{", "is not a Parquet file"),
+            ("train.jsonl", "", "train.jsonl is empty"),
+            ("train.parquet", "{", "not a readable Parquet file"),
             ("other.jsonl", "", "has no file of the split train"),
         ],
     )

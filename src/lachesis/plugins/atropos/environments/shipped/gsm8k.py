@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -18,8 +16,8 @@ from lachesis.plugins.atropos.environments.records import Trajectory
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.shipped.math_scoring import MathScorer
 from lachesis.plugins.atropos.environments.tokenizer import chat_prompt
+from lachesis.rollouts.datasets.rows import Row, is_hub_name, read_file, read_library
 
-_SUFFIXES = (".jsonl", ".parquet")
 _REMEDY = "give a directory with train and test as .jsonl or .parquet, such a file, or a name on the hub"
 _INSTRUCTION = "Solve the problem step by step. Write the final number in \\boxed{}."
 
@@ -45,66 +43,29 @@ def load_split(data: str, split: str) -> list[MathProblem]:
     """
     place = Path(data).expanduser()
     if place.is_file():
-        rows = _read_file(place)
+        rows = read_file(place)
     elif place.is_dir():
-        rows = [row for path in _files_of(place, split) for row in _read_file(path)]
-    elif place.is_absolute() or data.startswith(("./", "../", "~")) or place.suffix in _SUFFIXES:
-        raise DataError(f"there is no GSM8K at {data}", remedy=_REMEDY)
+        rows = [row for path in _files_of(place, split) for row in read_file(path)]
+    elif is_hub_name(data):
+        rows, _ = read_library(data, name="main", split=split)
     else:
-        rows = _read_library(data, split)
-    if not rows:
-        raise DataError(f"{data} has no problems in its split {split}", remedy=_REMEDY)
-    return [_problem(f"{data}, {split}, row {number}", row) for number, row in enumerate(rows, start=1)]
+        raise DataError(f"there is no GSM8K at {data}", remedy=_REMEDY)
+    return list(map(_problem, rows))
 
 
 def _files_of(directory: Path, split: str) -> list[Path]:
     for folder in (directory, directory / "main", directory / "data"):
-        for suffix in _SUFFIXES:
+        for suffix in (".jsonl", ".parquet"):
             found = sorted({*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")})
             if found:
                 return found
     raise DataError(f"{directory} has no file of the split {split}", remedy=_REMEDY)
 
 
-def _read_file(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import ArrowException, parquet
-
-            try:
-                return parquet.read_table(path).to_pylist()
-            except ArrowException as error:
-                raise DataError(f"{path} is not a Parquet file: {error}", remedy="write it anew") from error
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
-
-
-def _parsed(path: Path, number: int, line: str) -> Mapping[str, Any]:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="correct that line") from error
-
-
-def _read_library(name: str, split: str) -> list[Mapping[str, Any]]:
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, "main", split=split).to_list()
-    except Exception as error:  # the library raises errors of a dozen packages
-        text = " ".join(str(error).split())
-        raise DataError(
-            f"the dataset {name} (main, {split}) cannot be loaded: {type(error).__name__}: {text}",
-            remedy="go online, fill the cache beforehand, or give a local path with --env.data",
-        ) from error
-
-
-def _problem(place: str, row: Any) -> MathProblem:
-    question, solution = (row.get(name) if isinstance(row, Mapping) else None for name in ("question", "answer"))
+def _problem(row: Row) -> MathProblem:
+    question, solution = row.columns.get("question"), row.columns.get("answer")
     if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
-        raise DataError(f"{place} is not a GSM8K problem", remedy='rows have "question", and "answer" with "#### 42"')
+        raise DataError(f"{row.place}: not a GSM8K problem", remedy='rows have "question", and "answer" with "#### 42"')
     return MathProblem(question, solution.rpartition("####")[2].strip().replace(",", ""))
 
 
