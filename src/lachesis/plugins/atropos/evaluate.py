@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,23 +33,6 @@ _SAMPLES, _TASKS = 4, 32
 # Tasks of an environment that is stepped, unless one of these flags says which there are.
 _STEPPED = 1024
 _HOW_MANY = ("--env.max_tasks", "--env.max-tasks", "--env.tasks")
-# The short flags, and what they are among those of every environment.
-_NAMES = {
-    "--engine": "--openai.base_url",
-    "--tasks": "--env.eval_num",
-    "--temperature": "--env.temperature",
-    "--max-tokens": "--env.max_new_tokens",
-}
-FLAGS = {
-    "--engine URL": "the inference server that plays; or",
-    "--model MODEL": "a directory or hub id, which the embedded engine then serves for as long as it takes",
-    "--tasks N": f"most problems ({_TASKS})",
-    "--samples N": f"rollouts of each, at --temperature (1.0); pass@k is for k up to it ({_SAMPLES})",
-    "--greedy": "one rollout of each, greedy",
-    "--max-tokens N": "most tokens of a completion",
-    "--json FILE": "write the result there; - is the standard output, without the table",
-    "--env.FLAG VALUE": "any other flag of the environment, as --env.args '{...}'",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +46,47 @@ class Trial:
     rest: tuple[str, ...] = field(default_factory=tuple[str, ...])
 
 
+def trial_parser() -> ArgumentParser:
+    """Return the parser of the flags; others are those of the environment, and left over."""
+    parser = ArgumentParser(
+        prog="lachesis env eval ENV",
+        description="ENV is a shipped name, FILE.py:CLASS, reasoning_gym:TASKS, or an id of verifiers.",
+        epilog="Any other flag of the environment may follow, as --env.args '{...}'.",
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("--engine", metavar="URL", help="the inference server that plays; or")
+    add("--model", help="a directory or hub id, which the embedded engine then serves for as long as it takes")
+    add("--tasks", metavar="N", help=f"most problems ({_TASKS})")
+    add("--samples", metavar="N", type=int, help=f"rollouts of each; pass@k is for k up to it ({_SAMPLES})")
+    add("--temperature", metavar="T", help="at which they are sampled (1.0)")
+    add("--greedy", action="store_true", help="one rollout of each, greedy")
+    add("--max-tokens", metavar="N", help="most tokens of a completion")
+    add("--json", metavar="FILE", help="write the result there; - is the standard output, without the table")
+    return parser
+
+
 def parse_trial(words: Sequence[str]) -> Trial:
     """Parse the options; leave unknown ones in ``rest``. Raises ConfigError if a flag lacks a value, or it is wrong."""
-    own: dict[str, Any] = {}
-    rest: list[str] = []
-    left = list(words)
-    while left:
-        flag, equals, value = left.pop(0).partition("=")
-        if flag == "--greedy":
-            own["greedy"] = True
-            continue
-        if flag not in (*_NAMES, "--samples", "--model", "--json"):
-            rest.append(f"{flag}{equals}{value}")
-            continue
-        if not equals and (not left or left[0].startswith("--")):
-            raise ConfigError(f"{flag} needs a value", remedy=f"write {flag} VALUE")
-        value = value if equals else left.pop(0)
-        if flag in _NAMES:
-            rest.append(f"{_NAMES[flag]}={value}")
-        else:
-            own[flag.removeprefix("--")] = value
-    if not any(word.startswith("--env.eval_num") or word.startswith("--env.eval-num") for word in rest):
-        rest.append(f"--env.eval_num={_TASKS}")
-    samples = own.pop("samples", "1" if own.get("greedy") else str(_SAMPLES))
-    if not samples.isdecimal() or int(samples) < 1:
-        raise ConfigError(f"--samples is {samples!r}", remedy="give a whole number of 1 or more")
-    return Trial(**own, samples=int(samples), rest=tuple(rest))
+    try:
+        asked, rest = trial_parser().parse_known_args(words)
+    except ArgumentError as error:
+        raise ConfigError(str(error), remedy="see `lachesis env eval --help`") from error
+    samples = asked.samples if asked.samples is not None else 1 if asked.greedy else _SAMPLES
+    if samples < 1:
+        raise ConfigError(f"--samples is {samples}", remedy="give a whole number of 1 or more")
+    if asked.tasks is None and not any(word.startswith(("--env.eval_num", "--env.eval-num")) for word in rest):
+        asked.tasks = _TASKS
+    flags = {
+        "--openai.base_url": asked.engine,
+        "--env.eval_num": asked.tasks,
+        "--env.temperature": asked.temperature,
+        "--env.max_new_tokens": asked.max_tokens,
+    }
+    known = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    return Trial(samples, asked.greedy, asked.model, asked.json, (*known, *rest))
 
 
 def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:

@@ -76,10 +76,7 @@ def try_environment(name: str, words: Sequence[str]) -> int:
     from lachesis.plugins.atropos import evaluate as env_eval
 
     if HELP_FLAGS & {name, *words}:
-        console.print("Usage: lachesis env eval ENV --engine URL [FLAGS]\n")
-        console.print("ENV is a shipped name, FILE.py:CLASS, reasoning_gym:TASKS, or an id of verifiers.\n\nFlags:")
-        for flag, meaning in env_eval.FLAGS.items():
-            console.print(f"  {flag}: {meaning}", markup=False)
+        console.print(env_eval.trial_parser().format_help(), markup=False, highlight=False)
         return 0
     asked = env_eval.parse_trial(words)
     with printed_log("lachesis.plugins.atropos.environments"):
