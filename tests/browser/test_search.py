@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 import lachesis
-from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
+from tests.browser.local import browser  # noqa: F401  # the one that reaches this machine
 from tests.browser.test_report import Page
 from tests.paths import ROOT
 from tests.waiting import until

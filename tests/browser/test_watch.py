@@ -27,7 +27,7 @@ from lachesis.metrics.sinks.tape import read_groups, tape_files, write_groups
 from lachesis.plugins.report.watch import Watch
 from lachesis.run.requests import is_asked
 from lachesis.run.sinks import keep_evaluation
-from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
+from tests.browser.local import browser  # noqa: F401  # the one that reaches this machine
 from tests.browser.test_report import Page
 from tests.waiting import LONG_S, until
 

@@ -523,9 +523,6 @@ def test_limits_are_answered_with_429_and_shown(tmp_path: Path) -> None:
         reply = api.http.post("/scored_data", content=bomb[:9_000], headers={"Content-Encoding": "gzip"})
         assert reply.status_code == 413
         assert api.get("/status")["queue_size"] == 1
-        metrics = api.http.get("/metrics").text
-        assert 'lachesis_api_refused_requests_total{reason="full"} 1' in metrics.splitlines()
-        assert 'lachesis_api_refused_requests_total{reason="malformed"} 3' in metrics.splitlines()
 
 
 def test_strict_sets_aside_what_no_trainer_could_use(tmp_path: Path) -> None:
@@ -710,18 +707,12 @@ def test_other_web_pages_are_kept_out(api: Server) -> None:
     assert api.http.post("/scored_data", json=scored(8), headers=rebound).status_code == 403
     own = {"Sec-Fetch-Site": "same-origin", "Origin": f"http://127.0.0.1:{api.port}"}
     assert api.http.get("/status", headers=own).json() == {"current_step": 0, "queue_size": 0}
-    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    assert api.http.get("/dashboard", headers=link).status_code == 200
 
 
-def test_health_and_metrics(api: Server) -> None:
+def test_health_and_overview(api: Server) -> None:
     api.start()
     env_id = api.register_env(desired_name='a"b\\')
     api.post("/scored_data", scored(4, env_id=env_id))
     assert api.get("/healthz") == {"status": "ok"}
-    reply = api.http.get("/metrics")
-    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = reply.text.splitlines()
-    assert "lachesis_api_queue_groups 1" in lines and "# TYPE lachesis_api_queue_groups gauge" in lines
-    assert 'lachesis_api_queue_sequences{environment="a\\"b\\\\_0"} 4' in lines
-    assert 'lachesis_api_environment_score{environment="a\\"b\\\\_0"} 0.5' in lines
+    (environment,) = api.get("/overview")["environments"]
+    assert (environment["name"], environment["queued"], environment["score"]) == ('a"b\\_0', 4, 0.5)

@@ -61,7 +61,7 @@ def test_four_processes_learn(model: Path, tmp_path: Path, mode: str):
         assert rise(job.run_dir) >= 0.3, rewards(job.run_dir)
         assert_each_batch_once(job, steps=STEPS[mode])
         # What was trained on last is acknowledged too, as the run is over.
-        assert "lachesis_api_outstanding_batches 0" in httpx.get(f"{job.api_url}/metrics", trust_env=False).text
+        assert httpx.get(f"{job.api_url}/overview", trust_env=False).json()["outstanding"] == 0
 
 
 def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Path):

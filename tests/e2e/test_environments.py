@@ -142,7 +142,7 @@ def test_serving_until_it_is_stopped(url: str, api: Server, model: Path, tmp_pat
                 assert all((logprob <= 0) == trains for logprob, trains in zip(logprobs, trained, strict=True))
         assert running.end(signal.SIGTERM) == 128 + signal.SIGTERM
         assert "it was asked to stop" in running.said
-    assert api.get("/dashboard/data")["environments"][0]["state"] == "left"
+    assert api.get("/overview")["environments"][0]["state"] == "left"
     assert "set_aside" not in api.get("/status") or api.get("/status")["set_aside"] == 0
 
 

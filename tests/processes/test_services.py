@@ -207,15 +207,14 @@ def test_an_address_of_the_api_that_is_none_is_said_before_anything_starts():
 
 
 def test_the_commands_carry_the_addresses(tmp_path: Path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    chosen = config(model={"path": str(tmp_path)}, services={"api": {"max_queued_tokens": 5}})
+    chosen = config(services={"api": {"max_queued_tokens": 5}})
     assert chosen.services.api is not None
     words = api_command(chosen, chosen.services.api, state_dir=tmp_path / "api")[3:]
     assert words[:2] == ["run-api", "--strict"]
     pairs = dict(zip(words[2::2], words[3::2], strict=True))
     assert pairs == {
         "--host": "127.0.0.1", "--port": "8002", "--state-dir": str(tmp_path / "api"), "--max-queued-tokens": "5",
-        "--max-body-mb": "64.0", "--ack-timeout": "600.0", "--env-timeout": "300.0", "--tokenizer": str(tmp_path),
+        "--max-body-mb": "64.0", "--ack-timeout": "600.0", "--env-timeout": "300.0",
     }  # fmt: skip
 
 

@@ -58,13 +58,12 @@ def tinker_server(directory: Path) -> Any:
     return build_tinker_app(options, clients=Clients.single(None))
 
 
-# A server, the file that makes it, and one route of each of its pages: dashboards and metrics are the API's and the
-# live page's own.
+# A server, the file that makes it, and one route of each of its pages.
 SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "rollout API": (
         rollout_api,
         "plugins/atropos/api/server.py",
-        ("/status", "/dashboard", "/dashboard/data", "/metrics", "/healthz"),
+        ("/status", "/overview", "/healthz"),
     ),
     "embedded engine": (
         embedded_server,

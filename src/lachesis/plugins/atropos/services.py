@@ -308,7 +308,6 @@ def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Pat
     """``lachesis run-api`` with the flags of its section: strict, and with its state in the run directory."""
     assert isinstance(config.source, AtroposSourceConfig)
     place = urlsplit(config.source.url)
-    tokenizer = config.model.tokenizer or config.model.path
     flags: dict[str, object] = {
         "--host": "127.0.0.1" if place.hostname == "localhost" else place.hostname,
         "--port": place.port or 80,
@@ -317,7 +316,6 @@ def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Pat
         "--max-body-mb": api.max_body_mb,
         "--ack-timeout": api.ack_timeout_s,
         "--env-timeout": api.env_timeout_s,
-        "--tokenizer": tokenizer if Path(tokenizer, "tokenizer.json").is_file() else None,
     }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     return [sys.executable, "-m", "lachesis", "run-api", "--strict", *words]

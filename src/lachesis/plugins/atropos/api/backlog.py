@@ -19,16 +19,6 @@ _KEPT = 50
 _KEPT_BYTES = 16 << 20
 
 
-@dataclass(slots=True)
-class Received:
-    """Totals since the server started. ``full`` counts posts that were refused with 429."""
-
-    groups: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    full: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Misfit:
     """One group set aside. ``at`` is wall-clock time in seconds."""
@@ -71,7 +61,6 @@ class Backlog:
     def __init__(self, environments: Environments, *, strict: bool, max_queued_tokens: int | None) -> None:
         self.queue = GroupQueue()
         self.set_aside = SetAside()
-        self.received = Received()
         self.latest: HeldGroup | None = None
         self.buffers: dict[int, list[HeldGroup]] = {}
         self.limit = max_queued_tokens
@@ -135,9 +124,6 @@ class Backlog:
                 self.latest = entry
 
     def _accept(self, group: StoredGroup, added: list[HeldGroup], placed: dict[int, int], now: float) -> dict[str, Any]:
-        self.received.groups += 1
-        self.received.sequences += group.sequences
-        self.received.tokens += group.tokens
         environment = self._environments.get(group.env_id)
         if environment is not None:
             environment.last_seen = now
@@ -148,7 +134,7 @@ class Backlog:
         held = HeldGroup(number=self._next_number, group=group)
         self._next_number += 1
         if environment is not None:
-            environment.note_group(tokens=group.tokens, score=group.score, now=now)
+            environment.note_group(score=group.score, now=now)
             if group.sequences < environment.asked.group_size:
                 return self._buffer(held, environment, added, placed)
         added.append(self._enqueue(held))
@@ -192,7 +178,6 @@ class Backlog:
         if asked > self.limit:
             raise Refusal(413, f"{asked} tokens in one post are more than the queue may hold ({self.limit})")
         if self.weight + asked > self.limit:
-            self.received.full += 1
             self._turned_away = True
             raise Refusal(
                 429,

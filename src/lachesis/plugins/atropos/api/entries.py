@@ -58,10 +58,6 @@ class RolloutBatch:
     owner: int | None = None
     deadline: float = 0.0
 
-    @property
-    def sequences(self) -> int:
-        return sum(held.group.sequences for held in self.groups)
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

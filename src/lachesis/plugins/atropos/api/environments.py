@@ -29,14 +29,12 @@ class RegisteredEnvironment:
     connected: bool = True
     reason: str = ""
     groups: int = 0
-    tokens: int = 0
     set_aside: int = 0
     score: float | None = None
 
-    def note_group(self, *, tokens: int, score: float | None, now: float) -> None:
+    def note_group(self, *, score: float | None, now: float) -> None:
         """Count a group; ``score`` of the environment is a running mean over its last groups."""
         self.groups += 1
-        self.tokens += tokens
         self.last_post = now
         if score is not None:
             self.score = score if self.score is None else self.score + _SMOOTHING * (score - self.score)

@@ -14,10 +14,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from lachesis.plugins.atropos.api.bodies import RECORD_BYTES, read_body, reply, reply_with
-from lachesis.plugins.atropos.api.dashboard import Dashboard
 from lachesis.plugins.atropos.api.entries import Change, RolloutBatch, StoredGroup
 from lachesis.plugins.atropos.api.journal import Journal, StoreFailed
-from lachesis.plugins.atropos.api.metrics import exposition
 from lachesis.plugins.atropos.api.reading import GroupReader
 from lachesis.plugins.atropos.api.state import RolloutState
 from lachesis.plugins.atropos.api.wire import (
@@ -60,9 +58,7 @@ class Endpoints:
     state: RolloutState
     reader: GroupReader
     journal: Journal | None
-    dashboard: Dashboard
     max_body: int
-    refused: int = 0
     failure: str = ""
     failing_until: float = 0.0
 
@@ -85,10 +81,8 @@ class Endpoints:
             ("GET", "/latest_example", self.latest_example),
             ("GET", "/reset_data", self.reset_data),
             ("GET", "/set_aside", self.set_aside),
-            ("GET", "/metrics", self.metrics),
+            ("GET", "/overview", self.overview),
             ("GET", "/healthz", self.healthz),
-            ("GET", "/dashboard", self.dashboard_page),
-            ("GET", "/dashboard/data", self.dashboard_data),
         ]
         routes = [Route(path, handler, methods=[method]) for method, path, handler in handlers]
         for route in routes:
@@ -221,21 +215,13 @@ class Endpoints:
     async def set_aside(self, request: Request) -> Response:
         return await reply(request, self.state.backlog.set_aside.reply())
 
-    async def metrics(self, request: Request) -> Response:
-        text = exposition(self.state, refused=self.refused)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def overview(self, request: Request) -> Response:
+        return reply_with(self.state.overview(_now()))
 
     async def healthz(self, request: Request) -> Response:
         if self.failure:
             return reply_with({"status": "failing", "reason": self.failure}, status=503)
         return reply_with({"status": "ok"})
-
-    async def dashboard_page(self, request: Request) -> Response:
-        return self.dashboard.page()
-
-    async def dashboard_data(self, request: Request) -> Response:
-        known = request.query_params.get("latest", "")
-        return await reply(request, self.dashboard.data(known=known, now=_now()))
 
     # -- helpers
 
@@ -246,7 +232,6 @@ class Endpoints:
         if isinstance(error, StoreFailed):
             return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": str(RECOVERY_S)})
         assert isinstance(error, Refusal)
-        self.refused += error.status in (400, 413, 422)
         if error.plain:
             return PlainTextResponse(str(error.detail), status_code=error.status, headers=error.headers)
         return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)

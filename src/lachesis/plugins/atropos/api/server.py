@@ -21,9 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lachesis.common.errors import ConfigError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import http_server, listen, url_of
-from lachesis.plugins.atropos.api.dashboard import Dashboard, load_pieces
 from lachesis.plugins.atropos.api.journal import Journal, StoreFailed
-from lachesis.plugins.atropos.api.metrics import INTERVAL_S, History
 from lachesis.plugins.atropos.api.reading import GroupReader
 from lachesis.plugins.atropos.api.routes import Endpoints
 from lachesis.plugins.atropos.api.state import QueueLimits, RolloutState
@@ -43,7 +41,6 @@ class ServerOptions(QueueLimits):
         port: port to listen on; 0 takes a free one.
         state_dir: keep what is queued here, so that it survives the process.
         max_body_mb: refuse bodies of more MiB than this, before or after inflating.
-        tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
         allowed_hosts: host names accepted in requests, besides addresses and this machine's own names.
     """
 
@@ -51,7 +48,6 @@ class ServerOptions(QueueLimits):
     port: int = 8002
     state_dir: Path | None = None
     max_body_mb: float = 64.0
-    tokenizer: str | None = None
     allowed_hosts: tuple[str, ...] = ()
 
 
@@ -81,8 +77,7 @@ def build_app(options: ServerOptions) -> Starlette:
         ConfigError: an option or the state directory cannot be used.
     """
     _check(options)
-    state, history = RolloutState(options), History()
-    pieces = load_pieces(options.tokenizer) if options.tokenizer else None
+    state = RolloutState(options)
     journal = Journal(options.state_dir) if options.state_dir else None
     if journal is not None:
         state.restore(journal.snapshot(), time.monotonic())
@@ -90,21 +85,18 @@ def build_app(options: ServerOptions) -> Starlette:
         state=state,
         reader=GroupReader(check=options.strict),
         journal=journal,
-        dashboard=Dashboard(state, history, pieces),
         max_body=int(options.max_body_mb * (1 << 20)),
     )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        chores = [asyncio.create_task(_sample(state, history))]
-        if journal is not None:
-            chores.append(asyncio.create_task(_sync(journal)))
+        syncing = None if journal is None else asyncio.create_task(_sync(journal))
         try:
             yield
         finally:
-            for chore in chores:
-                chore.cancel()
-            await asyncio.gather(*chores, return_exceptions=True)
+            if syncing is not None:
+                syncing.cancel()
+                await asyncio.gather(syncing, return_exceptions=True)
             endpoints.reader.close()
             if journal is not None:
                 journal.close()
@@ -125,34 +117,25 @@ class SameSiteOnly:
 
     Refuses, with 403, requests that a browser marks as another site's. Programs send no such marks.
 
-    Browsers set ``Sec-Fetch-Site`` and ``Origin``, and pages cannot forge them. Following a link to the dashboard
-    is fine.
+    Browsers set ``Sec-Fetch-Site`` and ``Origin``, and pages cannot forge them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_foreign(Headers(scope=scope), scope["path"]):
+        if scope["type"] == "http" and _is_foreign(Headers(scope=scope)):
             refusal = JSONResponse({"detail": "requests from other web sites are refused"}, status_code=403)
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def _is_foreign(headers: Headers, path: str) -> bool:
+def _is_foreign(headers: Headers) -> bool:
     site = headers.get("sec-fetch-site", "none")
-    if path == "/dashboard" and headers.get("sec-fetch-mode") == "navigate":
-        return False
     origin = headers.get("origin")
     same_origin = origin is None or urlsplit(origin).netloc == headers.get("host")
     return site in ("cross-site", "same-site") or not same_origin
-
-
-async def _sample(state: RolloutState, history: History) -> None:
-    while True:
-        history.sample(state, time.monotonic())
-        await asyncio.sleep(INTERVAL_S)
 
 
 async def _sync(journal: Journal) -> None:

@@ -36,20 +36,6 @@ class QueueLimits:
     env_timeout_s: float = 300.0
 
 
-@dataclass(slots=True)
-class Delivered:
-    """Totals since the server started; a batch that is handed out again counts once."""
-
-    batches: int = 0
-    sequences: int = 0
-    tokens: int = 0
-
-    def count(self, batch: RolloutBatch, sign: int = 1) -> None:
-        self.batches += sign
-        self.sequences += sign * batch.sequences
-        self.tokens += sign * sum(held.group.tokens for held in batch.groups)
-
-
 class Deliveries:
     """Batches that were handed out and may have to be handed out again.
 
@@ -61,14 +47,12 @@ class Deliveries:
         self.timeout_s = timeout_s
         self.returned: deque[RolloutBatch] = deque()
         self.outstanding: dict[int, RolloutBatch] = {}
-        self.redelivered = 0
 
     def hand_out(self, batch: RolloutBatch, *, trainer: int, now: float) -> None:
         """Await an acknowledgement of ``batch`` from ``trainer``."""
         batch.owner = trainer
         batch.deadline = now + self.timeout_s
         batch.deliveries += 1
-        self.redelivered += batch.deliveries > 1
         self.outstanding[batch.id] = batch
 
     def renew(self, ids: Iterable[int], *, trainer: int, now: float) -> None:
@@ -111,7 +95,6 @@ class RolloutState:
         self.started = False
         self.step = 0
         self.trainer: int | None = None
-        self.delivered = Delivered()
         self.environments = Environments(timeout_s=limits.env_timeout_s)
         self.backlog = Backlog(self.environments, strict=limits.strict, max_queued_tokens=limits.max_queued_tokens)
         self.deliveries = Deliveries(timeout_s=limits.ack_timeout_s)
@@ -184,7 +167,6 @@ class RolloutState:
             return None
         self.deliveries.returned.appendleft(batch)
         self.step -= 1
-        self.delivered.count(batch, -1)
         return self._and_summary(Change(added=batch.groups))
 
     def acknowledge(self, trainer: int, ids: Sequence[int]) -> tuple[dict[str, Any], Change]:
@@ -244,7 +226,6 @@ class RolloutState:
             batch = RolloutBatch(id=self._next_batch, groups=self.backlog.take(keys))
             self._next_batch += 1
         self.step += 1
-        self.delivered.count(batch)
         return batch, change
 
     def _plan(self, now: float) -> tuple[Key, ...] | None:
@@ -327,6 +308,27 @@ class RolloutState:
         if self.limits.strict:
             figures["set_aside"] = self.backlog.set_aside.count
         return {**figures, **self._fill()}
+
+    def overview(self, now: float) -> dict[str, Any]:
+        """GET /overview: the wait of the trainer in words, batches that it has not acknowledged, each environment."""
+        queued, present = self.backlog.queue.sequences, self.environments.present(now)
+        return {
+            "step": self.step,
+            "waiting": self.waiting(now),
+            "outstanding": len(self.deliveries.outstanding),
+            "environments": [
+                {
+                    "name": env.name,
+                    "state": "left" if not env.connected else "here" if env in present else "silent",
+                    "silent_s": round(now - env.last_seen, 1),
+                    "queued": queued.get(env.id, 0),
+                    "groups": env.groups,
+                    "set_aside": env.set_aside,
+                    "score": env.score,
+                }
+                for env in self.environments
+            ],
+        }
 
     def _fill(self) -> dict[str, int]:
         limit = self.limits.max_queued_tokens

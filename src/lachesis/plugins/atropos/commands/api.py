@@ -24,7 +24,6 @@ def run_api(
     env_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which an environment counts no more.")
     ] = 300,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer for texts on the dashboard.")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Host name that requests may use; may be repeated.")
     ] = None,
@@ -41,7 +40,6 @@ def run_api(
         strict=strict,
         ack_timeout_s=ack_timeout,
         env_timeout_s=env_timeout,
-        tokenizer=tokenizer,
         allowed_hosts=tuple(allowed_host or ()),
     )
-    serve(options, on_ready=lambda url: console.print(f"rollout API at {url}, dashboard at {url}/dashboard"))
+    serve(options, on_ready=lambda url: console.print(f"rollout API at {url}"))

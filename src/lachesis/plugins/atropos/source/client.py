@@ -153,7 +153,7 @@ class RolloutApiClient:
     def environment_names(self) -> list[str]:
         """Return the names of environments by id, if the API is ours and answers."""
         try:
-            found = self._send("GET", "/dashboard/data", timeout=_CONNECT_S).json()
+            found = self._send("GET", "/overview", timeout=_CONNECT_S).json()
             return [str(environment["name"]) for environment in found["environments"]]
         except (httpx.TransportError, ValueError, KeyError, TypeError):
             return []
@@ -174,16 +174,16 @@ class RolloutApiClient:
         """
         try:
             status = self._send("GET", "/status", timeout=_CONNECT_S).json()
-            metrics = self._send("GET", "/metrics", timeout=_CONNECT_S)
+            overview = self._send("GET", "/overview", timeout=_CONNECT_S)
         except (httpx.TransportError, ValueError) as error:
             return f"the API does not answer ({error or type(error).__name__})"
         queued = int(status.get("queue_size", 0))
-        if metrics.is_success and "lachesis_api_environment_groups_total{" not in metrics.text:
+        if overview.is_success and not overview.json()["environments"]:
             return "no environment has registered yet"
         if not queued:
             empty = "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
             ends = f" (one whose --env.group_size is above the batch of {batch_size} ends as it starts)"
-            return empty if metrics.is_success else empty + ends
+            return empty if overview.is_success else empty + ends
         return f"{queued} groups are queued, whose sizes do not add up to a batch yet"
 
     def close(self) -> None:

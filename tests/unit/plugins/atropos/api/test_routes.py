@@ -158,19 +158,20 @@ def test_every_group_in_latest_example_and_set_aside():
     ask(talk)
 
 
-def test_dashboard_page_and_figures():
+def test_the_overview_says_who_is_there_and_what_is_awaited():
     async def talk(http: httpx.AsyncClient) -> None:
-        page = await http.get("/dashboard")
-        assert page.headers["content-type"].startswith("text/html") and "://" not in page.text.split("<style>")[0]
         env_id = await start(http)
         await http.post("/scored_data", json=scored(4, mark=3, env_id=env_id))
-        figures = (await http.get("/dashboard/data")).json()
-        assert figures["waiting"] == "4 of 8 sequences are queued"
-        assert figures["environments"][0]["name"] == "env_0" and figures["environments"][0]["queued"] == 4
-        assert figures["latest"]["sequences"][0]["pieces"] == ["3", "3", "3"]
-        known = (await http.get("/dashboard/data", params={"latest": figures["latest_key"]})).json()
-        assert known["latest"] is None and known["latest_key"] == figures["latest_key"]
+        found = (await http.get("/overview")).json()
+        assert (found["step"], found["waiting"], found["outstanding"]) == (0, "4 of 8 sequences are queued", 0)
+        (environment,) = found["environments"]
+        assert environment.pop("silent_s") < 60
+        assert environment == {
+            "name": "env_0", "state": "here", "queued": 4, "groups": 1, "set_aside": 0, "score": 0.5,
+        }  # fmt: skip
+        await http.post("/disconnect-env", json={"env_id": env_id})
+        assert (await http.get("/overview")).json()["environments"][0]["state"] == "left"
         await http.get("/reset_data")
-        assert (await http.get("/dashboard/data")).json()["latest_key"] == ""
+        assert (await http.get("/overview")).json()["environments"] == []
 
     ask(talk)

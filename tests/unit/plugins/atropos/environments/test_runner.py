@@ -188,7 +188,7 @@ def test_a_run(serve: Serve, api: Api, tmp_path: Path) -> None:
     assert group["generation_params"] == {"temperature": 1.0}
     assert group["overrides"][0] == {"finish_reason": "stop", "weight_version": {"first": 4, "last": 4}}
     # It said goodbye, so its minimum and weight count no more.
-    assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
+    assert [environment["state"] for environment in api.get("/overview")["environments"]] == ["left"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["values"]["groups"] for line in lines) == summary.counters.groups >= 6
     assert lines[0]["values"]["score/mean"] == 1.5
@@ -424,7 +424,7 @@ def test_no_logprobs_end_it(serve: Serve, api: Api) -> None:
         with pytest.raises(EngineError, match="no usable logprobs"):
             serve(api.url, at=url).ended()
     assert api.get("/status")["queue_size"] == 0
-    assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
+    assert [environment["state"] for environment in api.get("/overview")["environments"]] == ["left"]
 
 
 def test_a_batch_that_no_number_of_groups_fills_is_said(serve: Serve, api: Api) -> None:

@@ -68,9 +68,8 @@ class Api:
         for number in numbers:
             HTTP.post(f"{self.url}/scored_data", json=group(number, **changes)).raise_for_status()
 
-    def metric(self, name: str) -> float:
-        lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(f"lachesis_api_{name} "))
+    def outstanding(self) -> int:
+        return HTTP.get(f"{self.url}/overview").json()["outstanding"]
 
     def restart(self) -> None:
         port = self._server.port
@@ -162,9 +161,9 @@ def test_without_checkpoints_a_batch_is_acknowledged_after_its_step(api: Api, ma
     source = make(api.url)
     api.post(3, 4)
     take(source)
-    assert api.metric("outstanding_batches") == 1
+    assert api.outstanding() == 1
     source.report_version(1)
-    assert api.metric("outstanding_batches") == 0
+    assert api.outstanding() == 0
 
 
 def test_a_trainer_that_dies_before_its_step_leaves_the_batch_to_the_next(api: Api, make: Make):
@@ -199,10 +198,10 @@ def test_what_a_checkpoint_does_not_hold_is_trained_on_again_by_the_resumed_run_
     first.report_version(1)
     saved = first.state_dict()
     assert take(first) == ["5", "6"]
-    assert api.metric("outstanding_batches") == 2  # the checkpoint may still be being written
+    assert api.outstanding() == 2  # the checkpoint may still be being written
     first.saved()
     first.report_version(2)
-    assert api.metric("outstanding_batches") == 1  # the first is safe by now
+    assert api.outstanding() == 1  # the first is safe by now
     first.close()
 
     resumed = make(api.url, with_checkpoints=True)
@@ -221,13 +220,13 @@ def test_a_batch_that_a_checkpoint_holds_is_not_trained_on_again(api: Api, make:
     first.report_version(2)
     saved = first.state_dict()
     first.close()  # killed after the checkpoint was written, before anything could be acknowledged
-    assert api.metric("outstanding_batches") == 2
+    assert api.outstanding() == 2
 
     resumed = make(api.url, with_checkpoints=True)
     resumed.load_state_dict(saved)
     assert take(resumed) == ["7", "8"]
     assert resumed.counters()["batches_known"] == 2
-    assert api.metric("outstanding_batches") == 1
+    assert api.outstanding() == 1
 
 
 def test_a_checkpoint_in_the_middle_of_a_batch_s_uses_holds_it(api: Api, make: Make):
@@ -249,9 +248,9 @@ def test_the_end_of_the_run_acknowledges_all(api: Api, make: Make):
     take(source)
     source.report_version(49)
     take(source)  # used less often than it might have been, so no version was reported
-    assert api.metric("outstanding_batches") == 3
+    assert api.outstanding() == 3
     source.complete()
-    assert api.metric("outstanding_batches") == 0
+    assert api.outstanding() == 0
 
 
 def test_a_trainer_killed_between_its_last_step_and_the_checkpoint_gets_that_batch_again(api: Api, make: Make):
@@ -434,7 +433,7 @@ def test_a_batch_is_acknowledged_also_where_a_stop_has_been_asked_for(api: Api, 
     take(source)
     stop.asked = True
     source.report_version(1)
-    assert api.metric("outstanding_batches") == 0
+    assert api.outstanding() == 0
 
 
 def test_an_api_that_takes_requests_and_does_not_answer_can_be_left(make: Make):
@@ -475,7 +474,7 @@ def test_a_batch_without_a_usable_group_is_passed_over(api: Api, make: Make):
     assert take(source) == ["5", "6"]
     assert source.counters()["dropped_groups"] == 2
     source.report_version(1)
-    assert api.metric("outstanding_batches") == 0
+    assert api.outstanding() == 0
 
 
 def test_an_environment_that_sends_nothing_usable_ends_the_run(api: Api, make: Make):
