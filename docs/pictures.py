@@ -1,4 +1,4 @@
-"""Takes the pictures of live page, comparison and timeline: ``python docs/pictures.py [WORK_DIR]``.
+"""Takes the pictures of live page and comparison: ``python docs/pictures.py [WORK_DIR]``.
 
 It trains the quickstart's model three times for the comparison, and once more over two engines, of which it stops one,
 so that the page has something to show; that takes some minutes on two cores. Needs Chromium with its driver (``apt-get
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from selenium import webdriver
 
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.plugins.report.compare import write_compare
-from lachesis.plugins.report.timeline import timeline
 from lachesis.run.status import read_status
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +47,6 @@ WIDE, PHONE = (1280, 900), (390, 844)
 # Runs of the comparison: two seeds of one rate, and another rate.
 COMPARED = {"seed-1": (1, 1e-4), "seed-2": (2, 1e-4), "slow": (1, 2e-5)}
 COMPARED_STEPS, LIVE_STEPS, SHOWN_AFTER = 60, 400, 40
-# Steps of the timeline: one that waits for a batch, and those around it.
-DRAWN = 3
 COLOURS = 200
 _LIMIT_S = 900.0
 
@@ -195,51 +191,6 @@ def _is_stopped(run_dir: Path) -> bool:
     return any(engine.state == "suspect" for engine in status.engines) and bool(status.waits)
 
 
-ROW, LEFT = 34, 170
-PALETTE = {"wait for a batch": "#e9b949", "forward, backward": "#176b73", "optimizer and transfer": "#c0692a",
-           "generation": "#3f74b5", "rewards": "#74589f", "transfer": "#d98b54", "proof": "#a9577f"}  # fmt: skip
-
-
-def timeline_page(run_dir: Path) -> str:
-    """What `lachesis trace` writes of some steps, as a page with a drawing: a row a thread, a box a part of a step."""
-    log = read_metrics(run_dir / "metrics.jsonl")
-    events = timeline(log, name=run_dir.name)["traceEvents"]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    slices = [event for event in events if event["ph"] == "X"]
-    last = sorted((one for one in slices if re.fullmatch(r"step \d+", one["name"])), key=lambda one: one["ts"])[
-        -DRAWN - 4 : -4
-    ]
-    begin, end = last[0]["ts"], last[-1]["ts"] + last[-1]["dur"]
-    scale = (WIDE[0] - LEFT - 20) / (end - begin)
-    boxes = [
-        f'<text x="10" y="{_top(tid, 0) + 21}" font-weight="600">{escape(name)}</text>' for tid, name in threads.items()
-    ]
-    for one in sorted(slices, key=lambda one: -one["dur"]):
-        left, right = max(begin, one["ts"]), min(end, one["ts"] + one["dur"])
-        if right <= left:
-            continue
-        whole = one["name"].startswith("step ")
-        nested = one["name"] in ("transfer", "proof")
-        x, width = LEFT + (left - begin) * scale, (right - left) * scale
-        y = _top(one["tid"], 0 if whole else 2 if nested else 1)
-        colour = "#e6e3da" if whole else PALETTE.get(one["name"], "#8a8d88")
-        label = f"{one['name']} · {one['dur'] / 1e3:.0f} ms"
-        label = label if width > 7.2 * len(label) else one["name"] if width > 7.2 * len(one["name"]) else ""
-        boxes.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 4}" rx="3" fill="{colour}" stroke="#fff"/>'
-            f'<text x="{x + 6:.1f}" y="{y + 20}" fill="{"#1b1d1f" if whole else "#fff"}">{escape(label)}</text>'
-        )
-    drawing = (
-        f'<svg width="{WIDE[0]}" height="310" font-family="Inter, sans-serif" font-size="12.5">{"".join(boxes)}</svg>'
-    )
-    return f'<!doctype html><meta charset="utf-8"><body style="margin:0;background:#f8f7f3">{drawing}'
-
-
-def _top(thread: int, level: int) -> int:
-    """Where a row begins: the loop has three levels, all other rows one, at which their boxes are too."""
-    return 10 + level * ROW if thread == 1 else 10 + 3 * ROW + 18 + (thread - 2) * (ROW + 12)
-
-
 def main() -> None:
     work = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(tempfile.mkdtemp(), "quickstart")
     work.mkdir(parents=True, exist_ok=True)
@@ -249,14 +200,12 @@ def main() -> None:
     with camera() as taking:
         page = write_compare(compared, work / "compare.html").resolve().as_uri()
         taking.take("compare", page, size=(WIDE[0], 1100), until=drawn)
-        with live_run(work) as (address, run_dir):
+        with live_run(work) as (address, _):
             taking.take("live", address, size=WIDE, until=drawn)
             taking.take("live-course", address, size=(WIDE[0], 1360), until=drawn, at="#course")
             taking.take("live-rollouts", address, size=(WIDE[0], 760), until=drawn, at="#rollouts")
             taking.take("live-dark", address, size=WIDE, dark=True, until=drawn)
             taking.take("live-phone", address, size=PHONE, until=drawn)
-        (work / "timeline.html").write_text(timeline_page(run_dir), encoding="utf-8")
-        taking.take("timeline", (work / "timeline.html").as_uri(), size=(WIDE[0], 310))
 
 
 if __name__ == "__main__":

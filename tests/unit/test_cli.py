@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable
@@ -245,13 +244,6 @@ class TestLookingAtRuns:
             sink.write(StepRecord(step=step, values={"reward": 0.5, "step_time": 1.0, "train_time": 0.5}))
         sink.close()
         return tmp_path / "run"
-
-    def test_a_timeline_is_written(self, lachesis_command: Command, run_dir: Path):
-        answer = lachesis_command("trace", run_dir)
-        assert answer.code == 0
-        assert "timeline of 2 steps" in answer.out
-        names = [event["name"] for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]]
-        assert names.count("forward, backward") == 2
 
     def test_runs_are_compared(self, lachesis_command: Command, run_dir: Path, tmp_path: Path):
         out = tmp_path / "both.html"

@@ -51,7 +51,6 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
             "plugins.report.rollout_commands",
             "Search a run's rollouts, read one by turns, compare two steps of a prompt.",
         ),
-        "trace": Command("plugins.report.commands", "Write a run's steps as a timeline."),
     },
     "Serve": {
         "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),

@@ -1,8 +1,7 @@
-"""Commands that read runs: ``report``, ``compare``, ``watch`` and ``trace``."""
+"""Commands that read runs: ``report``, ``compare`` and ``watch``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 
 from lachesis.cli.base import app, console, shown
 from lachesis.common.errors import DataError
-from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 
 
@@ -55,18 +53,3 @@ def watch(
     place = listen(port)
     console.print(place.words)
     serve(run_dirs, place.listener, place.token)
-
-
-@app.command()
-def trace(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    out: Annotated[Path | None, typer.Argument(help="Where to; RUN/trace.json if unset.")] = None,
-) -> None:
-    """Write the steps of a run as a timeline that ui.perfetto.dev opens."""
-    from lachesis.metrics.sinks.jsonl import read_metrics
-    from lachesis.plugins.report.timeline import timeline
-
-    log = read_metrics(run_paths(run_dir)["metrics"])
-    out = out or run_dir / "trace.json"
-    write_atomic(out, json.dumps(timeline(log, name=run_dir.resolve().name)))
-    console.print(f"timeline of {len(log.steps)} steps: {shown(out)}; open it at https://ui.perfetto.dev")

@@ -71,7 +71,6 @@ class Watch:
             "/compare": self.compare,
             "/metrics.csv": self.csv,
             "/prompt": self.prompt,
-            "/metrics": self.metrics,
             "/rollouts": self.rollouts,
             "/rollout": self.rollout,
             "/diff": self.diff,
@@ -123,10 +122,6 @@ class Watch:
         text = await anyio.to_thread.run_sync(metrics_csv, run_dir)
         name = f'attachment; filename="{run_dir.resolve().name}.csv"'
         return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
-
-    async def metrics(self, _: Request) -> Response:
-        """Return the last values of all runs, for Prometheus."""
-        return PlainTextResponse(await anyio.to_thread.run_sync(prometheus, self._dirs))
 
     async def prompt(self, request: Request) -> Response:
         """Return the steps that met a prompt, with its answers."""
@@ -273,19 +268,6 @@ def metrics_csv(run_dir: Path) -> str:
     writer.writeheader()
     writer.writerows({"step": line.step, "time": line.time, **line.values} for line in steps)
     return out.getvalue()
-
-
-def prometheus(run_dirs: Sequence[Path]) -> str:
-    """Return the values of the last step of each run as gauges, in Prometheus' text format."""
-    gauges: dict[str, list[str]] = {}
-    for name, run_dir in zip(compare.run_names(run_dirs), run_dirs, strict=True):
-        path = run_paths(run_dir)["metrics"]
-        steps = read_metrics(path).steps if path.exists() else ()
-        label = name.replace("\\", r"\\").replace('"', r"\"")
-        for metric, value in {"step": float(steps[-1].step), **steps[-1].values}.items() if steps else ():
-            gauge = f"lachesis_{re.sub(r'[^a-zA-Z0-9_]', '_', metric)}"
-            gauges.setdefault(gauge, []).append(f'{gauge}{{run="{label}"}} {value}')
-    return "".join(f"# TYPE {gauge} gauge\n" + "".join(f"{line}\n" for line in gauges[gauge]) for gauge in gauges)
 
 
 def prompt_history(run_dir: Path, prompt_id: str) -> list[dict[str, Any]]:

@@ -92,14 +92,6 @@ def test_csv_and_the_history_of_a_prompt(run_dir: Path):
     assert page.get("/prompt", params={"id": "8"}).json()["met"] == []
 
 
-def test_prometheus_reads_the_last_values(tmp_path: Path):
-    text = client(write_run(tmp_path / 'a"b'), write_run(tmp_path / "c", steps=1)).get("/metrics").text
-    lines = text.splitlines()
-    assert r'lachesis_reward{run="a\"b"} 0.5' in lines and 'lachesis_reward{run="c"} 0.25' in lines
-    assert 'lachesis_step{run="c"} 1.0' in lines and "lachesis_reward_metrics_tools" in text
-    assert lines.count("# TYPE lachesis_reward gauge") == 1
-
-
 def test_only_who_has_the_token_may_ask(run_dir: Path):
     page = client(run_dir)
     for headers in ({}, {"X-Lachesis-Token": "secres"}):
