@@ -7,43 +7,18 @@ import os
 import platform
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 from lachesis.plugins.sandbox import kernel
 
-# Refused everywhere, by their numbers on x86_64 and aarch64 (-1: not there). They change the machine or namespaces,
-# look into or hold up other processes, or keep memory that no process is seen to have.
-_REFUSED: dict[str, tuple[int, int]] = {
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "sethostname": (170, 161),
-    "setdomainname": (171, 162), "init_module": (175, 105), "delete_module": (176, 106), "finit_module": (313, 273),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "userfaultfd": (323, 282),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "quotactl": (179, 60), "acct": (163, 89),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "syslog": (103, 116), "vhangup": (153, 58),
-    "lookup_dcookie": (212, 18), "personality": (135, 92), "fanotify_init": (300, 262), "nfsservctl": (180, 42),
-    "uselib": (134, -1), "ustat": (136, -1), "sysfs": (139, -1), "_sysctl": (156, -1), "memfd_create": (319, 279),
-    "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186),
-    "mq_open": (240, 180), "mknod": (133, -1), "mknodat": (259, 33), "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
-    "vmsplice": (278, 75), "migrate_pages": (256, 238), "move_pages": (279, 239), "get_robust_list": (274, 100),
-}  # fmt: skip
-# Of these, what whole programs need (browsers, compilers, named pipes) and their namespaces and rights keep inside.
-_FOR_PROGRAMS = frozenset({
-    "memfd_create", "shmget", "shmctl", "shmat", "semget", "msgget", "mq_open", "setpriority", "sched_setparam",
-    "sched_setscheduler", "sched_setattr", "ioprio_set", "get_robust_list", "personality", "mknod", "mknodat",
-})  # fmt: skip
+_CALLS: dict[str, dict[str, list[int]]] = tomllib.loads(
+    Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8")
+)
 # The families of sockets that such programs may make: Unix, IPv4 and IPv6. Namespaces do not hold all others (vsock).
 _FAMILIES = (1, 2, 10)
-# Refused too where no namespace of processes ends what a program starts: by its group it can be ended all the same.
-_LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
-# And these where Landlock (before its version 6) does not keep signals inside.
-_SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138)}
-_SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _PRLIMIT = (41, 198), (53, 199), (56, 220), (16, 29), (302, 261)
-_MMAP, _SETSOCKOPT = (9, 222), (54, 208)
 # To hold megabytes in the buffer of each socket; the kernel's default is some hundred KiB.
 _SO_SNDBUF = 7
 # The last number before those that came in 2019, and those of these that are allowed: close_range, openat2, faccessat2,
@@ -93,16 +68,13 @@ def _program(contained: bool, signals_contained: bool, sockets: bool) -> bytes:
         column = ("x86_64", "aarch64").index(platform.machine())
     except ValueError as error:
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}") from error
-    refused = dict(_REFUSED)
-    if not contained:
-        refused |= _LEAVING
-    if not signals_contained:
-        refused |= _SIGNALS
-    numbers = sorted(numbers[column] for name, numbers in refused.items() if not (sockets and name in _FOR_PROGRAMS))
-    return b"".join(_filter(column, numbers, sockets))
+    skipped = {"judged": True, "refused_to_code": sockets, "leaving": contained, "signals": signals_contained}
+    refused = [call[column] for kind, calls in _CALLS.items() if not skipped.get(kind) for call in calls.values()]
+    judged = {name: call[column] for name, call in _CALLS["judged"].items()}
+    return b"".join(_filter(column, sorted(refused), judged, sockets))
 
 
-def _filter(column: int, refused: Sequence[int], sockets: bool) -> Iterator[bytes]:
+def _filter(column: int, refused: Sequence[int], judged: Mapping[str, int], sockets: bool) -> Iterator[bytes]:
     """BPF: each rule is a comparison that skips its return where it does not hold."""
     yield _instruction(_LOAD, 0, 0, _ARCH_AT)
     yield _instruction(_EQUAL, 1, 0, _AUDIT_ARCH[column])
@@ -117,21 +89,21 @@ def _filter(column: int, refused: Sequence[int], sockets: bool) -> Iterator[byte
             yield from _when(number, _ERRNO | errno.EPERM)
     if sockets:
         for family in _FAMILIES:
-            yield from _when_argument(_SOCKET[column], 0, _EQUAL, family, then=_ALLOW, otherwise=None)
-    yield from _when(_SOCKET[column], _ERRNO | errno.EACCES)
-    yield from _when_argument(_SOCKETPAIR[column], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
-    yield from _when_argument(_CLONE[column], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
-    yield from _when_argument(_PRLIMIT[column], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
+            yield from _when_argument(judged["socket"], 0, _EQUAL, family, then=_ALLOW, otherwise=None)
+    yield from _when(judged["socket"], _ERRNO | errno.EACCES)
+    yield from _when_argument(judged["socketpair"], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
+    yield from _when_argument(judged["clone"], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
+    yield from _when_argument(judged["prlimit"], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
     if not sockets:
         refusal = _ERRNO | errno.EPERM
-        yield from _when_argument(_SETSOCKOPT[column], 2, _EQUAL, _SO_SNDBUF, then=refusal, otherwise=_ALLOW)
-        yield _instruction(_EQUAL, 0, 5, _MMAP[column])
+        yield from _when_argument(judged["setsockopt"], 2, _EQUAL, _SO_SNDBUF, then=refusal, otherwise=_ALLOW)
+        yield _instruction(_EQUAL, 0, 5, judged["mmap"])
         yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * 3)
         yield _instruction(_AND, 0, 0, _SHARED_ANONYMOUS)
         yield _instruction(_EQUAL, 0, 1, _SHARED_ANONYMOUS)
         yield _instruction(_RETURN, 0, 0, refusal)
         yield _instruction(_RETURN, 0, 0, _ALLOW)
-    yield _instruction(_EQUAL, 0, 4, _IOCTL[column])
+    yield _instruction(_EQUAL, 0, 4, judged["ioctl"])
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
     yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
     yield _instruction(_EQUAL, 0, 1, _TIOCLINUX)
