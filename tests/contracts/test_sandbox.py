@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -271,52 +268,3 @@ class TestControlGroup:
         (warden,) = [one for one in list(opened._idle.queue) if one is not None]
         opened.close()
         assert warden._group is None or not Path(warden._group).exists()
-
-
-class Fusion(BaseHTTPRequestHandler):
-    """Answers as SandboxFusion does, and refuses what it refuses."""
-
-    asked: list[dict[str, Any]] = []  # noqa: RUF012
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        if self.path != "/run_code" or body["language"] != "python":
-            self.send_error(422)
-            return
-        result = {"status": "Finished", "return_code": 0, "stdout": body["stdin"].upper(), "stderr": ""}
-        answer: dict[str, Any] = {"status": "Success", "message": "", "run_result": result}
-        if "sleep" in body["code"]:
-            result.update(status="TimeLimitExceeded", return_code=None)
-        if "fail" in body["code"]:
-            answer = {"status": "SandboxError", "message": "no more room", "run_result": None}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *args: Any) -> None: ...
-
-
-class TestFusion:
-    @pytest.fixture
-    def remote(self) -> Iterator[Sandbox]:
-        with HTTPServer(("127.0.0.1", 0), Fusion) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield open_sandbox(f"http://127.0.0.1:{server.server_port}/")
-            server.shutdown()
-
-    def test_programs_run_there(self, remote: Sandbox):
-        outcome = run(remote, "print(input())", b"abc", memory_bytes=64 * MIB)
-        assert (outcome.stdout, outcome.succeeded) == (b"ABC", True)
-        assert Fusion.asked[-1]["memory_limit_MB"] == 64
-        assert run(remote, "sleep").ending == "wall"
-
-    def test_its_failures_are_no_fault_of_the_code(self, remote: Sandbox):
-        with pytest.raises(SandboxError, match="no more room"):
-            run(remote, "fail")
-        with pytest.raises(SandboxError, match="gives no answer"):
-            run(open_sandbox("http://127.0.0.1:9"), "x")
-
-    def test_tests_of_functions_are_refused(self, remote: Sandbox):
-        with pytest.raises(SandboxError, match="nothing there keeps the test from the code"):
-            remote.test(FunctionTests("", ("assert True",)))

@@ -377,7 +377,7 @@ class RewardsConfig(Section):
         default="auto",
         description="Wall around code of the model that rewards run: `auto` takes the best that works on the machine, "
         "or none runs; `namespaces`, `bubblewrap`, `nsjail`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, "
-        "`e2b:TEMPLATE`, the URL of a SandboxFusion server; or `none`, without any wall.",
+        "`e2b:TEMPLATE`; or `none`, without any wall.",
     )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."

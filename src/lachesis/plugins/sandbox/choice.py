@@ -12,7 +12,6 @@ from typing import Protocol
 from lachesis.plugins.sandbox import commands
 from lachesis.plugins.sandbox.e2b import TEMPLATE, E2bSandbox
 from lachesis.plugins.sandbox.escapes import try_escapes
-from lachesis.plugins.sandbox.fusion import FusionSandbox
 from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
 
@@ -23,8 +22,8 @@ KINDS = ("auto", "namespaces", "bubblewrap", "nsjail", "landlock", "docker", "po
 _AUTOMATIC = ("namespaces", "bubblewrap", "nsjail", "landlock")
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap), allow user namespaces (sysctl user.max_user_namespaces=15000; "
-    "in a container: --security-opt seccomp=unconfined), use Linux 6.12 or later, or set rewards.sandbox to docker, "
-    "podman or the URL of a SandboxFusion server; rewards.sandbox: none runs code of the model without any wall"
+    "in a container: --security-opt seccomp=unconfined), use Linux 6.12 or later, or set rewards.sandbox to docker "
+    "or podman; rewards.sandbox: none runs code of the model without any wall"
 )
 
 
@@ -55,7 +54,7 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
-    """Open a sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE``, ``e2b:TEMPLATE``, or a URL.
+    """Open a sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE`` or ``e2b:TEMPLATE``.
 
     Args:
         kind: name of the sandbox.
@@ -64,8 +63,6 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
     Raises:
         SandboxError: it is not available here, with the reason; or, with ``auto``, no wall here holds all escapes.
     """
-    if kind.startswith(("http://", "https://")):
-        return FusionSandbox(kind)
     if kind == "auto":
         return _open_best(count)
     name, _, image = kind.partition(":")
@@ -78,7 +75,7 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
     if (build := _BUILD.get(kind)) is None:
         raise SandboxError(
             f"there is no sandbox {kind!r}",
-            remedy=f"name one of {', '.join(KINDS)}, docker:IMAGE, e2b:TEMPLATE, or a URL",
+            remedy=f"name one of {', '.join(KINDS)}, docker:IMAGE or e2b:TEMPLATE",
         )
     if not sys.platform.startswith("linux"):
         raise SandboxError(f"the sandbox {kind} is for Linux, this is {sys.platform}", remedy=REMEDY)
