@@ -30,8 +30,8 @@ def doctor(
 ) -> None:
     """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
 
-    With CONFIG it also tries what a run needs: servers that answer, synchronized clocks, free ports, and a transfer of
-    a tiny model's weights over its bridge.
+    With CONFIG it also tries what a run needs: servers that answer, free ports, and a transfer of a tiny model's
+    weights over its bridge.
     """
     from lachesis.plugins.checks import doctor as checks
 

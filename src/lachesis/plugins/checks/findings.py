@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from lachesis.common.errors import LachesisError
 from lachesis.process.managed import names_an_error
 
-# How far clocks may be apart: more than networks and schedulers delay an answer.
-CLOCKS_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

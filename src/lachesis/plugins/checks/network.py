@@ -1,13 +1,11 @@
-"""The addresses of a configuration: servers that have to answer, whose clocks have to agree, and ports to be free."""
+"""The addresses of a configuration: servers that have to answer, and ports to be free."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -20,7 +18,7 @@ from lachesis.common.http import server_url
 from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
 from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
-from lachesis.plugins.checks.findings import CLOCKS_S, Check, attempted, failure
+from lachesis.plugins.checks.findings import Check, attempted, failure
 from lachesis.process.managed import check_port_free
 from lachesis.transport.rendezvous import address_towards, listen
 
@@ -36,7 +34,7 @@ class RunningServer:
 
     Args:
         what: its kind, for the line.
-        route: is asked for the time; it needs no key, or ``keyed``: a refusal without one counts as an answer.
+        route: is asked first; it needs no key, or ``keyed``: a refusal without one counts as an answer.
         ask: asks it more, and returns words; raises if it is another kind of server.
         awaited_s: how long a run waits for it.
         startable: ``lachesis run`` starts one here, if there is none.
@@ -50,59 +48,49 @@ class RunningServer:
     awaited_s: float = 0.0
     startable: bool = False
 
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or self.url
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAnswer:
-    """Outcome of asking a server: words, or an error; and how many seconds its clock is ahead, if it told the time."""
-
-    server: RunningServer
-    words: str = ""
-    error: LachesisError | None = None
-    ahead_s: float | None = None
-
 
 def try_servers(config: LachesisConfig) -> Iterator[Check]:
-    """Ask the servers of the configuration that run already, all at once; then compare the clocks of their hosts."""
+    """Ask the servers of the configuration that run already, all at once."""
     servers = [*_engines(config), *_others(config)]
     if not servers:
         yield Check("servers", "none is to run already", applies=False)
-        yield Check("clock", "no server runs already, so there is one clock", applies=False)
         return
     with ThreadPoolExecutor(min(_AT_ONCE, len(servers))) as threads:
-        answers = list(threads.map(ask, servers))
-    for answer in answers:
-        yield _reached(answer)
-    yield from _clocks(answers)
+        yield from list(threads.map(_tried, servers))
 
 
-def ask(server: RunningServer) -> ServerAnswer:
-    """One request for the time, and what more is to be asked."""
+def _tried(server: RunningServer) -> Check:
+    """Return what a server answers, or that a run starts it or waits for it, or its error."""
+    try:
+        return Check(server.what, f"{server.url} {ask(server)}")
+    except EngineUnreachable as error:
+        if server.startable and _is_free(server.url):
+            words = "is free for the rollout API that `lachesis run` starts; other commands need one there before"
+            return Check(server.what, f"{server.url} {words}", applies=False)
+        if server.awaited_s:
+            words = f"{error.message}; a run waits {server.awaited_s:g} s for it (engine.wait_s)"
+            return Check(server.what, words, applies=False)
+        return failure(server.what, error)
+    except LachesisError as error:
+        return failure(server.what, error)
+
+
+def ask(server: RunningServer) -> str:
+    """Return what a server says. Raises EngineUnreachable if it does not answer, EngineError if it is another kind."""
     limit = f"limit {LIMIT_S:.0f} s"
     try:
-        before = time.time()
         answer = httpx.get(server.url + server.route, timeout=LIMIT_S, verify=tls(server.url), trust_env=False)
-        ahead_s = _ahead(answer.headers, before=before, after=time.time())
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        return ServerAnswer(
-            server,
-            error=EngineUnreachable(
-                f"{server.url} does not answer ({limit}): {error or type(error).__name__}",
-                remedy="start it, or correct the address; one elsewhere has to listen on more than 127.0.0.1",
-            ),
+        raise EngineUnreachable(
+            f"{server.url} does not answer ({limit}): {error or type(error).__name__}",
+            remedy="start it, or correct the address; one elsewhere has to listen on more than 127.0.0.1",
+        ) from error
+    if not answer.is_success and not (server.keyed and answer.status_code in _KEY_WANTED):
+        raise EngineError(
+            f"{server.url}{server.route} answers {answer.status_code}",
+            remedy="see whether the address is that of another server",
         )
-    try:
-        if not answer.is_success and not (server.keyed and answer.status_code in _KEY_WANTED):
-            raise EngineError(
-                f"{server.url}{server.route} answers {answer.status_code}",
-                remedy="see whether the address is that of another server",
-            )
-        return ServerAnswer(server, f"{server.ask()} ({limit})", ahead_s=ahead_s)
-    except LachesisError as error:
-        return ServerAnswer(server, error=error, ahead_s=ahead_s)
+    return f"{server.ask()} ({limit})"
 
 
 def _engines(config: LachesisConfig) -> Iterator[RunningServer]:
@@ -139,20 +127,6 @@ def _api_says(url: str) -> str:
     return "is a rollout API"
 
 
-def _reached(answer: ServerAnswer) -> Check:
-    server = answer.server
-    if answer.error is None:
-        return Check(server.what, f"{server.url} {answer.words}")
-    gone = isinstance(answer.error, EngineUnreachable)
-    if gone and server.startable and _is_free(server.url):
-        words = "is free for the rollout API that `lachesis run` starts; other commands need one there before"
-        return Check(server.what, f"{server.url} {words}", applies=False)
-    if gone and server.awaited_s:
-        words = f"{answer.error.message}; a run waits {server.awaited_s:g} s for it (engine.wait_s)"
-        return Check(server.what, words, applies=False)
-    return failure(server.what, answer.error)
-
-
 def _is_free(url: str) -> bool:
     """Return True if a server can be started at this address of this machine."""
     try:
@@ -160,33 +134,6 @@ def _is_free(url: str) -> bool:
     except LachesisError:
         return False
     return is_this_machine(url)
-
-
-def _ahead(headers: Mapping[str, str], *, before: float, after: float) -> float | None:
-    """Return how many seconds the sender's clock is ahead; it tells whole seconds, so half a second is added."""
-    try:
-        return parsedate_to_datetime(headers["date"]).timestamp() + 0.5 - (before + after) / 2
-    except (KeyError, ValueError):
-        return None
-
-
-def _clocks(answers: list[ServerAnswer]) -> Iterator[Check]:
-    """One line for each host."""
-    of_hosts = {answer.server.host: answer.ahead_s for answer in answers if answer.ahead_s is not None}
-    for host in dict.fromkeys(answer.server.host for answer in answers):
-        subject, ahead = f"clock of {host}", of_hosts.get(host)
-        if ahead is None:
-            yield Check(subject, "no answer from there says its time", applies=False)
-        elif abs(ahead) > CLOCKS_S:
-            yield Check(
-                subject,
-                f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's "
-                f"(at most {CLOCKS_S:.0f} s) "
-                "-> set both by NTP, as `timedatectl set-ntp true` does: logs and timelines of the two disagree",
-                failed=True,
-            )
-        else:
-            yield Check(subject, f"within {abs(ahead) + 0.5:.1f} s of this machine's (at most {CLOCKS_S:.0f} s)")
 
 
 def try_ports(config: LachesisConfig) -> Iterator[Check]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lachesis.common.types import Finding, Level
-from lachesis.plugins.checks.findings import CLOCKS_S
+
+# How far clocks may be apart: more than networks and schedulers delay an answer.
+_CLOCKS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def _disk(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs)
 def _clocks(outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     for outcome in outcomes:
         apart = outcome.clock - outcomes[0].clock
-        if abs(apart) > CLOCKS_S:
+        if abs(apart) > _CLOCKS_S:
             words = f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of {needs.nodes[0]}"
             message = f"{needs.nodes[outcome.rank]}: {words}: see its time service; logs would not fit together"
             yield _finding("warning", "clocks", message)

@@ -1,4 +1,4 @@
-"""What is said of addresses: real servers, dead ones, ports that are taken, and clocks that are off."""
+"""What is said of addresses: real servers, dead ones, and ports that are taken."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def by_subject(checks: Iterator[Check]) -> dict[str, Check]:
 
 
 @contextmanager
-def serving(routes: dict[str, Any], *, ahead_s: float = 0.0, silent_s: float = 0.0) -> Iterator[str]:
-    """A server on a host whose clock is off; it answers after so many seconds. A number is a refusal."""
+def serving(routes: dict[str, Any], *, silent_s: float = 0.0) -> Iterator[str]:
+    """A server that answers after so many seconds. A number is a refusal."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -57,9 +57,6 @@ def serving(routes: dict[str, Any], *, ahead_s: float = 0.0, silent_s: float = 0
             self.end_headers()
             with suppress(BrokenPipeError):  # who asked waits no more
                 self.wfile.write(json.dumps(body).encode())
-
-        def date_time_string(self, timestamp: float | None = None) -> str:
-            return super().date_time_string(time.time() + ahead_s)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Not on the terminal."""
@@ -75,84 +72,70 @@ def serving(routes: dict[str, Any], *, ahead_s: float = 0.0, silent_s: float = 0
 
 
 class TestServers:
-    def test_an_engine_says_what_it_is_and_its_clock_agrees(self):
+    def test_an_engine_says_what_it_is(self):
         server = FakeServer()
         try:
             found = by_subject(try_servers(over(server.url)))
         finally:
             server.stop()
-        engine, clock = found[f"engine 127.0.0.1:{server.port}"], found["clock of 127.0.0.1"]
+        engine = found[f"engine 127.0.0.1:{server.port}"]
         assert not engine.failed and "engine at weight version 0 (limit 5 s)" in engine.message
-        assert not clock.failed and clock.applies and "this machine's (at most 5 s)" in clock.message
-
-    @pytest.mark.parametrize(("ahead_s", "words"), [(600.0, "ahead of"), (-600.0, "behind")])
-    def test_a_clock_that_is_ten_minutes_off_fails_and_says_what_to_do(self, ahead_s: float, words: str):
-        with serving({"/bridge/info": INFO.model_dump(mode="json")}, ahead_s=ahead_s) as url:
-            engine, clock = try_servers(over(url))
-        assert not engine.failed and "embedded engine at weight version 7" in engine.message
-        assert clock.failed and f"{words} this machine's" in clock.message
-        assert 590 < int(clock.message.split()[0]) < 610
-        assert "timedatectl" in clock.message
 
     def test_a_dead_one_fails_and_the_others_are_asked_all_the_same(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(control, "CONNECT_RETRIES", 0)
         dead = f"http://127.0.0.1:{free_port()}"
         with serving({"/bridge/info": INFO.model_dump(mode="json")}) as url:
-            lost, found, clock = try_servers(over(dead, url))
+            lost, found = try_servers(over(dead, url))
         assert lost.failed and f"{dead} does not answer (limit 5 s)" in lost.message and "-> start it" in lost.message
-        assert not found.failed and not clock.failed
+        assert not found.failed
 
     def test_one_that_a_run_waits_for_is_no_failure(self):
-        missing, clock = try_servers(over(f"http://127.0.0.1:{free_port()}", wait_s=60))
+        (missing,) = try_servers(over(f"http://127.0.0.1:{free_port()}", wait_s=60))
         assert not missing.failed and not missing.applies and "a run waits 60 s for it" in missing.message
-        assert not clock.applies
 
     def test_one_that_says_nothing_is_given_up(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(network, "LIMIT_S", 0.1)
         with serving({"/bridge/info": {}}, silent_s=0.4) as url:
-            engine, _ = try_servers(over(url))
+            (engine,) = try_servers(over(url))
         assert engine.failed and "timed out" in engine.message
 
     def test_another_kind_of_server_is_no_engine(self):
         with serving({"/health": {}}) as url:
-            engine, _ = try_servers(over(url))
+            (engine,) = try_servers(over(url))
         assert engine.failed and "/bridge/info answers 404" in engine.message
 
     def test_a_rollout_api_answers_or_there_is_room_for_one(self):
         server = AppThread(build_app(ServerOptions()), port=free_port(), lifespan=True)
         url = server.url
         try:
-            api, clock = try_servers(config(source={"kind": "atropos", "url": url}))
+            (api,) = try_servers(config(source={"kind": "atropos", "url": url}))
         finally:
             server.stop()
         assert api.message == f"{url} is a rollout API (limit 5 s)"
-        assert clock.applies and not clock.failed
-        api, _ = try_servers(config(source={"kind": "atropos", "url": url}))
+        (api,) = try_servers(config(source={"kind": "atropos", "url": url}))
         assert not api.failed and not api.applies and "`lachesis run` starts" in api.message
-        api, _ = try_servers(config(source={"kind": "atropos", "url": url}, services={"api": None}))
+        (api,) = try_servers(config(source={"kind": "atropos", "url": url}, services={"api": None}))
         assert api.failed and "does not answer" in api.message
 
     def test_another_kind_of_server_is_no_rollout_api(self):
         with serving({"/info": {"version": 1}}) as url:
-            api, _ = try_servers(config(source={"kind": "atropos", "url": url}))
+            (api,) = try_servers(config(source={"kind": "atropos", "url": url}))
         assert api.failed and f"what answers at {url} is not a rollout API" in api.message
 
     @pytest.mark.parametrize(("route", "status", "failed"), [("/v1/models", 200, False), ("/", 404, True)])
     def test_a_teacher_is_asked_too(self, route: str, status: int, failed: bool):
         with serving({route: {"data": []}}) as url:
-            teacher, _ = try_servers(config(algorithm={"teacher": {"kind": "url", "url": f"{url}/v1"}}))
+            (teacher,) = try_servers(config(algorithm={"teacher": {"kind": "url", "url": f"{url}/v1"}}))
         assert teacher.subject == "teacher" and teacher.failed is failed
         assert ("answers (limit 5 s)" if status == 200 else f"/v1/models answers {status}") in teacher.message
 
     def test_a_teacher_that_wants_its_key_is_there(self):
         with serving({"/v1/models": 401}) as url:
-            teacher, _ = try_servers(config(algorithm={"teacher": {"kind": "url", "url": url}}))
+            (teacher,) = try_servers(config(algorithm={"teacher": {"kind": "url", "url": url}}))
         assert not teacher.failed
 
     def test_without_servers_there_is_nothing_to_ask(self):
-        assert [(check.subject, check.applies) for check in try_servers(config())] == [
-            ("servers", False), ("clock", False),
-        ]  # fmt: skip
+        assert [(check.subject, check.applies) for check in try_servers(config())] == [("servers", False)]
 
 
 class TestPorts:
