@@ -62,6 +62,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 2}
     | {"layer_types": ["chunked_attention", "full_attention"]},
     "phimoe": _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": _LLAMA_LIKE | {"head_dim": 8},
     "phi3": _LLAMA_LIKE
     | {
         "original_max_position_embeddings": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -72,16 +73,58 @@ def _fitting(columns: Collection[str]) -> list[str]:
     return fitting
 
 
-# Columns of vision-language data sets, and kinds of parts in their messages.
-_MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"})
+# Columns of vision-language data sets, files that they name, first bytes of files, and kinds of parts in messages.
+_MEDIA_COLUMN = re.compile(r"(^|_)(image|img|picture|photo|screenshot|video|audio)s?(_|\d*$)", re.IGNORECASE)
+_MEDIA_FILE = re.compile(
+    r"^data:(image|video|audio)/|\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|webm|mov|wav|mp3|flac)$", re.IGNORECASE
+)
+_MEDIA_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
+_MEDIA_PARTS = frozenset(
+    {
+        "image",
+        "images",
+        "image_url",
+        "input_image",
+        "image_pil",
+        "video",
+        "video_url",
+        "audio",
+        "audio_url",
+        "input_audio",
+    }
+)
+
+
+def _is_media(value: Any, *, named: bool) -> bool:
+    """Return True for an image, video or sound: as bytes, as an object of its library, or as Arrow's struct for one.
+
+    Args:
+        named: the column's name says so; then names of files are media too.
+    """
+    if isinstance(value, list | tuple):
+        return any(_is_media(one, named=named) for one in value[:8])
+    if isinstance(value, Mapping):
+        return (
+            {"bytes", "path"} <= value.keys() or {"array", "sampling_rate"} <= value.keys() or (named and bool(value))
+        )
+    if isinstance(value, str):
+        return named and _MEDIA_FILE.search(value) is not None
+    if isinstance(value, bytes):
+        return named or value.startswith(_MEDIA_BYTES)
+    return type(value).__module__.startswith("PIL.")
+
+
+def _media_kinds(part: Any) -> set[str]:
+    """Return what a part of a message shows that is no text, by its type or by a key that holds it."""
+    if not isinstance(part, Mapping):
+        return set()
+    return {str(part.get("type")), *(name for name, value in part.items() if value is not None)} & _MEDIA_PARTS
 
 
 def _refuse_images(row: Row) -> None:
     """Raise DataError for images: models here train on text, and their answers would be about unseen pictures."""
-    for name in _MEDIA_COLUMNS:
-        value = row.columns.get(name)
-        if value is not None and value != [] and not isinstance(value, str | int | float | bool):
+    for name, value in row.columns.items():
+        if _is_media(value, named=_MEDIA_COLUMN.search(name) is not None):
             raise DataError(
                 f"{row.place}: the column {name!r} has {describe_type(value)}, and models are trained on text alone",
                 remedy="remove or rename that column (data.transform) if the text makes sense without it",
@@ -90,7 +133,7 @@ def _refuse_images(row: Row) -> None:
         messages: list[Any] = value if isinstance(value, list) else []
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)} & _MEDIA_PARTS
+        kinds = set[str]().union(*map(_media_kinds, parts))
         if kinds:
             raise DataError(
                 f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, and models are trained on text "

@@ -201,8 +201,17 @@ def from_arrow(record: Mapping[str, Any]) -> dict[str, Any]:
 
     All structs of a column have the same keys there, with null where one had none; templates check whether a message
     has ``tool_calls``, and would show the model arguments that nobody gave. ``role`` and ``content`` always stay.
+    Chats may lie within other columns, such as a list of dialogues.
     """
-    return {name: _written(value) if _is_chat(value) else value for name, value in record.items()}
+    return {name: _with_written_chats(value) for name, value in record.items()}
+
+
+def _with_written_chats(value: Any) -> Any:
+    if _is_chat(value):
+        return _written(value)
+    if isinstance(value, Mapping):
+        return {name: _with_written_chats(inner) for name, inner in value.items()}
+    return [_with_written_chats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_chat(value: object) -> bool:

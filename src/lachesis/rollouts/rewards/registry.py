@@ -48,21 +48,21 @@ def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] 
     If the rendered prompt ends with ``<think>``, as in templates of R1 distills and Qwen3.5, the completion starts
     after it.
     """
-    opened = [text.rstrip().endswith("<think>") for text in prompt_texts or [""] * len(completions)]
-    texts = [completion_text(one) for one in completions]
-    return [
-        float(_thinks_first(f"<think>{text}" if open_ else text)) for text, open_ in zip(texts, opened, strict=True)
-    ]
+    return [float(_thinks_first(text)) for text in _with_opened_tag(completions, prompt_texts)]
 
 
-def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1 for ``<think>`` and ``<answer>`` blocks, each on separate lines, and nothing else."""
-    return [float(_has_form(completion_text(one))) for one in completions]
+def format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
+    """Return 1 for ``<think>`` and ``<answer>`` blocks, each on separate lines, and nothing else.
+
+    A ``<think>`` that ends the rendered prompt counts, as for :func:`think_format_reward`.
+    """
+    return [float(_has_form(text)) for text in _with_opened_tag(completions, prompt_texts)]
 
 
-def tag_count_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+def tag_count_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
     """Return a quarter for each of the four tags of :func:`format_reward` that occurs once."""
-    return [sum(completion_text(one).count(tag) == 1 for tag in _TAGS) / len(_TAGS) for one in completions]
+    texts = _with_opened_tag(completions, prompt_texts)
+    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
 
 
 def reasoning_steps_reward(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -147,8 +147,11 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 def get_code_format_reward(language: str = "python") -> Reward:
     """:func:`format_reward` with a block of code in that language in the answer."""
 
-    def code_format_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(_has_form(completion_text(one), f"```{language}", "```")) for one in completions]
+    def code_format_reward(
+        completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any
+    ) -> list[float | None]:
+        texts = _with_opened_tag(completions, prompt_texts)
+        return [float(_has_form(text, f"```{language}", "```")) for text in texts]
 
     return code_format_reward
 
@@ -174,6 +177,15 @@ FACTORIES: Mapping[str, Callable[..., Reward]] = {
     "repetition_penalty": get_repetition_penalty_reward,
     "code_format": get_code_format_reward,
 }
+
+
+def _with_opened_tag(completions: Sequence[Any], prompt_texts: Sequence[str] | None) -> list[str]:
+    """Return the completions' texts, each after the ``<think>`` that its rendered prompt ends with, if it does."""
+    texts = []
+    for completion, prompt in zip(completions, prompt_texts or [""] * len(completions), strict=True):
+        opened = f"<think>{prompt[len(prompt.rstrip()) :]}" if prompt.rstrip().endswith("<think>") else ""
+        texts.append(opened + completion_text(completion))
+    return texts
 
 
 def _thinks_first(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ from lachesis.common.errors import ModelError
 
 # What wrappers of training programs put before the names of parameters.
 _PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "actor.", "policy.", "model.")
+_WRAPPERS = re.compile(
+    r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
+)
 
 
 def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total: int, left_out: bool) -> None:
@@ -49,7 +53,7 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
 
 
 def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
-    """Name the prefix that hides the missing tensors, if one does."""
+    """Name what hides the missing tensors, if the words of wrappers do: before their names, or in the midst of them."""
     names = {*unknown}
     for prefix in _PREFIXES:
         if missing and all(f"{prefix}{name}" in names for name in missing):
@@ -57,4 +61,11 @@ def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | N
                 f"take the prefix {prefix!r} off the names of its tensors (load_file, rename, save_file of "
                 "safetensors.torch): a wrapper of the program that saved them has put it there"
             )
-    return None
+    hidden = {_WRAPPERS.sub("", name): name for name in names}
+    first = min(missing, default=None)
+    if first is None or not all(name in hidden for name in missing):
+        return None
+    return (
+        f"rename its tensors (load_file, save_file of safetensors.torch): {hidden[first]!r} is {first!r}, and so on; "
+        "wrappers of the program that saved them have put the rest there"
+    )

@@ -442,7 +442,8 @@ def _refusal(generation: GenerationConfig) -> str:
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        return " ".join(str(error).split())[:300]
+        named = re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)
+        return ", ".join(named) or " ".join(str(error).split())[:300]
     return ""
 
 

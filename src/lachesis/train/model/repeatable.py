@@ -5,6 +5,8 @@ Ratios would compare two networks otherwise, and a sample's logprobs would depen
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 from torch import nn
@@ -18,13 +20,14 @@ def make_repeatable(model: PreTrainedModel) -> None:
     """Have the model compute the same in every pass: in training and sampling, alone and beside other sequences."""
     switch_off_dropout(model)
     switch_off_router_noise(model)
-    fix_longrope(model)
+    fix_rotary_factors(model)
 
 
 def switch_off_router_noise(model: PreTrainedModel) -> None:
-    """Keep routers that add noise while they are trained (PhiMoE, Mixtral's jitter) in evaluation mode."""
+    """Keep routers that add noise while they are trained (PhiMoE, DBRX, Mixtral's jitter) in evaluation mode."""
     for module in model.modules():
-        if any("jitter" in name and value is not None for name, value in vars(module).items()):
+        named = {**vars(module), **dict(module.named_children())}
+        if any(re.search("jitter|noise|noisy", name) and value is not None for name, value in named.items()):
             module.register_forward_pre_hook(_in_evaluation)
 
 
@@ -32,21 +35,25 @@ def _in_evaluation(module: nn.Module, arguments: tuple[Any, ...]) -> None:
     module.training = False
 
 
-def fix_longrope(model: PreTrainedModel) -> None:
-    """Choose the factors of longrope (Phi 3.5, Phi 4 mini) once: the long ones, as vLLM does for all sequences.
+def fix_rotary_factors(model: PreTrainedModel) -> None:
+    """Choose the rotary factors once, for sequences of all lengths, as vLLM does.
 
+    Of longrope (Phi 3.5, Phi 4 mini) these are the long ones, of ``dynamic`` those of the original context.
     transformers chooses by the largest position of a pass, which is that of whatever else is in the pack or batch, and
     in cached generation changes them in the midst of a sequence.
     """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         for layer_type in kinds if isinstance(kinds, dict) else (None,):
-            if (kinds if layer_type is None else kinds[layer_type]) == "longrope":
+            kind = kinds if layer_type is None else kinds[layer_type]
+            if kind == "longrope":
                 _use_long_factors(module, layer_type)
+            if kind in ("longrope", "dynamic"):
+                module.rope_type = "fixed" if layer_type is None else {**module.rope_type, layer_type: "fixed"}
 
 
 def require_long_factors(model: PreTrainedModel, max_model_len: int | None) -> None:
-    """Refuse an engine that would choose other factors of longrope than :func:`fix_longrope` has.
+    """Refuse an engine that would choose other factors of longrope than :func:`fix_rotary_factors` has.
 
     Args:
         max_model_len: longest sequence of a vLLM engine, by which it chooses; the model's own if None.
@@ -72,10 +79,9 @@ def _use_long_factors(module: Any, layer_type: str | None) -> None:
     named = {} if layer_type is None else {"layer_type": layer_type}
     frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, own.device, seq_len=longer, **named)
     module.register_buffer(f"{prefix}inv_freq", frequencies.to(own.dtype), persistent=False)
-    if layer_type is None:
-        module.rope_type = "longrope_fixed"
-    else:
-        module.rope_type = {**module.rope_type, layer_type: "longrope_fixed"}
+    if "long_mscale" in parameters:  # PhiMoE computes the factors in each pass, from its configuration
+        module.config = copy.deepcopy(module.config)
+        module.config.rope_parameters |= {f"short_{name}": parameters[f"long_{name}"] for name in ("factor", "mscale")}
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:

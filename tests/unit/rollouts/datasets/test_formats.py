@@ -131,6 +131,12 @@ def test_a_text_in_the_prompts_column_may_be_a_users_message():
     [
         ({"prompt": "What is it?", "images": [{"bytes": b"PNG", "path": None}]}, "'images'"),
         ({"prompt": "What is it?", "image": {"bytes": b"PNG"}}, "'image'"),
+        ({"prompt": "What is it?", "image": "shapes/a.png"}, "'image'"),
+        ({"prompt": "What is it?", "image_2": "data:image/png;base64,AAAA"}, "'image_2'"),
+        ({"prompt": "What is it?", "decoded": {"bytes": None, "path": "a.jpg"}}, "'decoded'"),
+        ({"prompt": "What is it?", "figures": [b"\x89PNG\r\n"]}, "'figures'"),
+        ({"prompt": "What is it?", "speech": {"array": [0.1], "sampling_rate": 16000}}, "'speech'"),
+        ({"prompt": [{"role": "user", "content": [{"image": "a.png"}, {"text": "?"}]}]}, "'prompt'"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]}, "'prompt'"),
     ],
 )
@@ -139,5 +145,6 @@ def test_images_are_refused_by_the_name_of_their_column(columns: dict[str, Any],
         made(columns, "prompt")
 
 
-def test_empty_image_columns_and_names_of_files_are_columns_like_others():
-    assert made({"prompt": "1 + 1", "images": [], "video": None, "image": "a.png"}, "prompt")[0].prompt == "1 + 1"
+def test_empty_image_columns_and_other_words_are_columns_like_others():
+    columns = {"prompt": "1 + 1", "images": [], "video": None, "image": "none", "file": "a.png", "bytes": b"1"}
+    assert made(columns, "prompt")[0].prompt == "1 + 1"

@@ -264,7 +264,7 @@ TOOLS = [
 @pytest.mark.parametrize("read", ["parquet", "library", "object"])
 def test_messages_and_tools_have_no_keys_that_arrow_has_added(tmp_path, read: str):
     """Elsewhere a null may be what a reward looks for."""
-    rows = [row | {"tools": TOOLS} for row in CHAT]
+    rows = [row | {"tools": TOOLS, "dialogues": [{"turns": row["prompt"], "note": None}]} for row in CHAT]
     if read == "object":
         found = read_object(datasets.Dataset.from_list(rows), name="data")[0]
     else:

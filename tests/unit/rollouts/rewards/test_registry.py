@@ -77,3 +77,10 @@ def test_reasoning_that_the_prompt_has_opened_goes_on_in_the_completion():
     texts = messages("a\n</think>\n4", "<think>a</think>4", "a", "a\n</think>\n4")
     prompts = ["[assistant]<think>\n", "[assistant]<think>", "[assistant]<think>", "[assistant]"]
     assert registry.think_format_reward(texts, prompt_texts=prompts) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "without"), [("format", 0.0), ("tag_count", 0.75), ("code_format", 0.0)])
+def test_a_form_may_begin_in_the_prompt(name: str, without: float):
+    texts = messages(*["a\n</think>\n<answer>\n```python\n4\n```\n</answer>"] * 2)
+    reward = FUNCTIONS.get(name) or FACTORIES[name]()
+    assert reward(texts, prompt_texts=["[assistant]<think>\n", "[assistant]"]) == [1.0, without]

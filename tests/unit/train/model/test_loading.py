@@ -446,6 +446,14 @@ class TestWhatTheFilesHave:
             load_model(config(path), NoAdapterConfig())
         assert f"{prefix!r} off" in caught.value.remedy
 
+    @pytest.mark.parametrize("name", ["module._orig_mod.{}", "{}"])
+    def test_words_in_the_midst_of_names_are_named_by_an_example(self, save: SaveModel, name: str):
+        path = save()
+        rename(path, lambda own: name.format(own.replace("self_attn.", "_checkpoint_wrapped_module.self_attn.")))
+        with pytest.raises(ModelError, match="are not in the files") as caught:
+            load_model(config(path), NoAdapterConfig())
+        assert "wrappers of the program that saved them" in caught.value.remedy
+
     def test_a_missing_tensor_is_named(self, save: SaveModel):
         path = save()
         rename(path, lambda name: None if name.endswith("1.mlp.up_proj.weight") else name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from tests.unit.train.model.test_forward import check_against_plain, random_grou
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [("phimoe", {}), ("phimoe", {"input_jitter_noise": 0.1}), ("gpt2", {"resid_pdrop": 0.5, "attn_pdrop": 0.5})],
+    [
+        ("phimoe", {}),
+        ("phimoe", {"input_jitter_noise": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.3}),
+        ("gpt2", {"resid_pdrop": 0.5, "attn_pdrop": 0.5}),
+    ],
 )
 def test_training_mode_computes_what_evaluation_does(architecture: str, options: dict[str, float]):
     model, ids = tiny_model(architecture, **options), torch.arange(5, 30)[None]
@@ -32,10 +38,30 @@ def test_without_it_a_router_draws_experts_while_it_is_trained():
     assert (model.train()(input_ids=ids).logits - expected).abs().max() > 0.1
 
 
+LONGROPE = {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
 @torch.no_grad()
-def test_rotary_factors_do_not_depend_on_the_longest_sequence_of_a_pass():
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("phi3", {}),
+        (
+            "phimoe",
+            {
+                "rope_parameters": LONGROPE
+                | {"rope_type": "longrope", "original_max_position_embeddings": 8}
+                | {"short_mscale": 1.0, "long_mscale": 1.2}
+            },
+        ),
+        ("llama", {"max_position_embeddings": 8, "rope_parameters": DYNAMIC}),
+        ("hunyuan_v1_dense", {"max_position_embeddings": 8, "rope_parameters": DYNAMIC | {"alpha": 1000.0}}),
+    ],
+)
+def test_rotary_factors_do_not_depend_on_the_longest_sequence_of_a_pass(architecture: str, options: dict[str, Any]):
     """Sequences below and above the original context of 8 tokens, alone and in one pack."""
-    model = tiny_model("phi3")
+    model = tiny_model(architecture, **options)
     make_repeatable(model)
     short, long = torch.arange(5, 10)[None], torch.arange(5, 25)[None]
     alone = model(input_ids=short).logits
