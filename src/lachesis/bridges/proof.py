@@ -205,11 +205,14 @@ class SyncProof:
         if ratio <= 1:
             return ""
         allowed = self._scale.allowance
-        who = "the logprobs of this model with a KV cache differ from those of its whole forward pass by "
-        if not self.one_model:
-            who = "the engine's canary logprobs differ from the trainer's by "
+        who = f"after the transfer of version {version} the engine's canary logprobs differ from the trainer's by "
+        if self.one_model:
+            who = (
+                f"at version {version} the logprobs of this model with a KV cache differ from those of its whole "
+                "forward pass by "
+            )
         return (
-            f"after the transfer of version {version} {who}"
+            f"{who}"
             f"{mean:.4g} nats of logit noise on average, {ratio:.3g} times what is allowed (a mean of "
             f"{allowed.mean:.3g} and a 0.9 quantile of {allowed.high:.3g}): engine {_brief(reading.logprobs)}, "
             f"trainer {_brief(expected)}"

@@ -253,7 +253,7 @@ def test_with_one_model_the_words_are_of_its_cache():
     pair = Pair()
     pair.proof.one_model = True
     pair.offset = [5.0 if i % 2 else -5.0 for i in range(len(pair.logits))]
-    with pytest.raises(StaleWeights, match="with a KV cache differ from those of its whole forward pass"):
+    with pytest.raises(StaleWeights, match="at version 1 the logprobs of this model with a KV cache differ"):
         pair.confirm()
 
 

@@ -20,7 +20,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    FineGrainedFP8Config,
     GenerationConfig,
+    Mxfp4Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -60,6 +62,10 @@ _MORE_THAN_LORA = (
     "bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
     "use_dora", "use_rslora", "use_qalora", "megatron_config",
 )  # fmt: skip
+
+
+# Checkpoints whose layers could not be trained where a GPU has kernels for them as they are: 16 bits are made of them.
+_DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
 class WeightSource(Protocol):
@@ -300,12 +306,14 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
         ModelError: in other bits than ``model.quantization`` says.
         DependencyError: bitsandbytes is not installed.
     """
-    with _load_errors(config.path):
-        saved: Any = getattr(_read_config(config), "quantization_config", None)
-    if saved is None:
-        return None
-    of: Mapping[str, Any] = saved if isinstance(saved, dict) else saved.to_dict()
+    of = _saved_in(config)
     if not of.get("load_in_4bit") and not of.get("load_in_8bit"):
+        if of and config.quantization != "none":
+            raise ModelError(
+                f"the weights of {config.path!r} are quantized already ({of.get('quant_method')}), and "
+                f"model.quantization is {config.quantization}",
+                remedy="leave model.quantization out, or set model.path to the checkpoint in 16 bits",
+            )
         return None  # transformers makes 16 bits of it, or has packages of its own for it
     kind: Quantization = "nf4" if of.get("load_in_4bit") else "int8"
     if config.quantization not in ("none", kind):
@@ -317,11 +325,20 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
     return kind
 
 
+def _saved_in(config: ModelConfig) -> Mapping[str, Any]:
+    """Return how a checkpoint says that its weights are quantized; empty if they are not."""
+    with _load_errors(config.path):
+        saved: Any = getattr(_read_config(config), "quantization_config", None)
+    return saved if isinstance(saved, dict) else {} if saved is None else saved.to_dict()
+
+
 def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     device, dtype = resolve_device(config.device), _dtype(config)
     options: dict[str, Any] = {}
     if saved_quantization(config) is not None:
         options = {"device_map": {"": device}}
+    elif made := _DEQUANTIZED.get(str(_saved_in(config).get("quant_method"))):
+        options = {"quantization_config": made(dequantize=True)}
     elif config.quantization != "none":
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}

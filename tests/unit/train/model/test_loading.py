@@ -508,3 +508,31 @@ class TestQuantizedCheckpoint:
     def test_other_bits_than_it_has_are_refused(self, path: Path):
         with pytest.raises(ModelError, match=r"saved in nf4, and model\.quantization is int8"):
             load_model(config(path, quantization="int8"), LoraAdapterConfig(r=2))
+
+    @pytest.fixture
+    def in_8_bits(self, save: SaveModel) -> Path:
+        """Weights in FP8 with a scale for each block of 16 by 16, all of them 0.5."""
+        path = save()
+        weights: dict[str, torch.Tensor] = {}
+        for name, weight in load_file(path / "model.safetensors").items():
+            inside = name.endswith("_proj.weight")
+            weights[name] = (weight * 2).to(torch.float8_e4m3fn) if inside else weight
+            if inside:
+                weights[f"{name}_scale_inv"] = torch.full([size // 16 for size in weight.shape], 0.5)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        content = json.loads((path / "config.json").read_text())
+        saved = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+        (path / "config.json").write_text(json.dumps(content | {"quantization_config": saved}))
+        return path
+
+    def test_of_weights_in_fp8_such_in_more_bits_are_made_and_saved(self, in_8_bits: Path, save: SaveModel):
+        loaded = load_model(config(in_8_bits), NoAdapterConfig())
+        parameters = dict(loaded.model.named_parameters())
+        assert {value.dtype for value in parameters.values()} == {torch.float32}
+        assert "quantization_config" not in loaded.model.config.to_dict()
+        before = load_file(save() / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+        torch.testing.assert_close(parameters["model.layers.0.mlp.up_proj.weight"], before, atol=0.05, rtol=0.1)
+
+    def test_of_weights_in_fp8_no_4_bits_are_made(self, in_8_bits: Path):
+        with pytest.raises(ModelError, match=r"quantized already \(fp8\), and model\.quantization is nf4"):
+            load_model(config(in_8_bits, quantization="nf4"), LoraAdapterConfig(r=2))
