@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,13 +15,38 @@ from lachesis.engines.base import Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 TextDecoder: TypeAlias = Callable[[Sequence[Sequence[int]]], list[str]]
 SpecialTokens: TypeAlias = Literal["remove", "keep"]
 
 
 def reward_decoder(tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTokens) -> TextDecoder:
-    """Return what makes the texts that reward functions get, with or without special tokens."""
-    return keeping_decoder(tokenizer) if special_tokens == "keep" else text_decoder(tokenizer)
+    """Return what makes the texts that reward functions get, with or without special tokens.
+
+    Special tokens within completions that are taken out, other than those of turns, are named once in the log.
+    """
+    if special_tokens == "keep":
+        return keeping_decoder(tokenizer)
+    decode, of_turns = text_decoder(tokenizer), str(tokenizer.chat_template or "")
+    ends = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, *removed_special_tokens(tokenizer))
+    unexpected = {
+        number: token
+        for number, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        if token not in ends and token not in of_turns
+    }
+
+    def telling(token_ids: Sequence[Sequence[int]]) -> list[str]:
+        if unexpected and (lost := unexpected.keys() & {token for ids in token_ids for token in ids[:-1]}):
+            logger.warning(
+                "completions have the special tokens %s, which are taken out of the text that rewards see; "
+                "rewards.special_tokens: keep leaves them there",
+                ", ".join(unexpected[number] for number in sorted(lost)[:8]),
+            )
+            unexpected.clear()
+        return decode(token_ids)
+
+    return telling
 
 
 def keeping_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lachesis.rollouts.generation import keeping_decoder, removed_special_tokens, text_decoder
+from lachesis.rollouts.generation import keeping_decoder, removed_special_tokens, reward_decoder, text_decoder
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 
 
@@ -26,3 +26,13 @@ def test_tokens_with_a_meaning_are_kept_and_those_of_the_end_are_not(tokenizer: 
 def test_tokens_about_reasoning_are_named_where_they_are_taken_out(tokenizer: PreTrainedTokenizerFast):
     assert removed_special_tokens(tokenizer) == ["[THINK]"]
     assert removed_special_tokens(tiny_tokenizer()) == []
+
+
+def test_other_special_tokens_are_named_once_if_completions_have_them(tokenizer: PreTrainedTokenizerFast, caplog):
+    mark = tokenizer.convert_tokens_to_ids("<mark>")
+    decode = reward_decoder(tokenizer, "remove")
+    assert decode([[7, 8, mark], [7, EOS_ID, PAD_ID]])[0] == decode([[7, 8]])[0]
+    assert not caplog.records
+    decode([[7, mark, 8]])
+    decode([[mark, 8]])
+    assert [record.getMessage()[:44] for record in caplog.records] == ["completions have the special tokens <mark>, "]

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
@@ -111,11 +111,22 @@ def _is_model_already(run_dir: Path) -> CheckpointError:
 def _merged(loaded: LoadedModel, config: ModelConfig) -> LoadedModel:
     """Merge the adapter into the base model at the adapter's precision, in the base's own dtype."""
     assert isinstance(loaded.model, PeftModel), "the configuration has an adapter"
+    _part_adapted_head(loaded.transformer)
     merged: Any = loaded.model.merge_and_unload()  # pyright: ignore[reportCallIssue]
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     own = AutoConfig.from_pretrained(config.path, **options).dtype
     model = merged if own is None else merged.to(own)
     return replace(loaded, model=model, transformer=model)
+
+
+def _part_adapted_head(model: PreTrainedModel) -> None:
+    """Give a head with an adapter a weight of its own: merged into one that is tied, it would change embeddings too."""
+    head: Any = model.get_output_embeddings()
+    inner: Any = model.get_input_embeddings()
+    if hasattr(head, "base_layer") and head.base_layer.weight is inner.weight:
+        head.base_layer.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _save(loaded: LoadedModel, directory: Path) -> None:

@@ -664,8 +664,10 @@ def _returns_more(module: nn.Module) -> bool:
 
 
 def _refused_by_peft(model: PreTrainedModel) -> frozenset[str]:
-    """Return the layers of Mamba models that fused kernels read by their weights alone, where an adapter is lost."""
+    """Return the layers of Mamba models that are read by their weights alone, where an adapter is lost."""
     kind = getattr(model.config, "model_type", None)
+    if kind == "jamba":
+        return frozenset({"dt_proj"})
     if kind in ("mamba", "falcon_mamba"):
         return frozenset({"out_proj", "x_proj", "dt_proj"})
     return frozenset({"out_proj"}) if kind in ("mamba2", "falcon_h1", "nemotron_h") else frozenset()

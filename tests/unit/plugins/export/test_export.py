@@ -95,6 +95,13 @@ def test_an_adapter_is_merged_where_that_is_asked_for(make_run: MakeRun, tmp_pat
     assert torch.allclose(logits(model), expected, atol=1e-4)
 
 
+def test_an_adapter_on_a_tied_head_is_merged_into_a_head_of_its_own(make_run: MakeRun, tmp_path: Path):
+    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    run, expected = make_run(adapter={"kind": "lora", "r": 4, "targets": ["lm_head", "q_proj"]})
+    model = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out", merge=True))
+    assert torch.allclose(logits(model), expected, atol=1e-4)
+
+
 def test_a_run_stands_for_its_latest_checkpoint_and_each_can_be_named(make_run: MakeRun):
     run, _ = make_run()
     assert export(run).name == "step_000004"
