@@ -89,6 +89,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "recurrent_gemma":
     {"lru_width": 32, "num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"],
      "attention_window_size": 8}, "rwkv": {"attention_hidden_size": 32}, "minimax": _HEAD | _LOCAL | _MIXED,
+    "gemma4_text": _WINDOW | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 0}, "ministral3": _HEAD, "granitemoeshared": _LOCAL | {"shared_intermediate_size": 48},
+    "ernie4_5_moe": _HEAD | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+                             "moe_layer_start_index": 1}, "hunyuan_v1_moe": _HEAD | {"num_experts": 4, "moe_topk": 2},
+    "solar_open": _HEAD | _ROUTED, "diffllama": {}, "modernbert-decoder": {"local_attention": 8,
+    "num_key_value_heads": 4}, "afmoe": _WINDOW | _EXPERTS | {"num_dense_layers": 1, "num_shared_experts": 1},
+    "hyperclovax": {}, "laguna": _HEAD | _EXPERTS, "jais2": {}, "zaya": {}, "codegen": _GPT | {"rotary_dim": 4},
+    "doge": {}, "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 2, "ffn_config": {"ffn_hidden_size": 32,
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.1}, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4,
+    "clip_qkv": 8}}, "mimo_v2_flash": _HEAD | _ROUTED, "gpt_neox_japanese": {}, "xglm": {"d_model": 32, "ffn_dim": 48,
+    "num_layers": 2, "attention_heads": 4}, "biogpt": {}, "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8,
+    "num_local_experts": 4}, "cwm": _WINDOW, "exaone_moe": _HEAD | _ROUTED, "xlstm": {"embedding_dim": 32,
+    "num_heads": 4, "num_blocks": 2, "head_dim": 8}, "axk1": _LATENT | _ROUTED, "hy_v3": {},
 }  # fmt: skip
 # One of each kind of layer.
 A_DOZEN = (
