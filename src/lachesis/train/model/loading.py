@@ -22,11 +22,11 @@ from transformers import (
     AutoTokenizer,
     FineGrainedFP8Config,
     GenerationConfig,
-    Mxfp4Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.quantization_config import Mxfp4Config
 
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint

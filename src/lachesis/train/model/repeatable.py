@@ -42,14 +42,15 @@ def fix_rotary_factors(model: PreTrainedModel) -> None:
     transformers chooses by the largest position of a pass, which is that of whatever else is in the pack or batch, and
     in cached generation changes them in the midst of a sequence.
     """
-    for module in model.modules():
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
         kinds: Any = getattr(module, "rope_type", None)
-        for layer_type in kinds if isinstance(kinds, dict) else (None,):
-            kind = kinds if layer_type is None else kinds[layer_type]
-            if kind == "longrope":
-                _use_long_factors(module, layer_type)
-            if kind in ("longrope", "dynamic"):
-                module.rope_type = "fixed" if layer_type is None else {**module.rope_type, layer_type: "fixed"}
+        by_layer: dict[str | None, str] = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type in (name for name, kind in by_layer.items() if kind == "longrope"):
+            _use_long_factors(module, layer_type)
+        fixed = {name: "fixed" if kind in ("longrope", "dynamic") else kind for name, kind in by_layer.items()}
+        if fixed != by_layer:
+            module.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
 
 
 def require_long_factors(model: PreTrainedModel, max_model_len: int | None) -> None:
