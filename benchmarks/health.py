@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from lachesis.config.load import load_config
+from lachesis.metrics.health.types import HealthLimits
 from lachesis.run.sinks import health_limits
 
 REWARDS = Path(__file__).with_name("health_rewards.py")
@@ -73,7 +74,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     "truncated": Scenario("zero_variance", config={"sampling": {"max_completion_length": 3}}, steps=10),
     "temperature_too_low": Scenario("zero_variance", config={"sampling": {"temperature": 0.02}}, steps=10),
     "temperature_too_high": Scenario("entropy_off", config={"sampling": {"temperature": 2.5}}, steps=10),
-    "failing_reward": Scenario("groups_dropped", reward="fails_often", steps=6),
+    "failing_reward": Scenario(
+        "groups_dropped", reward="fails_often", steps=6, config={"rewards": {"on_error": "drop_group"}}
+    ),
     "stale_weights": Scenario(
         "samples_stale",
         steps=10,
@@ -142,7 +145,7 @@ def recording(run_dir: Path, *, cause: str | None) -> dict[str, Any]:
     return {
         "cause": cause,
         "special_tokens": sorted(AutoTokenizer.from_pretrained(model["path"]).get_added_vocab()),
-        "limits": {"staleness": health_limits(load_config(run_dir / "config.yaml").config).staleness},
+        "limits": _limits(run_dir / "config.yaml"),
         "before": before,
         "after": after,
         "evaluations": [evaluation for line in lines if (evaluation := line.get("evaluation"))],
@@ -162,6 +165,12 @@ def recording(run_dir: Path, *, cause: str | None) -> dict[str, Any]:
             for line in steps
         ],
     }
+
+
+def _limits(config: Path) -> dict[str, Any]:
+    """The limits that are not the usual ones, and that of staleness."""
+    limits, usual = asdict(health_limits(load_config(config).config)), asdict(HealthLimits())
+    return {name: value for name, value in limits.items() if value != usual[name] or name == "staleness"}
 
 
 def _groups(run_dir: Path, step: int) -> Iterator[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ def read(name: str) -> Mapping[str, Any]:
 def play(recording: Mapping[str, Any], *, steps: int | None = None) -> Sequence[Said]:
     """Return what is said of a run's first ``steps``, in order."""
     marks = frozenset(recording["special_tokens"])
-    monitor = HealthMonitor(limits=HealthLimits(template_marks=marks, staleness=recording["limits"]["staleness"]))
+    monitor = HealthMonitor(limits=HealthLimits(template_marks=marks, **recording["limits"]))
     evaluations = {result["step"]: _evaluation(result) for result in recording["evaluations"]}
     if 0 in evaluations:
         monitor.evaluation(evaluations[0])

@@ -35,6 +35,9 @@ logger = logging.getLogger("lachesis")
 # Logprobs are about 0.1 nats apart, in the mean, where one side has NF4 weights or multiplies in float8; with int8
 # weights the usual limit holds.
 ROUNDED_LOGPROB_DIFF = 0.3
+# A clip at less than this takes a third of the ratios and more from a policy that moves as it should.
+NARROW_CLIP = 0.1
+PPO_CLIPS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gmpo")
 
 
 def build_sinks(
@@ -132,15 +135,23 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     """Return the limits above which a run reports old samples, and disagreement of trainer and engine.
 
     The first is later where the configuration wants older ones, the second where only one side rounds its products
-    or its base weights.
+    or its base weights. The others say what the algorithm has that is usual.
     """
-    engine, pipeline = config.engine, config.pipeline
+    engine, pipeline, algorithm = config.engine, config.pipeline, config.algorithm
     kind = coarser_quantization(config, rounds=engine.rounds if engine.kind == "vllm" else 0)
     wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
+    products = algorithm.importance_sampling_level == "sequence_product"
+    # DPPO's bound of 0.05 nats is no bound of ratios, and as wide as others.
+    narrow = algorithm.tightest_clip < NARROW_CLIP and algorithm.loss_type != "dppo_kl"
     limits = HealthLimits(
         staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted,
         sync_every=getattr(config.bridge, "every_steps", 1),
         environments=config.source.kind == "atropos",
+        clipped_fraction=None if products or narrow else HealthLimits().clipped_fraction,
+        ratio_of_tokens=not products,
+        clips=algorithm.loss_type in PPO_CLIPS,
+        group_baseline=algorithm.baseline != "none",
+        unscaled=algorithm.scale_rewards in ("none", "signal"),
     )
     apart = kind != "none" and config.engine.place != "trainer"
     if config.model.matmul_dtype != "auto" or (apart and kind != "int8"):

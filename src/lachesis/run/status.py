@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import LEVELS, Finding
+from lachesis.common.types import Finding
+from lachesis.metrics.health.rules import urgency
 from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
 from lachesis.run.directory import CLOCK_SLACK_S
@@ -270,7 +271,7 @@ def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -
 def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
     """Return the last finding of each rule over the whole run, the worst first and resolved ones last."""
     last = {finding.rule: finding for line in lines for finding in line.findings}
-    return tuple(sorted(last.values(), key=lambda found: (found.resolved is not None, -LEVELS.index(found.level))))
+    return tuple(sorted(last.values(), key=lambda found: (found.resolved is not None, urgency(found.rule, found.level))))
 
 
 def _last_checkpoint(directory: Path) -> Path | None:

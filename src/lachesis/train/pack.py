@@ -27,6 +27,10 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     """Pack groups as the section ``batch`` asks; a sequence is left out only where that changes no gradient."""
     algorithm = config.algorithm
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
+    # Bounds such as GSPO's are closer than two 16-bit passes over the same weights: there the engine's rounding would
+    # decide which sequences are clipped.
+    below_rounding = algorithm.importance_sampling_level == "sequence" and algorithm.tightest_clip < 0.01
+    old_logprobs = "trainer" if below_rounding or algorithm.sampler_correction != "none" else "sampler"
     return pack(
         groups,
         ranks=policy.strategy.mesh.parts,
@@ -35,7 +39,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
         mask_truncated=algorithm.mask_truncated,
         share_prefixes=policy.plan.packed,
-        old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
+        old_logprobs=old_logprobs,
         replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
         **mixture,
     )

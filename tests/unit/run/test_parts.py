@@ -54,6 +54,18 @@ def test_old_logprobs_are_the_trainers_where_the_sampler_is_corrected_for(
             assert micro.old_logprobs.tolist() == [-0.5, -0.5]
 
 
+def test_the_rounding_of_an_engine_does_not_decide_which_sequences_gspo_clips(config: Any):
+    level = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    built = config({"path": "train.jsonl"}, algorithm=level)
+    policy: Any = SimpleNamespace(
+        ignores_zero_advantage=False, plan=SimpleNamespace(packed=True), strategy=SingleDevice()
+    )
+    one = group("0", (0.0, 1.0))
+    one = replace(one, samples=tuple(replace(sample, advantage=1.0) for sample in one.samples))
+    (micro,) = pack_batch([one], config=built, policy=policy).micro_batches
+    assert bool(micro.old_logprobs.isnan().all())
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_checkpoint_between_two_batches_fits_any_number_of_uses(config: Any, before: int, after: int):
     def feed(uses: int, inner: CountedFeed) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from lachesis.config.presets import PRESETS, apply_preset
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.health.types import HealthLimits
 from lachesis.run.sinks import health_limits, template_marks
@@ -72,6 +75,24 @@ def test_samples_as_old_as_the_configuration_wants_them_are_nothing_to_warn_of(a
         "pipeline": pipeline,
     }
     assert health_limits(LachesisConfig.model_validate(sections)).staleness == limit
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_rules_judge_an_algorithm_by_what_is_usual_for_it(preset: str | None):
+    data: dict[str, Any] = {
+        "run": {"steps": 1},
+        "model": {"path": "a"},
+        "data": {"path": "a"},
+        "rewards": {"functions": ["a.b"]},
+        "algorithm": {"preset": preset},
+    }
+    apply_preset(data)
+    limits, usual = health_limits(LachesisConfig.model_validate(data)), HealthLimits()
+    assert limits.clipped_fraction == (None if preset in ("gspo", "rloo") else usual.clipped_fraction)
+    assert limits.ratio_of_tokens == (preset != "rloo")
+    assert limits.clips == (preset not in ("cispo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "gpg"))
+    assert limits.group_baseline == (preset != "reinforce_plus_plus")
+    assert limits.unscaled == (preset in ("dr_grpo", "rloo", "opo", "gpg"))
 
 
 @pytest.mark.parametrize(("template", "known"), [("[INST] {{ x }} [/INST]", {"[INST]", "[/INST]"}), (None, None)])

@@ -234,6 +234,11 @@ class AlgorithmConfig(Section):
         return self.beta if self.kl_placement == "loss" else 0.0
 
     @property
+    def tightest_clip(self) -> float:
+        """Return the smaller of the two bounds."""
+        return min(self.epsilon, self.upper_epsilon)
+
+    @property
     def ignores_zero_advantage(self) -> bool:
         """Return True if a row with advantage 0 has no gradient and does not affect any other row's.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
 from lachesis.metrics.health.digests import digest
-from lachesis.metrics.health.rules import RULES, Rule
+from lachesis.metrics.health.rules import RULES, Rule, urgency
 from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
 from lachesis.metrics.health.wording import for_environments
 
@@ -22,7 +22,7 @@ QUIET = 5
 
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
-    """Return the alarms of a step by rule, without silent rules. Pure. Pure."""
+    """Return the alarms of a step by rule, without silent rules. Pure."""
     found = {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
     if not seen.limits.environments:
         return found
@@ -95,7 +95,7 @@ class HealthMonitor:
             self._reported[name] = replace(self._reported[name], seen=record.step)
         self._reported |= {name: _Reported(record.step, alarm, record.step) for name, alarm in fresh.items()}
         found = [Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]
-        found.sort(key=lambda finding: -LEVELS.index(finding.level))
+        found.sort(key=lambda finding: urgency(finding.rule, finding.level))
         return (*found, *self._resolved(record.step))
 
     def _ask_custom(self, seen: Observation) -> dict[str, Alarm]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import TypeAlias
 
-from lachesis.common.types import Level
+from lachesis.common.types import LEVELS, Level
 from lachesis.metrics.health.statistics import correlation_within, rate_fell, z_score
 from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
 from lachesis.metrics.names import format_number, format_share, reward_functions
@@ -39,6 +39,11 @@ def rule(function: Rule) -> Rule:
     """Have the health monitor ask this rule, under the function's name."""
     RULES[function.__name__] = function
     return function
+
+
+def urgency(rule: str, level: Level) -> tuple[int, int]:
+    """Return a key that sorts the worst findings first, and of one level causes first; custom rules come last."""
+    return -LEVELS.index(level), list(RULES).index(rule) if rule in RULES else len(RULES)
 
 
 # --- prompts and rewards -------------------------------------------------------------------------------------
@@ -105,6 +110,95 @@ def reward_pays_length(seen: Observation) -> Alarm | None:
     )
 
 
+# --- engines and groups ---------------------------------------------------------------------------------------
+
+
+@rule
+def canary_off(seen: Observation) -> Alarm | None:
+    """The engine holds the trainer's bytes and computes something else."""
+    if (ratio := seen.above("canary_ratio", seen.limits.canary_ratio)) is None:
+        return None
+    return Alarm(
+        "problem",
+        f"the engine's logprobs of the canary differ from the trainer's {format_number(ratio)} times as much as two "
+        "correct passes of this model do, although its weights are the trainer's: its kernels may be wrong for this "
+        "model, or compute with a copy made before the update; compare logprob_diff_mean, and restart the engine",
+        ratio,
+    )
+
+
+@rule
+def logprobs_differ(seen: Observation) -> Alarm | None:
+    """The engine's logprobs of samples from the weights of now differ from the trainer's; stale ones are not judged.
+
+    A step of few tokens may be above the limit by rounding in 16 bits, so three steps in the mean have to be, or one
+    four times.
+    """
+    limit = seen.limits.logprob_diff
+    if (mean := seen.above("logprob_diff_mean", limit)) is None:
+        return None
+    if mean <= 4.0 * limit and not _lasts(seen, "logprob_diff_mean", limit):
+        return None
+    largest = seen.values.get("logprob_diff_max")
+    detail = f", at most {format_number(largest)}" if largest is not None else ""
+    return Alarm(
+        "problem" if mean > 4.0 * limit else "warning",
+        f"trainer and engine disagree by {format_number(mean)} nats a token{detail} (limit: "
+        f"{format_number(limit)}) on samples of one weight version: both must use the same weights, the same "
+        "sampling.temperature and a close model.dtype; an engine must return the logprobs of the distribution it "
+        "sampled from (vLLM: logprobs_mode=processed_logprobs)",
+        mean,
+    )
+
+
+def _lasts(seen: Observation, name: str, limit: float) -> bool:
+    """Return True if the mean of the last three steps is above the limit, too."""
+    recent = seen.recent(name, 3)
+    return len(recent) == 3 and fmean(recent) > limit
+
+
+@rule
+def samples_stale(seen: Observation) -> Alarm | None:
+    """Samples are older than the limit in weight versions."""
+    if (staleness := seen.above("staleness", seen.limits.staleness)) is None:
+        return None
+    return Alarm(
+        "warning",
+        f"samples are {format_number(staleness)} weight versions old (limit: "
+        f"{format_number(seen.limits.staleness)}): {_why_stale(seen.limits)}",
+        staleness,
+    )
+
+
+def _why_stale(limits: HealthLimits) -> str:
+    if limits.sync_every > 1:
+        return (
+            f"weights travel every {limits.sync_every} steps only; lower bridge.every_steps (--vllm-restart-interval)"
+        )
+    if limits.environments:
+        return "environments run far ahead, or do not keep up; lower --env.max_batches_offpolicy, or give them more"
+    return (
+        "generation does not keep up, or runs far ahead; give it more hardware, or lower batch.prompts_per_step or "
+        "pipeline.prefetch_depth"
+    )
+
+
+@rule
+def groups_dropped(seen: Observation) -> Alarm | None:
+    """Groups were dropped because their reward failed."""
+    errors, dropped = seen.values.get("reward_errors", 0.0), seen.values.get("dropped_groups", 0.0)
+    if errors <= 0 and dropped <= 0:
+        return None
+    if errors > 0:
+        return Alarm(
+            "warning",
+            f"reward functions failed {errors:.0f} times in this step and {dropped:.0f} groups were "
+            "dropped: see the log for the first error, and set rewards.on_error to fail to stop at it",
+            errors,
+        )
+    return Alarm("note", f"{dropped:.0f} groups were dropped in this step: the batch is smaller", dropped)
+
+
 # --- learning -------------------------------------------------------------------------------------------------
 
 
@@ -126,10 +220,13 @@ def not_finite(seen: Observation) -> Alarm | None:
 
 @rule
 def loss_explodes(seen: Observation) -> Alarm | None:
-    """The loss is more than 20 times its usual size."""
+    """The loss is more than 20 times its usual size, and above 5 times what rewards differ by where these are unscaled.
+
+    Advantages of one sequence length cancel out, and no longer do once lengths differ.
+    """
     size = abs(seen.values.get("loss", 0.0))
     usual = [abs(loss) for loss in seen.recent("loss", 21)[:-1] if math.isfinite(loss)]
-    if not math.isfinite(size) or len(usual) < 5 or size <= max(5.0, 20.0 * median(usual)):
+    if not math.isfinite(size) or len(usual) < 5 or size <= max(5.0 * _unit(seen), 20.0 * median(usual)):
         return None
     return Alarm(
         "problem",
@@ -139,11 +236,17 @@ def loss_explodes(seen: Observation) -> Alarm | None:
     )
 
 
+def _unit(seen: Observation) -> float:
+    """Return the size of a large advantage: 1 where rewards are scaled, else at least what they differ by."""
+    low, high = seen.reward_range()
+    return max(1.0, high - low) if seen.limits.unscaled else 1.0
+
+
 @rule
 def nothing_clips(seen: Observation) -> Alarm | None:
     """The policy is far from the one that sampled, and not one ratio is clipped."""
     kl = seen.above("mean_kl", 0.1)
-    if kl is None or seen.values.get("clipped_fraction") != 0.0:
+    if kl is None or not seen.limits.clips or seen.values.get("clipped_fraction") != 0.0:
         return None
     return Alarm(
         "problem",
@@ -196,7 +299,7 @@ def _entropy_moved(seen: Observation) -> bool:
 def ratio_off(seen: Observation) -> Alarm | None:
     """The mean probability ratio is outside 0.8 to 1.2: trainer and sampler disagree."""
     ratio = seen.values.get("mean_ratio")
-    if ratio is None or 0.8 <= ratio <= 1.2:
+    if ratio is None or 0.8 <= ratio <= 1.2 or not seen.limits.ratio_of_tokens:
         return None
     return Alarm(
         "problem" if not 0.5 <= ratio <= 2.0 else "warning",
@@ -209,8 +312,11 @@ def ratio_off(seen: Observation) -> Alarm | None:
 
 @rule
 def kl_high(seen: Observation) -> Alarm | None:
-    """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled."""
-    if (kl := seen.above("mean_kl", 0.1)) is None:
+    """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled.
+
+    One unlikely token of a small step may do that, so three steps in the mean have to, or one by half as much again.
+    """
+    if (kl := seen.above("mean_kl", 0.1)) is None or not (kl > 0.15 or _lasts(seen, "mean_kl", 0.1)):
         return None
     return Alarm(
         "problem" if kl > 0.5 else "warning",
@@ -222,8 +328,9 @@ def kl_high(seen: Observation) -> Alarm | None:
 
 @rule
 def clipped_much(seen: Observation) -> Alarm | None:
-    """More than 30 % (a problem: 50 %) of the ratios are clipped."""
-    if (share := seen.above("clipped_fraction", 0.3)) is None:
+    """More than 30 % (a problem: 50 %) of the ratios are clipped, where bounds are of the usual width."""
+    limit = seen.limits.clipped_fraction
+    if limit is None or (share := seen.above("clipped_fraction", limit)) is None:
         return None
     return Alarm(
         "problem" if share > 0.5 else "warning",
@@ -262,6 +369,82 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
 
 
 @rule
+def empty_completions(seen: Observation) -> Alarm | None:
+    """Completions without a single token of text."""
+    samples = [sample for group in seen.groups for sample in group.samples]
+    share = sum(not sample.text.strip() for sample in samples) / len(samples) if samples else 0.0
+    if share <= 0.5:
+        return None
+    return Alarm(
+        "problem" if share == 1.0 else "warning",
+        f"{format_share(share)} of the completions are empty: the model ends at once; check the prompt and "
+        "its end (model.chat_template, data.prompt_column, or data.conversations: true for texts)",
+        share,
+    )
+
+
+@rule
+def entropy_off(seen: Observation) -> Alarm | None:
+    """Two steps with entropy below 0.01 (mode collapse) or above 4, or three far above that of the start."""
+    if len(sampled := [_nats(batch) for batch in seen.batches[-2:]]) == 2 and min(sampled) > 4.0:
+        taught = seen.values.get("zero_std_fraction", 0.0) < 1.0
+        return _near_random(min(sampled), level="warning" if taught else "problem")
+    entropies = seen.recent("entropy", len(seen.history) + 1)
+    if len(entropies) < 2 or "entropy" not in seen.values:
+        return None
+    entropy, start = entropies[-1], median(entropies[:3])
+    if max(entropies[-2:]) < 0.01:
+        return _entropy_lost(seen, entropy)
+    if min(entropies[-2:]) > 4.0:
+        return _near_random(entropy, level="warning")
+    if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or _rewards_rose(seen):
+        return None
+    return Alarm(
+        "warning",
+        f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
+        "policy comes apart; lower optimizer.learning_rate, or set algorithm.beta",
+        entropy,
+    )
+
+
+def _nats(batch: Sequence[GroupDigest]) -> float:
+    """Return how unlikely the tokens of a batch were on average; 0 if unknown."""
+    known = [group.nats for group in batch if group.nats is not None]
+    return fmean(known) if known else 0.0
+
+
+def _near_random(entropy: float, *, level: Level) -> Alarm:
+    return Alarm(
+        level,
+        f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
+        "and if they were better before, optimizer.learning_rate",
+        entropy,
+    )
+
+
+def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
+    low, high = seen.reward_range()
+    reward = seen.values.get("reward")
+    if reward is not None and high > low and reward >= low + 0.9 * (high - low):
+        return Alarm(
+            "note",
+            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the "
+            "policy is sure of its answers and learns little more; stop here or choose harder problems",
+        )
+    return Alarm(
+        "problem",
+        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives one answer only; "
+        "raise sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
+        1.0 / max(entropy, 1e-9),
+    )
+
+
+def _rewards_rose(seen: Observation) -> bool:
+    rewards = seen.recent("reward", len(seen.history) + 1)
+    return len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
+
+
+@rule
 def zero_variance(seen: Observation) -> Alarm | None:
     """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward.
 
@@ -280,6 +463,8 @@ def zero_variance(seen: Observation) -> Alarm | None:
     flat = [group for group in groups if group.flat]
     if not flat or (share := len(flat) / len(groups)) < 0.8:
         return None
+    if not seen.limits.group_baseline and len({reward for group in groups for reward in group.rewards}) > 1:
+        return None  # prompts are compared with each other
     if share < 1.0:  # some groups teach
         return Alarm("note", _mostly(flat, total=len(groups), reward_range=seen.reward_range()), share)
     level, reason = _cause(flat, seen)
@@ -356,8 +541,9 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
     share = _commonest(text for group in groups for text in group.texts)
     began = _commonest(text for group in seen.batches[0] for text in group.texts)
     answers = [group.answer for group in groups if group.answer is not None]
-    same_answer = _commonest(answers) if len(answers) == len(groups) else 1.0
-    if share < min(0.9, max(0.3, 2.0 * same_answer)) or (share < 1.0 and began > 0.5 * share):
+    same_answer = _commonest(answers) if len(answers) == len(groups) else 0.0
+    limit = max(0.3, min(0.9, 2.0 * same_answer), 1.05 * same_answer) if same_answer else 0.9
+    if share < limit or (share < 1.0 and began > 0.5 * share):
         return None
     samples = [sample for group in seen.groups for sample in group.samples]
     text = Counter(sample.text for sample in samples).most_common(1)[0][0] if samples else ""
@@ -386,72 +572,11 @@ def _commonest(values: Iterable[int]) -> float:
 
 
 @rule
-def entropy_off(seen: Observation) -> Alarm | None:
-    """Two steps with entropy below 0.01 (mode collapse) or above 4, or three far above that of the start."""
-    if len(sampled := [_nats(batch) for batch in seen.batches[-2:]]) == 2 and min(sampled) > 4.0:
-        taught = seen.values.get("zero_std_fraction", 0.0) < 1.0
-        return _near_random(min(sampled), level="warning" if taught else "problem")
-    entropies = seen.recent("entropy", len(seen.history) + 1)
-    if len(entropies) < 2 or "entropy" not in seen.values:
-        return None
-    entropy, start = entropies[-1], median(entropies[:3])
-    if max(entropies[-2:]) < 0.01:
-        return _entropy_lost(seen, entropy)
-    if min(entropies[-2:]) > 4.0:
-        return _near_random(entropy, level="warning")
-    if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or _rewards_rose(seen):
-        return None
-    return Alarm(
-        "warning",
-        f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
-        "policy comes apart; lower optimizer.learning_rate, or set algorithm.beta",
-        entropy,
-    )
-
-
-def _nats(batch: Sequence[GroupDigest]) -> float:
-    """Return how unlikely the tokens of a batch were on average; 0 if unknown."""
-    known = [group.nats for group in batch if group.nats is not None]
-    return fmean(known) if known else 0.0
-
-
-def _near_random(entropy: float, *, level: Level) -> Alarm:
-    return Alarm(
-        level,
-        f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
-        "and if they were better before, optimizer.learning_rate",
-        entropy,
-    )
-
-
-def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
-    low, high = seen.reward_range()
-    reward = seen.values.get("reward")
-    if reward is not None and high > low and reward >= low + 0.9 * (high - low):
-        return Alarm(
-            "note",
-            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the "
-            "policy is sure of its answers and learns little more; stop here or choose harder problems",
-        )
-    return Alarm(
-        "problem",
-        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives one answer only; "
-        "raise sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
-        1.0 / max(entropy, 1e-9),
-    )
-
-
-def _rewards_rose(seen: Observation) -> bool:
-    rewards = seen.recent("reward", len(seen.history) + 1)
-    return len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
-
-
-@rule
 def gradient_large(seen: Observation) -> Alarm | None:
     """The gradient norm is above 10 and five times what it usually is (a problem: above 100 and ten times)."""
     norm = seen.values.get("grad_norm")
     usual = [one for one in seen.recent("grad_norm", 21)[:-1] if 0.0 < one < math.inf]
-    if norm is None or not math.isfinite(norm) or norm <= 10.0 or len(usual) < 5:
+    if norm is None or not math.isfinite(norm) or norm <= 10.0 * _unit(seen) or len(usual) < 5:
         return None
     times = norm / median(usual)
     if times <= 5.0:
@@ -470,7 +595,8 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
     norms = seen.recent("grad_norm", 10)
     if not norms or seen.values.get("zero_std_fraction") == 1.0:
         return None  # a gradient of 0 is right where all advantages are 0, which zero_variance reports
-    if norms[-1] == 0.0 and "zero_std_fraction" in seen.values:
+    clipped, flat = seen.values.get("clipped_fraction", 0.0), seen.values.get("zero_std_fraction")
+    if norms[-1] == 0.0 and flat is not None and clipped < 0.5 * (1.0 - flat):
         return Alarm(
             "problem",
             "grad_norm is 0 although some groups have advantages: nothing reaches the weights; check that "
@@ -500,10 +626,12 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
                 f"the reward function {name} gave {format_number(means[-1])} to every completion of the "
                 f"last {steps} steps: it teaches nothing any more",
             )
+        alone = len(reward_functions(seen.values)) == 1
+        penalty = "" if alone else "where it is no penalty that none has earned, "
         return Alarm(
-            "warning",
-            f"the reward function {name} gave {format_number(means[-1])} to every completion of the last "
-            f"{steps} steps: call it on an answer you know to be right, or take it out of rewards.functions",
+            "warning" if alone else "note",
+            f"the reward function {name} gave {format_number(means[-1])} to every completion of the last {steps} "
+            f"steps: {penalty}call it on an answer you know to be right, or take it out of rewards.functions",
         )
     return None
 
@@ -550,7 +678,7 @@ def reward_fell(seen: Observation) -> Alarm | None:
     )
 
 
-# --- rollouts and machinery -----------------------------------------------------------------------------------
+# --- completions and time ------------------------------------------------------------------------------------
 
 
 @rule
@@ -573,34 +701,6 @@ def truncated_often(seen: Observation) -> Alarm | None:
 
 
 @rule
-def empty_completions(seen: Observation) -> Alarm | None:
-    """Completions without a single token of text."""
-    samples = [sample for group in seen.groups for sample in group.samples]
-    share = sum(not sample.text.strip() for sample in samples) / len(samples) if samples else 0.0
-    if share <= 0.5:
-        return None
-    return Alarm(
-        "problem" if share == 1.0 else "warning",
-        f"{format_share(share)} of the completions are empty: the model ends at once; check the prompt and "
-        "its end (model.chat_template, data.prompt_column, or data.conversations: true for texts)",
-        share,
-    )
-
-
-@rule
-def samples_stale(seen: Observation) -> Alarm | None:
-    """Samples are older than the limit in weight versions."""
-    if (staleness := seen.above("staleness", seen.limits.staleness)) is None:
-        return None
-    return Alarm(
-        "warning",
-        f"samples are {format_number(staleness)} weight versions old (limit: "
-        f"{format_number(seen.limits.staleness)}): {_why_stale(seen.limits)}",
-        staleness,
-    )
-
-
-@rule
 def rollouts_let_go(seen: Observation) -> Alarm | None:
     """Rollouts that were finished before the run was resumed could not be used."""
     if not (count := int(seen.values.get("kept_let_go", 0.0))):
@@ -611,74 +711,6 @@ def rollouts_let_go(seen: Observation) -> Alarm | None:
         "time, or of weights newer than the checkpoint's; with more checkpoints (checkpoint.every_steps) fewer are",
         float(count),
     )
-
-
-def _why_stale(limits: HealthLimits) -> str:
-    if limits.sync_every > 1:
-        return (
-            f"weights travel every {limits.sync_every} steps only; lower bridge.every_steps (--vllm-restart-interval)"
-        )
-    if limits.environments:
-        return "environments run far ahead, or do not keep up; lower --env.max_batches_offpolicy, or give them more"
-    return (
-        "generation does not keep up, or runs far ahead; give it more hardware, or lower batch.prompts_per_step or "
-        "pipeline.prefetch_depth"
-    )
-
-
-@rule
-def logprobs_differ(seen: Observation) -> Alarm | None:
-    """The engine's logprobs of samples from the weights of now differ from the trainer's; stale ones are not judged.
-
-    A step of few tokens may be above the limit by rounding in 16 bits, so three steps in the mean have to be, or one
-    four times.
-    """
-    limit = seen.limits.logprob_diff
-    if (mean := seen.above("logprob_diff_mean", limit)) is None:
-        return None
-    recent = seen.recent("logprob_diff_mean", 3)
-    if mean <= 4.0 * limit and (len(recent) < 3 or fmean(recent) <= limit):
-        return None
-    largest = seen.values.get("logprob_diff_max")
-    detail = f", at most {format_number(largest)}" if largest is not None else ""
-    return Alarm(
-        "problem" if mean > 4.0 * limit else "warning",
-        f"trainer and engine disagree by {format_number(mean)} nats a token{detail} (limit: "
-        f"{format_number(limit)}) on samples of one weight version: both must use the same weights, the same "
-        "sampling.temperature and a close model.dtype; an engine must return the logprobs of the distribution it "
-        "sampled from (vLLM: logprobs_mode=processed_logprobs)",
-        mean,
-    )
-
-
-@rule
-def canary_off(seen: Observation) -> Alarm | None:
-    """The engine holds the trainer's bytes and computes something else."""
-    if (ratio := seen.above("canary_ratio", seen.limits.canary_ratio)) is None:
-        return None
-    return Alarm(
-        "problem",
-        f"the engine's logprobs of the canary differ from the trainer's {format_number(ratio)} times as much as two "
-        "correct passes of this model do, although its weights are the trainer's: its kernels may be wrong for this "
-        "model, or compute with a copy made before the update; compare logprob_diff_mean, and restart the engine",
-        ratio,
-    )
-
-
-@rule
-def groups_dropped(seen: Observation) -> Alarm | None:
-    """Groups were dropped because their reward failed."""
-    errors, dropped = seen.values.get("reward_errors", 0.0), seen.values.get("dropped_groups", 0.0)
-    if errors <= 0 and dropped <= 0:
-        return None
-    if errors > 0:
-        return Alarm(
-            "warning",
-            f"reward functions failed {errors:.0f} times in this step and {dropped:.0f} groups were "
-            "dropped: see the log for the first error, and set rewards.on_error to fail to stop at it",
-            errors,
-        )
-    return Alarm("note", f"{dropped:.0f} groups were dropped in this step: the batch is smaller", dropped)
 
 
 @rule

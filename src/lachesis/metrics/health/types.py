@@ -18,6 +18,11 @@ class HealthLimits:
     ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
     ``template_marks`` are what marks turns for the model: such tokens, and the marks in its own chat template;
     ``None`` where it has no template.
+    ``clipped_fraction`` is the share of clipped ratios that is healthy, ``None`` where bounds are narrow or sequences
+    have one ratio, of which most may be clipped by design. ``ratio_of_tokens`` is false where a sequence's ratio is a
+    product, which is far from 1 once its tokens' are a little off; ``clips`` where the loss bounds the policy otherwise
+    than by a clip of ratios; ``group_baseline`` where groups of equal rewards have advantages. ``unscaled`` says whether
+    advantages are on the scale of the rewards.
     """
 
     staleness: float = 4.0
@@ -26,6 +31,11 @@ class HealthLimits:
     sync_every: int = 1
     environments: bool = False
     template_marks: frozenset[str] | None = None
+    clipped_fraction: float | None = 0.3
+    ratio_of_tokens: bool = True
+    clips: bool = True
+    group_baseline: bool = True
+    unscaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import yaml
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, EvalResult
+from lachesis.metrics.health.rules import urgency
 from lachesis.metrics.names import Metric, describe, format_number, format_seconds, format_share
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 
@@ -196,7 +197,7 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
                 entry["level"] = entry["worst"]
     return sorted(
         entries.values(),
-        key=lambda entry: (entry["resolved"] is not None, -LEVELS.index(entry["level"]), entry["first"]),
+        key=lambda entry: (entry["resolved"] is not None, urgency(entry["rule"], entry["level"])),
     )
 
 

@@ -271,6 +271,47 @@ def test_one_step_of_few_tokens_above_the_limit_is_rounding() -> None:
     assert alarms(Observation(3, {"logprob_diff_mean": 0.053}, history=history)) == {}
 
 
+@pytest.mark.parametrize(
+    ("limits", "values"),
+    [
+        ({"clipped_fraction": None}, {"clipped_fraction": 0.81}),  # GSPO's bounds of 3e-4
+        ({"clipped_fraction": None}, {"clipped_fraction": 0.9, "grad_norm": 0.0}),  # all that have an advantage
+        ({"ratio_of_tokens": False}, {"mean_ratio": 1.6}),  # RLOO's products of 200 ratios
+        ({"clips": False}, {"clipped_fraction": 0.0, "mean_kl": 0.2}),  # CISPO caps a weight
+        ({"unscaled": True}, {"loss": 40.0, "grad_norm": 60.0}),  # rewards of -50 and 50
+    ],
+)
+def test_what_an_algorithm_does_by_design_is_no_finding(
+    make_group: MakeGroup, limits: dict[str, Any], values: dict[str, float]
+) -> None:
+    groups = [make_group((-50.0, 50.0), prompt=str(index)) for index in range(3)]
+    seen = replace(see(groups=groups, **values), history=(HEALTHY,) * 6)
+    told = alarms(seen).keys() - {"kl_high"}
+    assert told
+    assert alarms(replace(seen, limits=HealthLimits(**limits))).keys() - {"kl_high"} == set()
+
+
+def test_prompts_are_compared_with_each_other_where_groups_have_no_baseline(make_group: MakeGroup) -> None:
+    groups = [make_group((float(index % 2),) * 2, prompt=str(index)) for index in range(12)]
+    seen, without = see(groups=groups), HealthLimits(group_baseline=False)
+    assert "zero_variance" in alarms(seen) and "zero_variance" not in alarms(replace(seen, limits=without))
+    wrong = [make_group((0.0, 0.0), prompt=str(index)) for index in range(12)]
+    assert "zero_variance" in alarms(replace(see(groups=wrong), limits=without)), "there is nothing to compare"
+
+
+def test_a_task_with_one_answer_is_not_a_collapse(make_group: MakeGroup) -> None:
+    """Of twelve rows in a row all have the answer "no" where nine in ten of all have it."""
+    groups = [make_group(prompt=p, completions=[(5, 5), (5, 5)], texts=["no", "no"]) for p in "abcdefghijkl"]
+    seen = see(groups=groups)
+    same = tuple(tuple(replace(group, answer=1) for group in batch) for batch in seen.batches)
+    assert "one_text_for_all" not in alarms(replace(seen, batches=same))
+
+
+def test_a_punishment_that_none_has_earned_is_no_fault() -> None:
+    values = {"rewards__overlong__mean": 0.0, "rewards__overlong__std": 0.0}
+    assert say("reward_function_constant", see(history=29, **values)).level == "note"
+
+
 def test_limits_can_be_set() -> None:
     values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_ratio": 1.5}
     limits = HealthLimits(staleness=8, logprob_diff=0.1, canary_ratio=2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.common.types import LEVELS
+from lachesis.metrics.health.rules import urgency
 from tests.recordings import RECORDINGS, play, read
 
 NAMES = sorted(path.stem for path in RECORDINGS.glob("*.json"))
@@ -22,7 +22,7 @@ WORDS = {
 
 
 def test_there_are_runs_of_both_kinds() -> None:
-    assert len(HEALTHY) >= 3 and len(SICK) >= 6
+    assert len(HEALTHY) >= 10 and len(SICK) >= 15
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -36,7 +36,7 @@ def test_a_healthy_run_has_no_problem_and_no_untrue_warning(name: str) -> None:
 def test_a_sick_run_is_told_its_cause_first_within_ten_steps(name: str) -> None:
     recording = read(name)
     said = [one.finding for one in play(recording, steps=10) if one.finding.resolved is None]
-    said.sort(key=lambda finding: -LEVELS.index(finding.level))
+    said.sort(key=lambda finding: urgency(finding.rule, finding.level))
     assert said and said[0].rule == recording["cause"]
     assert said[0].level != "note" and WORDS.get(name, "") in said[0].message
 
@@ -61,5 +61,5 @@ def test_a_fault_of_the_machinery_in_a_healthy_run_is_told_first(values: dict[st
     recording = read("healthy_full")
     steps = [step | {"values": step["values"] | values} for step in recording["steps"]]
     said = [one.finding for one in play({**recording, "steps": steps}, steps=10) if one.finding.resolved is None]
-    said.sort(key=lambda finding: -LEVELS.index(finding.level))
+    said.sort(key=lambda finding: urgency(finding.rule, finding.level))
     assert said[0].rule == cause
