@@ -93,8 +93,7 @@ def reward_pays_length(seen: Observation) -> Alarm | None:
         return None
     # Once all completions have the limit's length there is nothing to compare, and the reward pays for it still.
     differ = [group for batch in seen.batches for group in batch if len(set(group.lengths)) > 1 and not group.flat]
-    start = [fmean(group.lengths) for group in seen.batches[0] if group.lengths]
-    now = [fmean(group.lengths) for group in seen.batches[-1] if group.lengths]
+    start, now = _mean_lengths(seen.batches[0]), _mean_lengths(seen.batches[-1])
     together = correlation_within(differ[-ENOUGH_GROUPS:])
     if not start or not now or together < 0.7:
         return None
@@ -220,24 +219,27 @@ def not_finite(seen: Observation) -> Alarm | None:
 
 @rule
 def loss_explodes(seen: Observation) -> Alarm | None:
-    """The loss is more than 20 times its usual size, and above 5 times what rewards differ by where these are unscaled.
-
-    Advantages of one sequence length cancel out, and no longer do once lengths differ.
-    """
-    size = abs(seen.values.get("loss", 0.0))
-    usual = [abs(loss) for loss in seen.recent("loss", 21)[:-1] if math.isfinite(loss)]
-    if not math.isfinite(size) or len(usual) < 5 or size <= max(5.0 * _unit(seen), 20.0 * median(usual)):
+    """The loss is more than 20 times its usual size, and above 5 advantages."""
+    size, usual = _jump(seen, "loss")
+    if size <= max(5.0 * _largest_advantage(seen), 20.0 * usual):
         return None
     return Alarm(
         "problem",
-        f"the loss jumped to {format_number(size)}, from {format_number(median(usual))} in the steps "
-        "before: lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+        f"the loss jumped to {format_number(size)}, from {format_number(usual)} in the steps before: "
+        "lower optimizer.learning_rate, or raise optimizer.warmup_steps",
         size,
     )
 
 
-def _unit(seen: Observation) -> float:
-    """Return the size of a large advantage: 1 where rewards are scaled, else at least what they differ by."""
+def _jump(seen: Observation, name: str) -> tuple[float, float]:
+    """Return the size of a value, 0 if it is not finite, and the median of 20 steps before; infinite below 5 of them."""
+    size = abs(seen.values.get(name, 0.0))
+    usual = [abs(value) for value in seen.recent(name, 21)[:-1] if value and math.isfinite(value)]
+    return size if math.isfinite(size) else 0.0, median(usual) if len(usual) >= 5 else math.inf
+
+
+def _largest_advantage(seen: Observation) -> float:
+    """Return about how large an advantage is: 1 where rewards are scaled, else what they differ by if that is more."""
     low, high = seen.reward_range()
     return max(1.0, high - low) if seen.limits.unscaled else 1.0
 
@@ -272,8 +274,10 @@ def policy_lost(seen: Observation) -> Alarm | None:
     before, after = fmean(start), fmean(now)
     if before - low < 0.05 * (high - low) or after - low > (before - low) / 10 or z_score(start, now) > -LIKELY:
         return None
-    lengths = [[fmean(group.lengths) for group in groups if group.lengths] for groups in (first, last)]
-    if abs(z_score(*lengths)) < LIKELY and not _entropy_moved(seen):
+    lengths = _mean_lengths(first), _mean_lengths(last)
+    entropies = seen.recent("entropy", len(seen.history) + 1)
+    steady = len(entropies) < 2 or 0.5 <= entropies[-1] / max(entropies[0], 1e-9) <= 2.0
+    if steady and abs(z_score(*lengths)) < LIKELY:
         return None
     return Alarm(
         "problem",
@@ -289,10 +293,9 @@ def _mean_rewards(groups: Sequence[GroupDigest]) -> list[float]:
     return [fmean(group.rewards) for group in groups if group.rewards]
 
 
-def _entropy_moved(seen: Observation) -> bool:
-    """Return True if entropy is less than half, or more than twice, that of the first remembered step."""
-    entropies = seen.recent("entropy", len(seen.history) + 1)
-    return len(entropies) > 1 and not 0.5 <= entropies[-1] / max(entropies[0], 1e-9) <= 2.0
+def _mean_lengths(groups: Sequence[GroupDigest]) -> list[float]:
+    """Return the mean length of the completions of each group, in tokens."""
+    return [fmean(group.lengths) for group in groups if group.lengths]
 
 
 @rule
@@ -389,7 +392,7 @@ def entropy_off(seen: Observation) -> Alarm | None:
     if len(sampled := [_nats(batch) for batch in seen.batches[-2:]]) == 2 and min(sampled) > 4.0:
         taught = seen.values.get("zero_std_fraction", 0.0) < 1.0
         return _near_random(min(sampled), level="warning" if taught else "problem")
-    entropies = seen.recent("entropy", len(seen.history) + 1)
+    entropies, rewards = (seen.recent(name, len(seen.history) + 1) for name in ("entropy", "reward"))
     if len(entropies) < 2 or "entropy" not in seen.values:
         return None
     entropy, start = entropies[-1], median(entropies[:3])
@@ -397,7 +400,8 @@ def entropy_off(seen: Observation) -> Alarm | None:
         return _entropy_lost(seen, entropy)
     if min(entropies[-2:]) > 4.0:
         return _near_random(entropy, level="warning")
-    if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or _rewards_rose(seen):
+    rose = len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
+    if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or rose:
         return None
     return Alarm(
         "warning",
@@ -437,11 +441,6 @@ def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
         "raise sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
         1.0 / max(entropy, 1e-9),
     )
-
-
-def _rewards_rose(seen: Observation) -> bool:
-    rewards = seen.recent("reward", len(seen.history) + 1)
-    return len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
 
 
 @rule
@@ -574,12 +573,9 @@ def _commonest(values: Iterable[int]) -> float:
 @rule
 def gradient_large(seen: Observation) -> Alarm | None:
     """The gradient norm is above 10 and five times what it usually is (a problem: above 100 and ten times)."""
-    norm = seen.values.get("grad_norm")
-    usual = [one for one in seen.recent("grad_norm", 21)[:-1] if 0.0 < one < math.inf]
-    if norm is None or not math.isfinite(norm) or norm <= 10.0 * _unit(seen) or len(usual) < 5:
-        return None
-    times = norm / median(usual)
-    if times <= 5.0:
+    norm, usual = _jump(seen, "grad_norm")
+    times = norm / usual
+    if norm <= 10.0 * _largest_advantage(seen) or times <= 5.0:
         return None
     return Alarm(
         "problem" if norm > 100.0 and times > 10.0 else "warning",
@@ -627,7 +623,7 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
                 f"last {steps} steps: it teaches nothing any more",
             )
         alone = len(reward_functions(seen.values)) == 1
-        penalty = "" if alone else "where it is no penalty that none has earned, "
+        penalty = "" if alone else "unless it is a penalty, "
         return Alarm(
             "warning" if alone else "note",
             f"the reward function {name} gave {format_number(means[-1])} to every completion of the last {steps} "
@@ -718,15 +714,12 @@ def time_unbalanced(seen: Observation) -> Alarm | None:
     """Generation, training or rewards take most of a step; one in which nothing was trained on is not judged."""
     if seen.values.get("zero_std_fraction") == 1.0:
         return None
-    times = {name: seen.recent(name, 10) for name in ("generation_time", "train_time", "reward_time", "step_time")}
-    if any(len(times[name]) < 10 for name in ("generation_time", "train_time")):
-        return None
-    generation, training = median(times["generation_time"]), median(times["train_time"])
-    if len(times["reward_time"]) == len(times["step_time"]) == 10:
-        hidden = median(seen.recent("hidden_reward_time", 10) or [0.0])
-        rewards, step = median(times["reward_time"]) - hidden, median(times["step_time"])
-        if rewards > 0.5 * step > 0:
-            return Alarm("note", f"reward functions take {format_share(rewards / step)} of a step: make them faster")
+    names = ("generation_time", "train_time", "step_time", "reward_time", "hidden_reward_time")
+    usual = {name: median(times) for name in names if len(times := seen.recent(name, 10)) == 10}
+    generation, training, step = (usual.get(name, 0.0) for name in names[:3])
+    rewards = usual.get("reward_time", 0.0) - usual.get("hidden_reward_time", 0.0)
+    if rewards > 0.5 * step > 0:
+        return Alarm("note", f"reward functions take {format_share(rewards / step)} of a step: make them faster")
     if generation > 5.0 * training > 0:
         return Alarm(
             "note",
