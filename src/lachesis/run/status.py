@@ -271,7 +271,9 @@ def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -
 def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
     """Return the last finding of each rule over the whole run, the worst first and resolved ones last."""
     last = {finding.rule: finding for line in lines for finding in line.findings}
-    return tuple(sorted(last.values(), key=lambda found: (found.resolved is not None, urgency(found.rule, found.level))))
+    return tuple(
+        sorted(last.values(), key=lambda found: (found.resolved is not None, urgency(found.rule, found.level)))
+    )
 
 
 def _last_checkpoint(directory: Path) -> Path | None:

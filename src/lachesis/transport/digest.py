@@ -1,7 +1,7 @@
 """Digests of tensors: exact proof that bytes arrived, at the price of reading them once.
 
-A digest is a sum, so it costs one pass at the speed of memory and can be computed where the tensor is. It is not a
-cryptographic hash: it finds tensors that were lost, exchanged, shifted by rows, truncated or rounded.
+A digest is a sum, so it costs two passes at the speed of memory and can be computed where the tensor is. It is not a
+cryptographic hash: it finds tensors that were lost, exchanged, permuted by rows or columns, truncated or rounded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _MODULUS = 1 << 64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 # Words that are narrower than 64 bits are widened before they are summed; this many at a time.
 _CHUNK_WORDS = 1 << 22
+# Weights of columns: odd multiples of 2^64 over the golden ratio, which have nothing in common with those of rows.
+_GOLDEN = 0x9E3779B97F4A7C15 - _MODULUS
 # Tensors of one shape are read together up to this size, for which they are copied.
 _BATCH_BYTES = 1 << 25
 
@@ -31,34 +33,40 @@ class Share:
         part: the elements of the part, with as many dimensions as the tensor.
         shape: shape of the whole tensor.
         first_row: index of the part's first row in the whole.
+        first_column: index of the part's first element in the last dimension of the whole.
     """
 
     part: Tensor
     shape: tuple[int, ...]
     first_row: int = 0
+    first_column: int = 0
 
     @property
     def word_bytes(self) -> int:
-        """Return the width in bytes of the words as which rows of the whole are read."""
-        row_bytes = math.prod(self.shape[1:]) * self.part.element_size()
-        return next(width for width in _WORDS if row_bytes % width == 0)
+        """Return the width in bytes of the words as which the last dimension of the whole is read."""
+        bytes_of_last = (self.shape[-1] if len(self.shape) > 1 else 1) * self.part.element_size()
+        return next(width for width in _WORDS if bytes_of_last % width == 0)
 
     @property
     def adds_up(self) -> bool:
-        """Return True if no word of a row is cut, so that the digests of all parts add up to that of the whole."""
-        cut = [n for n in range(1, len(self.shape)) if self.part.shape[n] != self.shape[n]]
-        run = math.prod(self.part.shape[cut[-1] :]) if cut else math.prod(self.shape[1:])
-        return run * self.part.element_size() % self.word_bytes == 0
+        """Return True if no word is cut, so that the digests of all parts add up to that of the whole."""
+        ends = (self.first_column, self.part.shape[-1]) if len(self.shape) > 1 else ()
+        return all(end * self.part.element_size() % self.word_bytes == 0 for end in ends)
+
+    @property
+    def first_word(self) -> int:
+        """Return the index of the part's first word in the last dimension of the whole."""
+        return self.first_column * self.part.element_size() // self.word_bytes
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the digests of several tensors, with one transfer to the host for each device.
 
-    A tensor ``[rows, ...]`` is read as bytes: each row's bytes, taken as words of the widest of 8, 4, 2 and 1
-    bytes that divides the row, are added up, and the digest is the sum over rows of ``(2 row + 1) x row sum``
-    modulo 2^64. In a tensor of no or one dimension each element is a row. Odd weights have inverses modulo
-    2^64, so that any change of a single row sum changes the digest. Equal values in another dtype, or rows cut
-    at other places, have other digests.
+    A tensor ``[rows, ..., columns]`` is read as words of the widest of 8, 4, 2 and 1 bytes that divides the last
+    dimension. The digest is the sum over words of ``(2 row + 1) + (2 column + 1) x golden``, each times the word,
+    modulo 2^64; the column is the word's place in the last dimension. In a tensor of no or one dimension each element
+    is a row, without columns. Odd weights have inverses modulo 2^64, so that any change of a single row's sum changes
+    the digest. Equal values in another dtype, or rows cut at other places, have other digests.
 
     Returns:
         Numbers in [0, 2^64), by name.
@@ -75,17 +83,18 @@ def digests_of_each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
     The host therefore waits for the device once, at the end. Raises as :func:`digests`.
     """
-    sums: dict[torch.device, dict[str, Tensor]] = {}
+    sums: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
     for name, tensor in tensors:
         share = Share(tensor.detach(), tuple(tensor.shape))
         _check_bytes(name, share)
         kept = torch.empty(_rows(share.part), dtype=torch.int64, device=tensor.device)
-        _sum_rows([share], out=kept)
-        sums.setdefault(tensor.device, {})[name] = kept
+        columns = _sum([share], out=kept)
+        sums.setdefault(tensor.device, {})[name] = (kept, columns)
     found: dict[str, int] = {}
     for kept in sums.values():
-        rows = [len(one) for one in kept.values()]
-        found |= _read([*kept], torch.cat([*kept.values()]), rows=rows, first_rows=[0] * len(rows))
+        by_row, by_column = (torch.cat(parts) for parts in zip(*kept.values(), strict=True))
+        rows = [len(one) for one, _ in kept.values()]
+        found |= _read([*kept], by_row, by_column, rows=rows, first_rows=[0] * len(rows))
     return found
 
 
@@ -105,12 +114,14 @@ def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
         names = [name for batch in batches for name in batch]
         rows = [_rows(shares[name].part) for name in names]
         sums = torch.empty(sum(rows), dtype=torch.int64, device=device)
+        columns: list[Tensor] = []
         start = 0
         for batch in batches:
             count = len(batch) * _rows(shares[batch[0]].part)
-            _sum_rows([shares[name] for name in batch], out=sums[start : start + count])
+            columns.append(_sum([shares[name] for name in batch], out=sums[start : start + count]))
             start += count
-        found |= _read(names, sums, rows=rows, first_rows=[shares[name].first_row for name in names])
+        first_rows = [shares[name].first_row for name in names]
+        found |= _read(names, sums, torch.cat(columns), rows=rows, first_rows=first_rows)
     return {name: found[name] for name in shares}
 
 
@@ -137,7 +148,7 @@ def _batches(shares: Mapping[str, Share]) -> list[list[str]]:
     for name, share in shares.items():
         part = share.part
         most = max(1, _BATCH_BYTES // max(1, part.nbytes))
-        kind = (part.device, part.dtype, tuple(part.shape), share.word_bytes)
+        kind = (part.device, part.dtype, tuple(part.shape), share.word_bytes, share.first_word)
         found = batches.setdefault(kind, [[]])
         if len(found[-1]) == most:
             found.append([])
@@ -151,15 +162,15 @@ def _rows(part: Tensor) -> int:
     return part.shape[0] if part.ndim >= 1 else 1
 
 
-def _sum_rows(shares: Sequence[Share], *, out: Tensor) -> None:
-    """Write the sums of the words of each row to ``out`` int64 [N x rows].
+def _sum(shares: Sequence[Share], *, out: Tensor) -> Tensor:
+    """Write the sums of the words of each row to ``out`` int64 [N x rows]; return the weighted sums of columns [N].
 
-    The N ``shares`` have one shape, dtype and word width.
+    The N ``shares`` have one shape, dtype, word width and first word.
     """
     tensors, width = [share.part for share in shares], shares[0].word_bytes
     first = tensors[0]
     if first.numel() == 0:
-        return
+        return out.new_zeros(len(shares))
     if first.dtype.itemsize == 1:  # floats of 8 bits can be looked at and little else
         tensors = [tensor.view(torch.uint8) for tensor in tensors]
         first = tensors[0]
@@ -169,6 +180,17 @@ def _sum_rows(shares: Sequence[Share], *, out: Tensor) -> None:
     step = words.shape[0] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // words.shape[1])
     for start in range(0, words.shape[0], step):
         torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=out[start : start + step])
+    if first.ndim < 2:
+        return out.new_zeros(len(shares))
+    columns = first.shape[-1] * first.element_size() // width
+    words = words.view(len(shares), -1, columns)
+    step = words.shape[1] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // columns)
+    places = torch.arange(columns, device=out.device) + shares[0].first_word
+    weights = (2 * places + 1) * _GOLDEN
+    sums = out.new_zeros(len(shares), columns)
+    for start in range(0, words.shape[1], step):
+        sums += torch.sum(words[:, start : start + step], dim=1, dtype=torch.int64)
+    return (sums * weights).sum(dim=1)
 
 
 def _check_bytes(name: str, share: Share) -> None:
@@ -179,16 +201,13 @@ def _check_bytes(name: str, share: Share) -> None:
         )
 
 
-def _read(names: Sequence[str], sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> dict[str, int]:
-    """Return the digests of tensors with so many ``rows`` each, from their consecutive row sums in ``sums``."""
-    values = _weighted(sums, rows=rows, first_rows=first_rows)
-    return {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
+def _read(
+    names: Sequence[str], sums: Tensor, columns: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]
+) -> dict[str, int]:
+    """Return the digests of N tensors with so many ``rows`` each.
 
-
-def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -> list[int]:
-    """Return, for each consecutive run of ``rows`` row sums [R], their sum weighted by the rows' places in the whole.
-
-    All tensors are computed together, since each kernel takes longer to start than to run.
+    ``sums`` are their consecutive row sums, ``columns`` [N] the weighted sums of their columns. All tensors are computed
+    together, since each kernel takes longer to start than to run.
     """
     counts = torch.tensor([rows, first_rows], device=sums.device)
     ends = counts[0].cumsum(0)
@@ -196,8 +215,8 @@ def _weighted(sums: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]) -
     shifts = (counts[1] + counts[0] - ends).repeat_interleave(counts[0], output_size=len(sums))
     places = torch.arange(len(sums), device=sums.device) + shifts
     total = torch.nn.functional.pad((sums * (2 * places + 1)).cumsum(0), (1, 0))
-    values: list[int] = (total[ends] - total[ends - counts[0]]).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
-    return values  # pyright: ignore[reportUnknownVariableType]
+    values: list[int] = (total[ends] - total[ends - counts[0]] + columns).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
+    return {name: value % _MODULUS for name, value in zip(names, values, strict=True)}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _as_words(rows: Tensor, *, width: int) -> Tensor:

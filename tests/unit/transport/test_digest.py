@@ -16,12 +16,15 @@ MODULUS = 1 << 64
 def by_hand(tensor: torch.Tensor) -> int:
     """The definition in plain Python."""
     rows = tensor.flatten(1) if tensor.ndim >= 2 else tensor.reshape(-1, 1)
+    last = tensor.element_size() * (tensor.shape[-1] if tensor.ndim >= 2 else 1)
+    width = next(width for width in (8, 4, 2, 1) if last % width == 0)
     total = 0
     for index, row in enumerate(rows):
         data = row.contiguous().view(torch.uint8).numpy().tobytes()
-        width = next(width for width in (8, 4, 2, 1) if len(data) % width == 0)
         words = [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
-        total += (2 * index + 1) * sum(words)
+        for place, word in enumerate(words):
+            column = (2 * (place % (last // width)) + 1) * 0x9E3779B97F4A7C15 if tensor.ndim >= 2 else 0
+            total += (2 * index + 1 + column) * word
     return total % MODULUS
 
 
@@ -80,7 +83,8 @@ def test_those_of_rows_add_up_on_however_many_ranks(dtype, shape, ranks):
 )
 def test_those_of_columns_add_up_where_no_word_is_cut(shape, dimension, fits):
     tensor = random(*shape, dtype=torch.bfloat16)
-    shares = [Share(part, shape) for part in tensor.chunk(2, dim=dimension)]
+    half = shape[dimension] // 2 if dimension == len(shape) - 1 else 0
+    shares = [Share(part, shape, 0, place * half) for place, part in enumerate(tensor.chunk(2, dim=dimension))]
     assert [share.adds_up for share in shares] == [fits, fits]
     if fits:
         assert add_up([share_digests({"a": share}) for share in shares], names=["a"]) == digests({"a": tensor})
@@ -133,6 +137,22 @@ def test_rounding_a_swap_of_rows_and_a_cut_are_seen():
     assert digest(tensor) != digest(tensor.double())
     vector = random(9)
     assert digest(vector) != digest(vector.flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 16), (3, 5, 16)])
+def test_columns_that_change_places_are_seen(dtype, shape):
+    """As heads do that go to the output projection in another order, and a matrix with rows and columns exchanged."""
+    tensor = random(*shape, dtype=dtype)
+    heads = tensor.unflatten(-1, (4, 4))
+    for order in ([1, 0, 2, 3], [3, 0, 1, 2], [3, 2, 1, 0]):
+        assert digest(heads[..., order, :].flatten(-2)) != digest(tensor)
+    assert digest(tensor.roll(4, dims=-1)) != digest(tensor)
+    one = tensor.clone()
+    one[0, ..., [0, 8]] = tensor[0, ..., [8, 0]]
+    assert digest(one) != digest(tensor)
+    square = random(16, 16, dtype=dtype)
+    assert digest(square.T.contiguous()) != digest(square)
 
 
 def test_names_and_order_are_kept():

@@ -108,7 +108,8 @@ def shares(held: Tensor, cut: Cut, asked: DigestSlice) -> dict[str, Share]:
         if first < last:
             start = block.held + first - block.first_row
             part = held[start : start + last - first]
-            found[f"{first}:{cut.columns}"] = Share(part, shape, first - asked.start)
+            column = cut.columns * part.shape[-1] if part.ndim > 1 and part.shape[-1] != shape[-1] else 0
+            found[f"{first}:{cut.columns}"] = Share(part, shape, first - asked.start, column)
     return found
 
 

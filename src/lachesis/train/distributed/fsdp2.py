@@ -227,7 +227,8 @@ class Fsdp2(Ranks):
                 found |= super().shares({name: tensor}) if self.rank == 0 else {}
             elif self._says(tensor):
                 _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0])
+                column = offset[-1] if len(offset) > 1 else 0
+                found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0], column)
         return found
 
     def _says(self, tensor: DTensor) -> bool:
