@@ -6,7 +6,6 @@ cryptographic hash: it finds tensors that were lost, exchanged, permuted by rows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

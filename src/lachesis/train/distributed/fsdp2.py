@@ -227,7 +227,7 @@ class Fsdp2(Ranks):
                 found |= super().shares({name: tensor}) if self.rank == 0 else {}
             elif self._says(tensor):
                 _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                column = offset[-1] if len(offset) > 1 else 0
+                column = offset[-1] if tensor.ndim > 1 else 0
                 found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0], column)
         return found
 
