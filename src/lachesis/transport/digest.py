@@ -205,7 +205,7 @@ def _read(
 ) -> dict[str, int]:
     """Return the digests of N tensors with so many ``rows`` each.
 
-    ``sums`` are their consecutive row sums, ``columns`` [N] the weighted sums of their columns. All tensors are computed
+    ``sums`` are their consecutive row sums, ``columns`` [N] their weighted column sums. All tensors are computed
     together, since each kernel takes longer to start than to run.
     """
     counts = torch.tensor([rows, first_rows], device=sums.device)

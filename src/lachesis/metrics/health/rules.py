@@ -232,7 +232,7 @@ def loss_explodes(seen: Observation) -> Alarm | None:
 
 
 def _jump(seen: Observation, name: str) -> tuple[float, float]:
-    """Return the size of a value, 0 if it is not finite, and the median of 20 steps before; infinite below 5 of them."""
+    """Return the size of a value, 0 if it is not finite, and the median of 20 steps before, infinite below 5."""
     size = abs(seen.values.get(name, 0.0))
     usual = [abs(value) for value in seen.recent(name, 21)[:-1] if value and math.isfinite(value)]
     return size if math.isfinite(size) else 0.0, median(usual) if len(usual) >= 5 else math.inf
