@@ -19,10 +19,10 @@ class HealthLimits:
     ``template_marks`` are what marks turns for the model: such tokens, and the marks in its own chat template;
     ``None`` where it has no template.
     ``clipped_fraction`` is the share of clipped ratios that is healthy; ``None`` where bounds are narrow or ratios are
-    products over sequences, so that most may be clipped by design. ``ratio_of_tokens`` is false for such products, which
-    are far from 1 once tokens are a little off; ``clips`` where the loss bounds the policy otherwise than by a clip of
-    ratios; ``group_baseline`` where groups of equal rewards have advantages. ``unscaled`` says whether advantages are on
-    the scale of the rewards.
+    products over sequences, so that most may be clipped by design. ``ratio_of_tokens`` is false for such products,
+    which are far from 1 once tokens are a little off; ``clips`` where the loss bounds the policy otherwise than by a
+    clip of ratios; ``group_baseline`` where groups of equal rewards have advantages. ``unscaled`` says whether
+    advantages are on the scale of the rewards.
     """
 
     staleness: float = 4.0
