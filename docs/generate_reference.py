@@ -22,7 +22,7 @@ KEYS = Path(__file__).parent / "assets" / "keys.json"
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by docs/generate_reference.py from src/lachesis/config/schema/; do not edit. -->
+<!-- Written by docs/generate_reference.py from src/lachesis/config/schema/ and plugins/*/section.py; do not edit. -->
 
 One YAML file describes a run. `lachesis train config.yaml --set optimizer.learning_rate=2e-6` changes a key for one
 run, and `lachesis explain KEY` shows a row of these tables.

@@ -49,7 +49,7 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("cluster", "atropos"): "starts its API and environments on nodes",
 }
 # What any room may import, wherever it stands.
-ANYWHERE = ("config.schema",)
+ANYWHERE = ("config.schema", "config.section")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -160,9 +160,35 @@ def test_what_has_one_name_in_neighbouring_folders_is_one_thing():
 CORE = [path for path in FILES if plugin_of(module_of(path)) is None and module_of(path) != "plugins"]
 
 
+SECTIONS = tuple(sorted((PACKAGE / "plugins").glob("*/section.py")))
+
+
+def is_section(module: str) -> bool:
+    """Return True for what a plug-in's section of the configuration defines."""
+    return module.startswith("plugins.") and module.split(".")[2:3] == ["section"]
+
+
 def test_no_file_of_the_core_imports_a_plug_in_but_by_the_table_of_names():
-    found = {module_of(path): module for path in CORE for module in at_import(path) if module.startswith("plugins")}
-    assert set(found.values()) == {"plugins.load"}
+    found = {(module_of(path), module) for path in CORE for module in at_import(path) if module.startswith("plugins")}
+    assert {module for _, module in found if not is_section(module)} == {"plugins.load"}
+    assert {room for room, module in found if is_section(module)} <= {
+        "config.keys", "config.schema", "config.schema.process", "config.schema.rollouts"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.parent.name)
+def test_a_section_of_a_plug_in_needs_neither_torch_nor_the_plug_in(path: Path):
+    loaded = closure(module_of(path)) - {path, path.parent / "__init__.py", PACKAGE / "plugins" / "__init__.py"}
+    assert all(module_of(file).split(".")[0] in ("__init__", "common", "config") for file in loaded)
+    assert lines(loaded) <= 400
+    foreign = [name for file in loaded | {path} for name in ast.walk(ast.parse(file.read_text())) if _of_torch(name)]
+    assert not foreign
+
+
+def _of_torch(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.split(".")[0] in ("torch", "transformers") for name in names)
 
 
 def closure(module: str) -> set[Path]:
@@ -207,11 +233,12 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("run.train", 38_000), ("config.load", 3_750), ("rollouts.rewards.registry", 1_900)]
+    ("module", "most"), [("run.train", 38_000), ("config.load", 3_850), ("rollouts.rewards.registry", 1_900)]
 )
 def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
     loaded = closure(module)
-    assert not {path for path in loaded if plugin_of(module_of(path)) is not None}
+    sections = {*SECTIONS, *(path.parent / "__init__.py" for path in SECTIONS)}
+    assert not {path for path in loaded - sections if plugin_of(module_of(path)) is not None}
     assert lines(loaded) <= most
 
 

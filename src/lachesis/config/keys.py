@@ -17,7 +17,7 @@ from lachesis.common.errors import nearest
 from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.engines import HOST
-from lachesis.config.schema.process import REPOSITORY
+from lachesis.plugins.export.section import REPOSITORY
 
 # Texts of a form, by its pattern.
 _FORMS = {HOST: "name or address of a host", REPOSITORY: "name of a repository"}

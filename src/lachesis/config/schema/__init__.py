@@ -14,7 +14,6 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from lachesis.config.schema.base import CustomPart, Section
 from lachesis.config.schema.engines import (
     OWN_GPU_UTILIZATION,
     SERVERS_DNS,
@@ -51,36 +50,39 @@ from lachesis.config.schema.model import (
     RunConfig,
 )
 from lachesis.config.schema.process import (
-    ApiServiceConfig,
     CheckpointConfig,
-    ClusterConfig,
     DeadlinesConfig,
     DistributedConfig,
-    EnvironmentServiceConfig,
     EvaluationConfig,
-    HubConfig,
     LoggingConfig,
-    MlflowConfig,
-    ServicesConfig,
-    TrackioConfig,
-    WandbConfig,
 )
 from lachesis.config.schema.rollouts import (
-    AgentSourceConfig,
-    AtroposSourceConfig,
     DataConfig,
     DatasetConfig,
-    EpisodesSourceConfig,
     LocalSourceConfig,
-    McpServerConfig,
     PipelineConfig,
     RewardsConfig,
     SamplingConfig,
     SourceConfig,
+)
+from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
+from lachesis.config.section import CustomPart, Section
+from lachesis.plugins.atropos.section import (
+    ApiServiceConfig,
+    AtroposSourceConfig,
+    EnvironmentServiceConfig,
+    ServicesConfig,
+)
+from lachesis.plugins.cluster.section import ClusterConfig
+from lachesis.plugins.environments.section import (
+    AgentSourceConfig,
+    EpisodesSourceConfig,
+    McpServerConfig,
     StepsSourceConfig,
     VerifiersSourceConfig,
 )
-from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
+from lachesis.plugins.export.section import HubConfig
+from lachesis.plugins.sinks.section import MlflowConfig, TrackioConfig, WandbConfig
 
 # The share of the time that checkpoints take where an engine that dies takes the weights with it, and nothing is set.
 CHECKPOINT_SHARE = 0.02

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import CustomPart, NonNegativeFloat, PositiveInt, Section
+from lachesis.config.section import CustomPart, NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Entries of engine.urls that stand for several servers, and may stand for others later.

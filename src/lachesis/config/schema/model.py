@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from lachesis.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RunConfig(Section):

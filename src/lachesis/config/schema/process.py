@@ -1,4 +1,4 @@
-"""The course of a run: deadlines, evaluation, checkpoints, logs, devices, and services beside it."""
+"""The course of a run: deadlines, evaluation, checkpoints, logs and devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import (
+from lachesis.config.section import (
     CustomPart,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,6 +14,8 @@ from lachesis.config.schema.base import (
     PositiveInt,
     Section,
 )
+from lachesis.plugins.export.section import HubConfig
+from lachesis.plugins.sinks.section import MlflowConfig, TrackioConfig, WandbConfig
 
 
 class DeadlinesConfig(Section):
@@ -60,18 +62,6 @@ class EvaluationConfig(Section):
     )
 
 
-# Of the hub: what it takes as the name of a repository.
-REPOSITORY = r"^[\w.-]+(/[\w.-]+)?$"
-
-
-class HubConfig(Section):
-    """The Hugging Face hub, to which the final model goes with a card that says how it was trained."""
-
-    repo: str = Field(pattern=REPOSITORY, description="Repository, `owner/name` or `name`; made if it is not there.")
-    private: bool = Field(default=False, description="Where it is made: only its owners see it.")
-    revision: str | None = Field(default=None, description="Branch, made if need be; the main one if unset.")
-
-
 class CheckpointConfig(Section):
     """Saving, and going on."""
 
@@ -111,40 +101,6 @@ class CheckpointConfig(Section):
         default=None,
         description="Upload the final model to the Hugging Face hub once the run has done its last step. Log in with "
         "`HF_TOKEN` or `hf auth login`.",
-    )
-
-
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    project: str = Field(description="Project name.")
-    entity: str | None = Field(default=None, description="Account or team; the account's own default if unset.")
-    group: str | None = Field(default=None, description="Group name.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
-    mode: Literal["auto", "online", "offline", "disabled"] = Field(
-        default="auto",
-        description="As wandb's own WANDB_MODE, which auto follows; where that is unset too, auto is online with a "
-        "login, offline without one, and without the package wandb nothing but a warning.",
-    )
-
-
-class TrackioConfig(Section):
-    """Trackio, Hugging Face's local dashboard."""
-
-    project: str = Field(description="Project name.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
-    space: str | None = Field(
-        default=None, description="Hugging Face Space, as `owner/name`, that shows it; on this machine if unset."
-    )
-
-
-class MlflowConfig(Section):
-    """MLflow."""
-
-    experiment: str = Field(description="Experiment name; created if it does not exist.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
-    tracking_uri: str | None = Field(
-        default=None, description="Server or directory; MLflow's own MLFLOW_TRACKING_URI and default if unset."
     )
 
 
@@ -213,82 +169,4 @@ class DistributedConfig(Section):
         default=1,
         description="Devices that share the experts of each layer of a mixture, to which tokens travel; those that "
         "share matrices, tokens and a sharded model count among them.",
-    )
-
-
-class ApiServiceConfig(Section):
-    """The rollout API, at the address of `source.url`; it sets aside groups that no trainer could use."""
-
-    max_queued_tokens: PositiveInt | None = Field(
-        default=None, description="Have environments wait once this many tokens are queued; no limit if unset."
-    )
-    max_body_mb: PositiveFloat = Field(default=64.0, description="Largest post, in MiB.")
-    ack_timeout_s: PositiveFloat = Field(
-        default=600.0, description="Seconds after which a batch that the trainer has lost is handed out again."
-    )
-    env_timeout_s: PositiveFloat = Field(
-        default=300.0, description="Seconds of silence after which an environment counts no more."
-    )
-
-
-class EnvironmentServiceConfig(Section):
-    """An environment, as `lachesis env NAME serve ARGS`."""
-
-    name: str = Field(description="A shipped environment, `FILE.py:CLASS` or `module.CLASS`.")
-    args: list[str] = Field(
-        default_factory=list, description="Its flags; the addresses of API and engine are given to it."
-    )
-
-
-class ServicesConfig(Section):
-    """Services that `lachesis run` starts besides engine and trainer; other commands read only `restarts`."""
-
-    api: ApiServiceConfig | None = Field(
-        default_factory=ApiServiceConfig, description="The rollout API; null if it runs already."
-    )
-    environment: EnvironmentServiceConfig | None = Field(
-        default=None, description="The environment; null if it is started elsewhere."
-    )
-    start_s: PositiveFloat = Field(default=120.0, description="Longest time until the rollout API answers, in seconds.")
-    restarts: NonNegativeInt = Field(
-        default=3,
-        description="Restarts of each of the two after it dies, and of the run itself, from its last checkpoint, "
-        "after an engine that shares its weights dies; then the run ends.",
-    )
-
-
-class ClusterConfig(Section):
-    """The place where `lachesis run` starts the processes of a run: here, or on the nodes of a Ray cluster."""
-
-    kind: Literal["auto", "local", "ray"] = Field(
-        default="auto", description="`auto` is `ray` where the environment variable RAY_ADDRESS is set, else `local`."
-    )
-    nodes: PositiveInt | None = Field(
-        default=None, description="Number of Ray's nodes, including those of the engines; all of them if unset."
-    )
-    gpus_per_node: PositiveInt | None = Field(
-        default=None, description="GPUs to use of each Ray node; all if unset, if every node has the same number."
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None, description="With `model.device: cpu` on Ray; 1 if unset. On GPUs each that trains has a rank."
-    )
-    engines: PositiveInt = Field(
-        default=1,
-        description="Servers of `engine.kind: embedded_server` on several nodes; vLLM's are "
-        "`engine.data_parallel_size`.",
-    )
-    restarts: NonNegativeInt = Field(
-        default=3,
-        description="How often on Ray all ranks, and each other process, are restarted after a failure; a lost node "
-        "does not count.",
-    )
-    wait_s: PositiveFloat = Field(
-        default=600.0, description="Longest wait for a place for all ranks on Ray's nodes, in seconds."
-    )
-    preflight_s: NonNegativeFloat = Field(
-        default=60.0, description="Limit of the look at Ray's nodes before anything is started there; 0: none."
-    )
-    environment: list[str] = Field(
-        default_factory=list,
-        description="Names of environment variables that processes on Ray's nodes get from here, as HF_TOKEN.",
     )

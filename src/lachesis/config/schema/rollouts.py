@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lachesis.common.types import SamplingParams
-from lachesis.config.schema.base import (
+from lachesis.config.section import (
     CustomPart,
     Fraction,
     NonNegativeInt,
@@ -15,6 +15,13 @@ from lachesis.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+)
+from lachesis.plugins.atropos.section import AtroposSourceConfig
+from lachesis.plugins.environments.section import (
+    AgentSourceConfig,
+    McpServerConfig,
+    StepsSourceConfig,
+    VerifiersSourceConfig,
 )
 
 DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
@@ -115,19 +122,6 @@ class DataConfig(Section):
         return self.eval_path is not None or self.eval_split is not None or self.eval_size > 0
 
 
-class McpServerConfig(Section):
-    """An MCP server whose tools the model may call: a process, or an address."""
-
-    command: list[str] = Field(
-        default_factory=list[str], description="Program and arguments of a server that speaks over standard streams."
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Its environment variables, beside PATH, HOME and the like."
-    )
-    url: str = Field(default="", description="Address of a server that speaks streamable HTTP, such as its /mcp.")
-    headers: dict[str, str] = Field(default_factory=dict, description="Sent with each request.")
-
-
 class LocalSourceConfig(Section):
     """Prompts from a dataset, completions from the engine, rewards from Python functions."""
 
@@ -159,168 +153,6 @@ class LocalSourceConfig(Section):
     )
     rollout_timeout_s: PositiveFloat | None = Field(
         default=None, description="With tools: after this many seconds a rollout gets no further turn."
-    )
-
-
-class AgentSourceConfig(Section):
-    """Prompts from a dataset, rollouts by a program that talks to the model as to OpenAI or Anthropic."""
-
-    kind: Literal["agent"] = "agent"
-    command: list[str] = Field(
-        min_length=1,
-        description="Program and arguments of one rollout; an argument `{prompt}` or `{COLUMN}` is the task's. It gets "
-        "OPENAI_BASE_URL, ANTHROPIC_BASE_URL, its own key, and the task in the file LACHESIS_TASK.",
-    )
-    workdir: str | None = Field(
-        default=None, description="Directory; each rollout runs in a copy of it; an empty one if unset."
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables.")
-    inherit_env: list[str] = Field(
-        default_factory=list,
-        description="Names of the trainer's environment variables that the program gets too. Otherwise it has PATH, "
-        "the language, `env`, and where the model is: none of the trainer's keys.",
-    )
-    columns: list[str] = Field(
-        default_factory=list,
-        description="Columns that the program is told in LACHESIS_TASK beside the prompt. In `command`, those that "
-        "rewards are judged by, or that hold answers by their name (answer, solution, tests and the like), need this.",
-    )
-    wall: Literal["namespaces", "none"] = Field(
-        default="namespaces",
-        description="Wall around the program: separate files, processes and network, from which it reaches only the "
-        "model; if no wall works here, the run ends. `none`: it can do what you can.",
-    )
-    network: Literal["proxy", "open"] = Field(
-        default="proxy", description="Network behind its wall: the model alone, or everything this machine reaches."
-    )
-    readable: list[str] = Field(
-        default_factory=list,
-        description="Files and directories that it may read behind its wall, beside the system's, this Python's, those "
-        "of `workdir` and the files that `command` names.",
-    )
-    memory_mb: PositiveInt = Field(default=4096, description="Memory of a rollout's processes behind the wall, in MiB.")
-    disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout behind the wall, in MiB.")
-    keep_files: list[str] = Field(
-        default_factory=list,
-        description="Patterns of the files that it leaves, such as `*.py`, which reward functions get as the column "
-        "`files`: their texts by their names, at most 4 MiB of a rollout.",
-    )
-    self_reported: bool = Field(
-        default=False,
-        description="Let rewards use the program's own report: its exit code, and a number that it writes into the "
-        "file LACHESIS_REWARD. A model may learn to write what it wants.",
-    )
-    container: str | None = Field(
-        default=None,
-        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image in place of the "
-        "wall, with this machine's network and the rollout's directory.",
-    )
-    timeout_s: PositiveFloat = Field(
-        default=600.0, description="Limit of one rollout, at which the program and all of its process group are ended."
-    )
-    nonzero_exit: Literal["exclude", "score"] = Field(
-        default="exclude",
-        description="What an exit code above 0 means: the rollout failed and is left out, or it is scored.",
-    )
-    retries: NonNegativeInt = Field(default=2, description="How often a rollout that failed is played anew.")
-    max_concurrent: PositiveInt = Field(default=32, description="Most programs at the same time.")
-    tool_parser: str = Field(default="hermes", description="How the model writes a call of a tool, as with kind local.")
-    host: str = Field(
-        default="127.0.0.1",
-        description="Address at which the proxy listens, on a free port; containers need one that they reach.",
-    )
-
-
-class AtroposSourceConfig(Section):
-    """Scored groups that environments push to a rollout API; `data` and `rewards` are for held-out problems only."""
-
-    kind: Literal["atropos"] = "atropos"
-    url: str = Field(default="http://127.0.0.1:8002", description="Address of the rollout API.")
-    batch_size: PositiveInt | None = Field(
-        default=None,
-        description="Completions in one batch of the API; batch.prompts_per_step times sampling.num_generations if "
-        "unset.",
-    )
-    max_sequence_length: PositiveInt = Field(
-        default=2048, description="Longest prompt and completion together, as reported to the environments."
-    )
-    wait_s: PositiveFloat = Field(
-        default=3600.0, description="Longest wait for environments to fill a batch, in seconds."
-    )
-    missing_logprobs: Literal["warn", "error"] = Field(
-        default="warn",
-        description="For a group without behaviour logprobs: use the trainer's own, with a warning, or end the run.",
-    )
-
-
-class EpisodesSourceConfig(Section):
-    """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
-
-    max_tasks: PositiveInt | None = Field(
-        default=None, description="Use the first N tasks only; needed where an environment has no end of them."
-    )
-    eval_tasks: NonNegativeInt = Field(
-        default=0, description="Tasks that are held out: of the environment's evaluation set, or else its last ones."
-    )
-    max_concurrent: PositiveInt = Field(default=128, description="Most rollouts at the same time.")
-    refill_rounds: NonNegativeInt = Field(
-        default=1,
-        description="How often rollouts that failed are played anew. A group that then has fewer than two is dropped.",
-    )
-    rollout_s: PositiveFloat | None = Field(
-        default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
-    )
-
-
-class VerifiersSourceConfig(EpisodesSourceConfig):
-    """An environment of the library verifiers, whose tasks, tools and rubric replace `data` and `rewards`."""
-
-    kind: Literal["verifiers"] = "verifiers"
-    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the environment: keywords of its `load_environment` in verifiers 0.1, its `env` "
-        "section (`taskset`, `agent`, ...) in 0.4 and later.",
-    )
-    renderer: dict[str, Any] = Field(
-        default_factory=lambda: {"name": "auto"},
-        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the one that the "
-        "library has for the model, or else its chat template.",
-    )
-
-
-class StepsSourceConfig(EpisodesSourceConfig):
-    """An environment that the model steps, turn by turn: of Gymnasium's, tinker-cookbook's, TRL's or OpenEnv's kind."""
-
-    kind: Literal["steps"] = "steps"
-    environment: str = Field(
-        description="Import path or `FILE.py:NAME` of the class, or of a function that makes an environment: a new one "
-        "for each rollout. Or the address of an OpenEnv server, as `http://127.0.0.1:8000`."
-    )
-    interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field(
-        default="auto",
-        description="How it is stepped; `auto` detects it by its methods: `reset` and `step` of text are Gymnasium's, "
-        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, "
-        "TRL's. An address is OpenEnv's.",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keywords of the class or function, which also gets the task's columns that it names, and "
-        "`tokenizer`. Of an OpenEnv server: `action` and `observation`, the fields of text.",
-    )
-    tasks: str | None = Field(
-        default=None,
-        description="File (JSONL, JSON, Parquet or CSV) with a row for each task, whose columns `reset` gets; unset: "
-        "`max_tasks` numbers, each the `seed` of a task.",
-    )
-    max_turns: PositiveInt = Field(default=8, description="Most turns of the model in a rollout.")
-    turn_tokens: PositiveInt | None = Field(
-        default=None,
-        description="Most tokens of a turn; of all turns, with what the environment shows in between, it is "
-        "`sampling.max_completion_length`.",
-    )
-    tool_parser: str = Field(
-        default="hermes", description="How the model writes a call of a method, as with kind local; with TRL's methods."
     )
 
 

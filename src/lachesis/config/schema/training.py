@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from lachesis.config.schema.base import (
+from lachesis.config.section import (
     CustomPart,
     Fraction,
     NonNegativeFloat,

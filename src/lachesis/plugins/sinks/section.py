@@ -1,0 +1,43 @@
+"""Sections of the trackers that a run may log to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lachesis.config.section import Section
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = Field(description="Project name.")
+    entity: str | None = Field(default=None, description="Account or team; the account's own default if unset.")
+    group: str | None = Field(default=None, description="Group name.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto",
+        description="As wandb's own WANDB_MODE, which auto follows; where that is unset too, auto is online with a "
+        "login, offline without one, and without the package wandb nothing but a warning.",
+    )
+
+
+class TrackioConfig(Section):
+    """Trackio, Hugging Face's local dashboard."""
+
+    project: str = Field(description="Project name.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    space: str | None = Field(
+        default=None, description="Hugging Face Space, as `owner/name`, that shows it; on this machine if unset."
+    )
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    experiment: str = Field(description="Experiment name; created if it does not exist.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    tracking_uri: str | None = Field(
+        default=None, description="Server or directory; MLflow's own MLFLOW_TRACKING_URI and default if unset."
+    )
