@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import warm
 from tests.e2e.runs import environment, metrics, state, write_run
@@ -114,3 +116,43 @@ print(*ServeOptions(model="m", block_size=32).command_line())
 @pytest.mark.parametrize("extended", ["An environment"], indirect=True)
 def test_an_environment_is_found_and_has_its_flags(extended: Extended):
     assert "--env.group_size" in extended(COMMAND, "env", "parity", "--help")
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A directory with examples/package and what an installer makes of its pyproject.toml."""
+    site, example = tmp_path / "site", ROOT / "examples/package"
+    shutil.copytree(example, site, ignore=shutil.ignore_patterns("__pycache__"))
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
+    information = site / f"{project['name']}-{project['version']}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
+    points = [(group, name, place) for group, named in project["entry-points"].items() for name, place in named.items()]
+    lines = "".join(f"[{group}]\n{name} = {place}\n" for group, name, place in points)
+    (information / "entry_points.txt").write_text(lines)
+    return site
+
+
+def test_a_run_trains_with_the_source_the_reward_and_the_sink_of_a_package(installed: Path, tmp_path: Path):
+    config = write_run(
+        tmp_path / "run", run={"steps": 2}, batch={"prompts_per_step": 2}, evaluation={"every_steps": 1},
+        sampling={"num_generations": 4},
+    )  # fmt: skip
+    sections = yaml.safe_load(config.read_text())
+    del sections["data"]
+    sections |= {"source": {"kind": "letters", "alphabet": "abcd", "eval_tasks": 1}, "logging": {"sinks": ["notes"]}}
+    sections["rewards"] = {"functions": ["vowels"]}
+    config.write_text(yaml.safe_dump(sections))
+    own = environment(PYTHONPATH=f"{installed}:{ROOT / 'src'}")
+
+    def lachesis(*words: str | Path) -> str:
+        done = warm.run([sys.executable, "-c", COMMAND, *map(str, words)], env=own, timeout=4 * LONG_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    lachesis("train", config)
+    run_dir = tmp_path / "run/runs/proof"
+    assert (run_dir / "notes").read_text() == "step 1\nstep 2\n"
+    steps = [line.values for line in metrics(run_dir).steps]
+    assert all(values["rewards/vowels/mean"] == pytest.approx(values["reward"]) for values in steps)
+    assert lachesis("alphabet", "--upper") == "ABCD\n"

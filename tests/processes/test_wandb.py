@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
-from lachesis.config.schema import WandbConfig
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import WandbConfig
 from lachesis.plugins.sinks.wandb import WandbSink
 
 COLUMNS = ["step", "prompt", "completion", "reward", "right", "extracted"]

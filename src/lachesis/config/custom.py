@@ -60,3 +60,6 @@ def custom_parts(config: LachesisConfig) -> Iterator[tuple[Kind, str, Any]]:
             yield from ((kind, f"{kind.key}[{index}]", one) for index, one in enumerate(value))
         elif value is not None:
             yield kind, kind.key, value
+    for name in ("source", "engine"):
+        if builds := getattr(config, name).builds:
+            yield Kind(name, f"{name}.kind", name), f"{name}.kind", builds

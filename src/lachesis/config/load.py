@@ -17,6 +17,7 @@ from lachesis.common.json_values import is_object
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
+from lachesis.config.installed import schema_of
 from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
@@ -205,11 +206,12 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     missing = missing_problems(document) if complete else []
     problems = [*repeated, *document.problems, *missing]
     # Through JSON, because only there strict validation takes a list for a tuple.
-    text = json.dumps(_with_default_kinds(without_nulls(document.data, [LachesisConfig])))
+    schema = schema_of(document.data)
+    text = json.dumps(_with_default_kinds(without_nulls(document.data, [schema])))
     try:
-        config = LachesisConfig.model_validate_json(text, strict=True)
+        config = schema.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise config_error(document.name, problems + schema_problems(error, document)) from error
+        raise config_error(document.name, problems + schema_problems(error, document, schema)) from error
     if problems:
         raise config_error(document.name, problems)
     return config

@@ -152,7 +152,7 @@ def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     section = ".".join(map(str, place[:-1]))
     from lachesis.plugins.dialects import DIALECTS
 
-    for dialect in DIALECTS if root is LachesisConfig and not paths_named(str(place[-1])) else ():
+    for dialect in DIALECTS if issubclass(root, LachesisConfig) and not paths_named(str(place[-1])) else ():
         entry = dialect.entries.get(".".join(map(str, place)))
         if entry is not None and entry.path:
             return f"it is {dialect.name}'s, and here {entry.path}"

@@ -1,8 +1,8 @@
-"""The types and the base class of all sections."""
+"""The types and base classes of all sections, also of those that plug-ins and installed packages bring."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,41 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections, strict about keys and immutable."""
+    """Base of all sections, strict about keys and immutable.
+
+    ``builds`` names, in a section of an installed package, the function or class that makes the part, as
+    ``module.NAME``; see :mod:`lachesis.config.installed`.
+    """
+
+    builds: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class BaseEngineConfig(Section):
+    """Keys that all engines have.
+
+    ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
+    servers that run ``elsewhere``.
+    """
+
+    place: ClassVar[Literal["trainer", "run", "elsewhere"]]
+
+
+class EpisodesSourceConfig(Section):
+    """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
+
+    max_tasks: PositiveInt | None = Field(
+        default=None, description="Use the first N tasks only; needed where an environment has no end of them."
+    )
+    eval_tasks: NonNegativeInt = Field(
+        default=0, description="Tasks that are held out: of the environment's evaluation set, or else its last ones."
+    )
+    max_concurrent: PositiveInt = Field(default=128, description="Most rollouts at the same time.")
+    refill_rounds: NonNegativeInt = Field(
+        default=1,
+        description="How often rollouts that failed are played anew. A group that then has fewer than two is dropped.",
+    )
+    rollout_s: PositiveFloat | None = Field(
+        default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
+    )

@@ -59,10 +59,11 @@ def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engi
 class CustomEngine(Protocol):
     """Signature of a custom engine: the model that it is built around."""
 
-    def __call__(self, trained: TrainedModel) -> Engine:
+    def __call__(self, trained: TrainedModel, *, section: BaseEngineConfig) -> Engine:
         """Return the engine, which may copy the weights in ``set_version`` if it has its own.
 
-        ``trained`` has the model, whose weights change in place, its tokenizer, end tokens and context.
+        ``trained`` has the model, whose weights change in place, its tokenizer, end tokens and context; ``section`` is
+        ``engine`` of the configuration.
         """
         ...
 
@@ -71,12 +72,13 @@ _METHODS = ("generate", "canary", "set_version", "health", "pause", "resume", "c
 ENGINE = contract("engine", CustomEngine, error=EngineError, makes=Engine, methods=_METHODS)
 
 
-def custom_engine(engine: CustomEngineConfig, trained: TrainedModel) -> Engine:
-    """Build the user's own engine. Raises ConfigError if there is none."""
-    return load_part(engine.function, ENGINE).make(trained)
+def custom_engine(engine: BaseEngineConfig, trained: TrainedModel) -> Engine:
+    """Build the user's engine, or that of an installed package. Raises ConfigError if there is none."""
+    function = engine.function if isinstance(engine, CustomEngineConfig) else engine.builds
+    return load_part(function, ENGINE).make(trained, section=engine)
 
 
-# The engines in the trainer's process, by their sections of the configuration.
+# The engines in the trainer's process, by their sections of the configuration; others are an installed package's.
 IN_PROCESS: Mapping[type[BaseEngineConfig], Callable[[Any, TrainedModel], Engine]] = {
     EmbeddedEngineConfig: embedded_engine,
     CustomEngineConfig: custom_engine,

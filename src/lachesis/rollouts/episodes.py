@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, LachesisError, RewardError
 from lachesis.common.types import (
@@ -26,6 +27,7 @@ from lachesis.common.types import (
     Sample,
     SamplingParams,
 )
+from lachesis.config.section import Section
 from lachesis.metrics.meters import BusyTime, Means, Tally
 from lachesis.process.threads import LoopThread, fail, settle
 from lachesis.rollouts.base import Done, Draw
@@ -185,6 +187,23 @@ class TaskPlayers(Players):
     @abstractmethod
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
         """Tasks to train on, and those that are held out. Raises DataError where nothing is left to train on."""
+
+
+class BuildsPlayers(Protocol):
+    """Signature of what the section of an installed package's source builds: the players of its tasks."""
+
+    def __call__(
+        self, policy: PolicyAccess, *, section: Section, rewarder: Rewarder | None, template_kwargs: Mapping[str, Any]
+    ) -> TaskPlayers:
+        """Return the players, which bring the rewards of their rollouts.
+
+        ``policy`` samples turns, ``section`` is ``source`` of the configuration, ``rewarder`` calls
+        ``rewards.functions`` where there are any, and ``template_kwargs`` are further variables of the chat template.
+        """
+        ...
+
+
+SOURCE = contract("source", BuildsPlayers, error=EngineError, makes=TaskPlayers)
 
 
 def held_out_last(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:

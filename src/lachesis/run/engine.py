@@ -14,7 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.base import Engine, TrainedModel
-from lachesis.engines.build import IN_PROCESS
+from lachesis.engines.build import IN_PROCESS, custom_engine
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
 from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model
 from lachesis.train.policy import Policy
@@ -83,7 +83,7 @@ def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
         eos_token_ids=eos_token_ids(loaded),
         max_context=context_length(config.model),
     )
-    return IN_PROCESS[type(config.engine)](config.engine, trained)
+    return IN_PROCESS.get(type(config.engine), custom_engine)(config.engine, trained)
 
 
 @contextmanager

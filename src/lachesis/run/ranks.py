@@ -17,6 +17,7 @@ from lachesis.bridges.broadcast import PackBuckets
 from lachesis.common.errors import LachesisError
 from lachesis.common.world import World
 from lachesis.config.colocation import is_colocated
+from lachesis.config.installed import schema_of
 from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.serving.backend import TransferKind
@@ -117,7 +118,7 @@ def _build(
     world: World, job: Job, control: ControlGroup, closing: ExitStack, data: Mapping[str, Any]
 ) -> tuple[Policy, int]:
     """Build the policy of a follower and return it with the run's seed; ``closing`` closes what it opens."""
-    config = LachesisConfig.model_validate(data)
+    config = schema_of(data).model_validate(data)
     set_up(config)
     # On the leader's machine a GPU is known by its number alone, as there is one machine for most.
     machine = "" if world.rank == world.local_rank else f"{socket.gethostname()}:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lachesis.bridges.proof import coarser_quantization
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, StepRecord
-from lachesis.config.schema import LachesisConfig, WandbConfig
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import steps_per_batch, total_steps
 from lachesis.metrics.custom import custom_rules, custom_sinks
 from lachesis.metrics.health.monitor import HealthMonitor
@@ -99,7 +98,7 @@ def _services(
         "completions": completions,
     }
     sinks: list[Sink] = []
-    if wandb is not None and is_wanted(wandb):
+    if wandb is not None and wandb.is_wanted():
         sinks.append(load("sinks", "wandb")(wandb, run_dir=run.path, **shared))
     if trackio is not None:
         sinks.append(load("sinks", "trackio")(trackio, **shared))
@@ -118,17 +117,6 @@ def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
         return None
     tokens = (token for token in tokenizer.get_vocab() if TURN_MARKS.fullmatch(token))
     return frozenset(tokens) | frozenset(TURN_MARKS.findall(str(own)))
-
-
-def is_wanted(config: WandbConfig) -> bool:
-    """Return False where mode is auto and the package wandb is not installed, which is logged."""
-    if config.mode != "auto" or importlib.util.find_spec("wandb") is not None:
-        return True
-    logger.warning(
-        "nothing is logged to Weights & Biases: the package wandb is not installed (%s)",
-        'pip install "lachesis[wandb]"',
-    )
-    return False
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import names_module
 from lachesis.common.types import Finding, Prompt, SamplingParams
@@ -22,6 +23,7 @@ from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.datasets import Dataset, PassRates, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import (
+    SOURCE,
     EpisodeEvaluator,
     Episodes,
     EpisodeSource,
@@ -252,7 +254,7 @@ def rewarder_of(
 ) -> Rewarder | None:
     """Build the scorer of samples; None if environments score their own and nothing else needs scores."""
     environments = config.source.kind not in ("local", "agent")
-    judges = config.source.kind == "steps" and config.rewards.functions
+    judges = isinstance(config.source, schema.EpisodesSourceConfig) and config.rewards.functions
     if environments and not held_out and not judges:
         return None
     rewarder = build_rewarder(config)
@@ -412,7 +414,10 @@ def build_episodes(
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
         special_tokens=config.rewards.special_tokens,
     )
-    players: TaskPlayers = load("sources", source.kind)(config, access, rewarder)
+    if source.builds:
+        players = installed_players(config, access, rewarder)
+    else:
+        players = load("sources", source.kind)(config, access, rewarder)
     training, held_out = players.split()
     episodes = EpisodeSource(
         stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
@@ -432,6 +437,22 @@ def build_episodes(
         generation_s=config.deadlines.generation_s,
     )
     return episodes, evaluator if held_out else None
+
+
+def installed_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> TaskPlayers:
+    """Build the players of an installed package's source.
+
+    Raises:
+        ConfigError: they cannot be built, or would not call ``rewards.functions``.
+    """
+    part = load_part(config.source.builds, SOURCE)
+    if rewarder is not None and "rewarder" not in part.arguments:
+        raise ConfigError(
+            f"rewards.functions do nothing with source.kind {config.source.kind}, which scores its own rollouts",
+            remedy="remove them",
+        )
+    kwargs = config.data.chat_template_kwargs
+    return part.make(access, section=config.source, rewarder=rewarder, template_kwargs=kwargs)
 
 
 def generated_ahead(config: LachesisConfig) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.schema import LachesisConfig, SamplingConfig
+from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig, SamplingConfig
 from lachesis.config.steps import batches_ahead, oldest_sample, prompts_per_generation, steps_per_batch
 
 # Of the sampling section, what the trainer itself counts with.
@@ -148,7 +148,7 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
                 f"({config.batch.prompts_per_step}), which are not split: some workers are idle"
             )
         return
-    if source.kind == "verifiers" or source.kind == "steps":
+    if isinstance(source, EpisodesSourceConfig):
         yield from _environment(config)
         return
     if not config.data.evaluates:
@@ -196,10 +196,11 @@ def _environment(config: LachesisConfig) -> Iterator[Said]:
             "data and rewards are of a dataset, and source.kind verifiers has an environment with its own tasks and "
             "rubric; remove them (source.eval_tasks holds tasks out)"
         )
-    if kind == "steps" and (config.data.path is not None or config.data.evaluates):
+    if kind != "verifiers" and (config.data.path is not None or config.data.evaluates):
+        todo = "name them in source.tasks" if kind == "steps" else "remove the keys of data"
         yield problem(
-            "data.path and held-out problems are of a dataset, and source.kind steps has its own tasks; name them "
-            "in source.tasks (source.eval_tasks holds tasks out)"
+            f"data.path and held-out problems are of a dataset, and source.kind {kind} has its own tasks; {todo} "
+            "(source.eval_tasks holds tasks out)"
         )
     if kind == "steps" and config.rewards.num_workers:
         yield problem(

@@ -18,7 +18,6 @@ from lachesis.config.schema.engines import (
     OWN_GPU_UTILIZATION,
     SERVERS_DNS,
     SERVERS_FILE,
-    BaseEngineConfig,
     BridgeCapabilities,
     BridgeConfig,
     BroadcastBridgeConfig,
@@ -66,23 +65,10 @@ from lachesis.config.schema.rollouts import (
     SourceConfig,
 )
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
-from lachesis.config.section import CustomPart, Section
-from lachesis.plugins.atropos.section import (
-    ApiServiceConfig,
-    AtroposSourceConfig,
-    EnvironmentServiceConfig,
-    ServicesConfig,
-)
+from lachesis.config.section import BaseEngineConfig, CustomPart, EpisodesSourceConfig, Section
+from lachesis.plugins.atropos.section import ServicesConfig
 from lachesis.plugins.cluster.section import ClusterConfig
-from lachesis.plugins.environments.section import (
-    AgentSourceConfig,
-    EpisodesSourceConfig,
-    McpServerConfig,
-    StepsSourceConfig,
-    VerifiersSourceConfig,
-)
-from lachesis.plugins.export.section import HubConfig
-from lachesis.plugins.sinks.section import MlflowConfig, TrackioConfig, WandbConfig
+from lachesis.plugins.environments.section import AgentSourceConfig, McpServerConfig
 
 # The share of the time that checkpoints take where an engine that dies takes the weights with it, and nothing is set.
 CHECKPOINT_SHARE = 0.02

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lachesis.config.section import CustomPart, NonNegativeFloat, PositiveInt, Section
+from lachesis.config.section import BaseEngineConfig, CustomPart, NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Entries of engine.urls that stand for several servers, and may stand for others later.
@@ -21,16 +21,6 @@ Host = Annotated[str, Field(pattern=HOST)]
 
 # The share of a GPU's memory for vLLM where that is the trainer's too, and where it is not.
 SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
-
-
-class BaseEngineConfig(Section):
-    """Keys that all engines have.
-
-    ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
-    servers that run ``elsewhere``.
-    """
-
-    place: ClassVar[Literal["trainer", "run", "elsewhere"]]
 
 
 _QUORUM = Field(

@@ -25,17 +25,11 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.hosts import is_this_machine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
-from lachesis.config.schema import (
-    ApiServiceConfig,
-    AtroposSourceConfig,
-    EnvironmentServiceConfig,
-    HttpEngineConfig,
-    LachesisConfig,
-    LoraAdapterConfig,
-)
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapterConfig
 from lachesis.engines.build import server_urls
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.run import find
+from lachesis.plugins.atropos.section import ApiServiceConfig, AtroposSourceConfig, EnvironmentServiceConfig
 from lachesis.plugins.atropos.source.client import api_url
 from lachesis.plugins.dialects.atropos import ManagedEngine
 from lachesis.process.managed import ManagedProcess, check_port_free

@@ -15,9 +15,10 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.hosts import is_this_machine
 from lachesis.common.http import server_url
-from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
+from lachesis.config.schema import ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
 from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
+from lachesis.plugins.atropos.section import AtroposSourceConfig
 from lachesis.plugins.checks.findings import Check, attempted, failure
 from lachesis.process.managed import check_port_free
 from lachesis.transport.rendezvous import address_towards, listen

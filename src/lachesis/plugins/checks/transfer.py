@@ -105,6 +105,8 @@ def engine_for_trial(config: LachesisConfig) -> tuple[dict[str, Any], str]:
             if util.find_spec("vllm") is not None and resolve_device(config.model.device).type == "cuda":
                 return _vllm(devices=None), "a vLLM server in the place of engine.urls"
             return _embedded_server(), "an embedded server in the place of engine.urls"
+        case installed:
+            return installed.model_dump(), f"the engine {installed.kind}"
 
 
 def _embedded_server() -> dict[str, Any]:

@@ -18,12 +18,12 @@ from lachesis.common.hosts import is_this_machine
 from lachesis.config.rules.distributed import require_colocatable, require_distributable
 from lachesis.config.schema import (
     SERVERS_FILE,
-    AtroposSourceConfig,
     EmbeddedServerConfig,
     HttpEngineConfig,
     LachesisConfig,
     VllmEngineConfig,
 )
+from lachesis.plugins.atropos.section import AtroposSourceConfig
 
 # Exit codes of failures that would come again: nothing is started anew for them.
 FINAL = sorted(

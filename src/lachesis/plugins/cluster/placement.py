@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 from lachesis.common.errors import ConfigError, LachesisError, error_of
 from lachesis.common.hosts import VARIABLE as ALLOWED_HOSTS
 from lachesis.common.http import url_host
-from lachesis.config.schema import AtroposSourceConfig, LachesisConfig, ServicesConfig
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.atropos.section import AtroposSourceConfig, ServicesConfig
 from lachesis.plugins.cluster.layout import FINAL, Layout, Machines, of_ranks
 
 # As the modules that read them have them; neither is imported here, for both import torch.

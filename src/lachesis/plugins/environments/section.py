@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lachesis.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from lachesis.config.section import EpisodesSourceConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class McpServerConfig(Section):
@@ -88,25 +88,6 @@ class AgentSourceConfig(Section):
     host: str = Field(
         default="127.0.0.1",
         description="Address at which the proxy listens, on a free port; containers need one that they reach.",
-    )
-
-
-class EpisodesSourceConfig(Section):
-    """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
-
-    max_tasks: PositiveInt | None = Field(
-        default=None, description="Use the first N tasks only; needed where an environment has no end of them."
-    )
-    eval_tasks: NonNegativeInt = Field(
-        default=0, description="Tasks that are held out: of the environment's evaluation set, or else its last ones."
-    )
-    max_concurrent: PositiveInt = Field(default=128, description="Most rollouts at the same time.")
-    refill_rounds: NonNegativeInt = Field(
-        default=1,
-        description="How often rollouts that failed are played anew. A group that then has fewer than two is dropped.",
-    )
-    rollout_s: PositiveFloat | None = Field(
-        default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
     )
 
 

@@ -12,8 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.config.schema import HubConfig
 from lachesis.plugins.export.card import CARD, model_card
+from lachesis.plugins.export.section import HubConfig
 from lachesis.run.directory import noted_step
 
 logger = logging.getLogger("lachesis")

@@ -246,7 +246,7 @@ def apply_change(config: LachesisConfig, change: Change, *, devices: int) -> Lac
         replaced = "kind" in keys and section != "optimizer"
         data[section] = dict(keys) if replaced else data[section] | dict(keys)
     try:
-        changed = LachesisConfig.model_validate(data)
+        changed = type(config).model_validate(data)
         check(changed)
         if devices > 1:
             require_distributable(changed, ranks=devices)

@@ -13,10 +13,10 @@ from typing import Any
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, StepRecord
-from lachesis.config.schema import MlflowConfig
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import MlflowConfig
 
 # What MLflow takes in one call, and of one value: it refuses more.
 _METRICS_A_CALL, _PARAMS_A_CALL, _PARAM_CHARACTERS, _TAG_CHARACTERS = 1000, 100, 6000, 5000

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from typing import Literal
 
 from pydantic import Field
 
 from lachesis.config.section import Section
+
+logger = logging.getLogger("lachesis.run.sinks")
 
 
 class WandbConfig(Section):
@@ -21,6 +25,16 @@ class WandbConfig(Section):
         description="As wandb's own WANDB_MODE, which auto follows; where that is unset too, auto is online with a "
         "login, offline without one, and without the package wandb nothing but a warning.",
     )
+
+    def is_wanted(self) -> bool:
+        """Return False where mode is auto and the package wandb is not installed, which is logged."""
+        if self.mode != "auto" or importlib.util.find_spec("wandb") is not None:
+            return True
+        logger.warning(
+            "nothing is logged to Weights & Biases: the package wandb is not installed (%s)",
+            'pip install "lachesis[wandb]"',
+        )
+        return False
 
 
 class TrackioConfig(Section):

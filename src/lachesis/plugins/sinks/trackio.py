@@ -10,10 +10,10 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, StepRecord
-from lachesis.config.schema import TrackioConfig
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import TrackioConfig
 
 
 class TrackioSink(Sink):

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, StepRecord
-from lachesis.config.schema import WandbConfig
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import WandbConfig
 
 logger = logging.getLogger("lachesis")
 
@@ -38,7 +38,7 @@ class WandbSink(Sink):
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:
-        DependencyError: the package wandb is not installed (see :func:`lachesis.run.sinks.is_wanted`).
+        DependencyError: the package wandb is not installed (see :meth:`WandbConfig.is_wanted`).
         ConfigError: W&B refused to start, for example because nobody is logged in.
     """
 

@@ -7,8 +7,8 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.config.document import parse_document
 from lachesis.config.load import validate
-from lachesis.config.schema import HubConfig
 from lachesis.plugins.dialects import translate
+from lachesis.plugins.export.section import HubConfig
 from tests.unit.plugins.dialects import test_axolotl, test_trl
 
 TRL = test_trl.BASE

@@ -14,9 +14,9 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
-from lachesis.config.schema import MlflowConfig
 from lachesis.metrics.sinks.console import CompletionPicker
 from lachesis.plugins.sinks.mlflow import MlflowSink, metric_name
+from lachesis.plugins.sinks.section import MlflowConfig
 
 CONFIG = MlflowConfig(experiment="fates")
 

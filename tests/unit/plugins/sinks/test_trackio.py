@@ -11,8 +11,8 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
-from lachesis.config.schema import TrackioConfig
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import TrackioConfig
 from lachesis.plugins.sinks.trackio import TrackioSink
 
 RESERVED = {"project", "run", "timestamp", "step", "time", "metrics"}

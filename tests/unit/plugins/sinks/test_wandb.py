@@ -12,10 +12,9 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
-from lachesis.config.schema import WandbConfig
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.section import WandbConfig
 from lachesis.plugins.sinks.wandb import WandbSink
-from lachesis.run.sinks import is_wanted
 
 CONFIG = WandbConfig(project="fates", group="quick", mode="offline")
 
@@ -155,6 +154,6 @@ def test_without_the_package_only_what_was_asked_for_is_missed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    wanted = is_wanted(WandbConfig.model_validate({"project": "fates", "mode": mode}))
+    wanted = WandbConfig.model_validate({"project": "fates", "mode": mode}).is_wanted()
     assert wanted == (mode == "online")
     assert ("not installed" in caplog.text) == (mode == "auto")

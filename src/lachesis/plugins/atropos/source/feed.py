@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import prompts_per_generation
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
+from lachesis.plugins.atropos.section import AtroposSourceConfig
 from lachesis.plugins.atropos.source.convert import Conversion
 from lachesis.plugins.atropos.source.source import EngineWatch, build_atropos_source, keep_given_advantages
 from lachesis.process.threads import Watch
@@ -50,7 +50,7 @@ def build_feed(
     Raises:
         EngineError: the API does not answer.
     """
-    assert isinstance(config.source, schema.AtroposSourceConfig)
+    assert isinstance(config.source, AtroposSourceConfig)
     teacher = config.algorithm.teacher
     source = build_atropos_source(
         config,

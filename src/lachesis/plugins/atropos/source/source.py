@@ -14,9 +14,10 @@ from typing import Any, Literal
 from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.common.types import Group
-from lachesis.config.schema import AtroposSourceConfig, LachesisConfig
+from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.plugins.atropos.api.wire import Registration
+from lachesis.plugins.atropos.section import AtroposSourceConfig
 from lachesis.plugins.atropos.source.client import (
     Delivery,
     Replaced,

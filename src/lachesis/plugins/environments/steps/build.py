@@ -10,7 +10,8 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import describe_exception, load_function
-from lachesis.config.schema import LachesisConfig, StepsSourceConfig
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.game import EnvironmentCalls, Game, Row
 from lachesis.plugins.environments.steps.gymnasium import GymnasiumGame
 from lachesis.plugins.environments.steps.observations import Rendering

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import DependencyError, first_line
-from lachesis.config.schema import LachesisConfig, VerifiersSourceConfig
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.environments.section import VerifiersSourceConfig
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.settings import (
     NEEDS,
