@@ -252,7 +252,7 @@ def _description(models: Sequence[type[BaseModel]]) -> str:
 
 
 def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
-    """Return a document without the nulls of keys that cannot be null, because null counts as unset.
+    """Return a document without the nulls of keys that cannot be null, or are unless they are written.
 
     Args:
         data: the data of a section that ``models`` describe; anything but a mapping is returned unchanged.
@@ -262,7 +262,7 @@ def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
     kept: dict[str, Any] = {}
     for name, value in data.items():
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
-        if value is None and fields and not any(_may_be_null(field.annotation) for field in fields):
+        if value is None and fields and not any(f.default is not None and _may_be_null(f.annotation) for f in fields):
             continue
         # Most values are none of a section, and to find out which models a field takes is long in comparison.
         inner = [model for field in fields for model in _section_models(field.annotation)] if is_object(value) else []

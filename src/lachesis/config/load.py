@@ -64,7 +64,11 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
             with its key and line.
     """
     path = Path(path)
-    return load_document(read_document(path), base_dir=path.absolute().parent, overrides=overrides, processes=processes)
+    if path.suffix == ".yaml":
+        read = read_document
+    else:
+        from lachesis.plugins.dialects.scripts import read_any as read
+    return load_document(read(path), base_dir=path.absolute().parent, overrides=overrides, processes=processes)
 
 
 def load_document(
@@ -90,7 +94,7 @@ def load_document(
         put_stages(document, document)
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
         return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
-    from lachesis.plugins.dialects import translate
+    from lachesis.plugins.dialects import apply_ours, translate
     from lachesis.plugins.dialects.defaults import default_findings
 
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
@@ -102,8 +106,7 @@ def load_document(
     put_stages(stages, translation.document)
     lay_over(translation.document.data, keys or {})
     ours = [override for override in overrides if override not in theirs]
-    translation.document.problems += _said_twice(translation.document, ours)
-    apply_overrides(translation.document, ours)
+    apply_ours(translation, ours, keys=keys or {})
     config = validate(translation.document, complete=complete)
     config = resolve_all(config, base_dir=base_dir, cwd=cwd, like_theirs=True)
     return LoadedConfig(
@@ -167,11 +170,12 @@ def load_argv(
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
     """
-    from lachesis.plugins.dialects.atropos import translate_argv
+    from lachesis.plugins.dialects.atropos import leave_out_engine_flags, translate_argv
     from lachesis.plugins.dialects.environment import environment_findings
 
     translation = translate_argv(argv, engine=engine)
     apply_overrides(translation.document, overrides)
+    leave_out_engine_flags(translation)
     cwd = Path.cwd()
     config = resolve_all(validate(translation.document), base_dir=cwd, cwd=cwd, like_theirs=True)
     findings = (*translation.findings, *environment_findings(os.environ))
@@ -215,15 +219,6 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     if problems:
         raise config_error(document.name, problems)
     return config
-
-
-def _said_twice(document: Document, overrides: Sequence[str]) -> list[str]:
-    """Return a problem for each of our keys that ``--set`` writes and also sets by its name in the file's dialect."""
-    paths = (override.partition("=")[0].strip() for override in overrides)
-    said = ((path, document.origins.get(tuple(path.split(".")), "")) for path in paths)
-    return [
-        f"--set {path}: {origin} sets it too; give one of them" for path, origin in said if origin.startswith("--set ")
-    ]
 
 
 def _is_theirs(override: str, dialect: DialectName) -> bool:

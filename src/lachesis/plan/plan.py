@@ -53,10 +53,11 @@ class Batches:
 
     ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
     there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet. Before them
-    come ``start_steps`` on ``answers`` each, which generate nothing.
+    come ``start_steps`` on ``answers`` each, which generate nothing. ``prompts`` is None where an environment makes the
+    groups.
     """
 
-    prompts: int
+    prompts: int | None
     completions: int
     tokens: int
     micro_batches: int
@@ -231,7 +232,7 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
     total = None if steps is None else start + steps
     every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
     return Batches(
-        prompts=config.batch.prompts_per_step,
+        prompts=None if config.source.kind == "atropos" else config.batch.prompts_per_step,
         completions=completions,
         tokens=tokens,
         micro_batches=-(-completions // per_pass),
@@ -275,7 +276,7 @@ def _notes(
         fitting = " or ".join(map(str, nearest_divisors(batches.problems, prompts)))
         yield (
             f"{batches.problems} problems are not a multiple of the {prompts} prompts that are generated at once, so a "
-            f"batch spans two epochs; {fitting} divide them"
+            f"batch spans two epochs{f'; {fitting} divide them' if fitting else ''}"
         )
     if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
         group = config.sampling.num_generations
@@ -381,10 +382,12 @@ def plan_lines(planned: Plan) -> list[str]:
     """Return the plan as lines of text."""
     batches = planned.batches
     steps = "steps unknown" if batches.steps is None else f"{batches.steps:,} optimizer steps"
-    size, prompts = planned.lengths, "prompt" if batches.prompts == 1 else "prompts"
+    size, prompts = planned.lengths, "groups as the environment makes them"
+    if batches.prompts is not None:
+        prompts = f"{batches.prompts:,} prompt{'s' if batches.prompts != 1 else ''}"
     lines = [
         "batches",
-        f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
+        f"  step          {prompts}, {batches.completions:,} completions, at most "
         f"{batches.tokens:,} tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
         + (f", {-(-batches.micro_batches // planned.mesh.parts):,} passes of each device" * (planned.devices > 1)),
         f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,8 @@ from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
 from lachesis.process.managed import answers, check_port_free
 from lachesis.run.bounded_end import LastWords, bounded_end, heard_output
+
+logger = logging.getLogger("lachesis")
 
 OnReady = Callable[[str], None]
 
@@ -153,11 +156,9 @@ def ready_line(session: Session, model: str) -> str:
 
 
 def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
-    unused = {
-        "--gpu-memory-utilization": options.gpu_memory_utilization,
-        "--tensor-parallel-size": options.tensor_parallel_size if options.tensor_parallel_size != 1 else None,
-    }
-    wrong = [*(flag for flag, value in unused.items() if value is not None), *options.arguments]
+    if options.gpu_memory_utilization is not None:
+        logger.warning("--gpu-memory-utilization does nothing: the embedded engine takes what it needs")
+    wrong = [*(["--tensor-parallel-size"] if options.tensor_parallel_size not in (None, 1) else []), *options.arguments]
     if wrong:
         raise ConfigError(
             f"the embedded engine does not know {' '.join(wrong)}", remedy="leave it out, or serve with --engine vllm"

@@ -100,7 +100,7 @@ class TestArguments:
         ("changes", "flag"),
         [
             ({"arguments": ("--swap-space", "4")}, "--swap-space 4"),
-            ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization"),
+            ({"gpu_memory_utilization": 0.9, "tensor_parallel_size": 2}, "--tensor-parallel-size"),
             ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ],
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_object
-from lachesis.config.document import Document
+from lachesis.config.document import Document, apply_overrides
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import axolotl, trl
 from lachesis.plugins.dialects.atropos import SERVER, TRAINER
@@ -68,6 +68,26 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
     if is_object(data):  # texts are continued there, whatever chat template the tokenizer has
         data.setdefault("conversations", False)
     return translation
+
+
+def apply_ours(translation: Translation, overrides: Sequence[str], *, keys: Mapping[str, Any]) -> None:
+    """Write each ``a.b=c`` of our keys into a translated document; add a problem for one that is set by both names.
+
+    A length in steps stands in place of their default of epochs.
+
+    Args:
+        keys: sections of ours that are in the document already.
+    """
+    document = translation.document
+    paths = [override.partition("=")[0].strip() for override in overrides]
+    for path in paths:
+        origin = document.origins.get(tuple(path.split(".")), "")
+        if origin.startswith("--set "):
+            document.problems.append(f"--set {path}: {origin} sets it too; give one of them")
+    steps = "run.steps" in paths or "steps" in keys.get("run", {})
+    if steps and document.origins.get(("run", "epochs"), "").startswith(f"{translation.dialect.name}'s "):
+        del document.data["run"]["epochs"]
+    apply_overrides(document, overrides)
 
 
 def keys_of(dialect: DialectName) -> Dialect:

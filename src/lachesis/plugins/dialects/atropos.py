@@ -172,6 +172,20 @@ def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
             translation.note(name, "does nothing: it is vLLM's, and the embedded engine is started")
 
 
+def leave_out_engine_flags(translation: Translation) -> None:
+    """Drop vLLM's options that flags have set where ``--set`` has chosen another engine, with a note."""
+    engine = translation.document.data.get("engine", {})
+    if engine.get("kind") in ("vllm", None):
+        return
+    for entry in (TRAINER.entries[flag] for flag in ENGINE_FLAGS):
+        section, _, key = entry.path.partition(".")
+        if translation.document.origins.get((section, key), "").startswith("--") and translation.has(entry.name):
+            if engine.get("kind") == "embedded_server" and key == "max_model_len":
+                continue
+            engine.pop(key, None)
+            translation.note(entry.name, f"does nothing: it is vLLM's, and engine.kind is {engine['kind']}")
+
+
 def _put_transfer(translation: Translation, mode: str) -> None:
     """Set when and how weights are sent."""
     interval = "vllm-restart-interval"

@@ -101,8 +101,8 @@ def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, CONSTRUCTORS)
         return _answer(key, found)
     if name in PRESETS:
         return _answer(key, [_explanation(found, ()) for found in find_keys(_PRESET)])
-    if key.strip().startswith("--env."):
-        flag = Entry(key.strip().partition("=")[0].removeprefix("--"), note=_ENVIRONMENT_FLAG)
+    if key.strip().lstrip("-").startswith(("env.", "openai.", "slurm.", "teacher.")):
+        flag = Entry(key.strip().partition("=")[0].lstrip("-"), note=_ENVIRONMENT_FLAG)
         return _answer(key, [_without_key(TRAINER, flag)])
     sections = [section for section in all_sections() if section.path.endswith(f".{name}")]
     if len(sections) == 1:

@@ -37,6 +37,8 @@ _TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
     (("actor.model_name_or_path", "pretrain"), "model.path"),
     (("data.prompt_dataset", "prompt_data"), "data.path"),
     (("data.input_key", "input_key"), "data.prompt_column"),
+    (("data.prompt_split", "prompt_split"), "data.split"),
+    (("data.max_samples", "max_samples"), "data.split"),
     (("data.max_len", "max_len"), "sampling.max_completion_length"),
     (("data.prompt_max_len", "prompt_max_len"), "data.max_prompt_length"),
     (("rollout.max_new_tokens", "generate_max_len"), "sampling.max_completion_length"),
@@ -70,6 +72,7 @@ _TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
     (("algo.advantage.is_correction_type", "vllm_is_correction_type"), "algorithm.sampler_correction"),
     (("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"), "algorithm.sampler_correction_max"),
 )
+_ALL_SAMPLES = 100_000_000  # OpenRLHF's default
 _OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
 
 
@@ -119,6 +122,12 @@ def translate(document: Document) -> Translation:
     reader.put("data.path", "data.prompt_dataset")
     reader.put("data.prompt_column", "data.input_key", "input")
     reader.put("data.eval_path", "eval.dataset")
+    split, most = reader.value("data.prompt_split", "train"), reader.value("data.max_samples", _ALL_SAMPLES)
+    if most != _ALL_SAMPLES:
+        name = reader.name("data.max_samples")
+        reader.translation.put("data.split", f"{split}[:{reader.translation.whole(name, 1)}]", name)
+    else:
+        reader.put("data.split", "data.prompt_split")
     reader.put("run.epochs", "train.num_episodes", 1)
     _put_lengths(reader)
     _put_loss(reader)

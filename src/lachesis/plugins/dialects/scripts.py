@@ -14,7 +14,9 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, read_document
 from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
+from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.shell import Command, commands, unknown_in
+from lachesis.plugins.dialects.table import Dialect
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
 _TRAINERS = re.compile(
@@ -34,6 +36,23 @@ _VERL_FILES |= {"dapo_megatron_trainer", "ppo_torchtitan_trainer", "_self_"}
 _SWITCHES_OF_HYDRA = {"--config-name": "-cn", "--config-path": "-cp", "--config-dir": "-cd"}
 _MOST_FILES = 20
 _MODEL_FLAGS = frozenset({"--model_name_or_path", "--pretrain", "--actor.model_name_or_path", "--rlhf_type"})
+
+
+_RUN_NAMES = ("trainer.experiment_name", "run_name", "output_dir")
+
+
+def read_any(path: Path) -> Document:
+    """Read a file of any trainer: the training that a shell script starts, or YAML.
+
+    Raises:
+        ConfigError: as :func:`read_script` and :func:`lachesis.config.document.read_document`.
+    """
+    if path.suffix not in (".sh", ".bash", ".slurm", ".sbatch"):
+        return read_document(path)
+    document = read_script(path)
+    if other_system(dict(flat(document.data))) is None:
+        check_expanded(document, None)
+    return document
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +295,35 @@ def _line(name: str, lines: Sequence[str]) -> int | None:
     spelled = re.escape(name).replace("_", "[_-]")
     pattern = re.compile(rf"(?<![\w.-])(--|[+~]*){spelled}(?![\w.-])")
     return next((number for number, line in enumerate(lines, 1) if pattern.search(line)), None)
+
+
+def check_expanded(document: Document, dialect: Dialect | None) -> None:
+    """Add a problem for each value that only the shell or hydra knows, of names that have an influence.
+
+    The run's own name, which has a date most often, and the engine's place on a machine are left out instead.
+    """
+    for name, value in flat(document.data):
+        words = [word for word in (value if is_list(value) else [value]) if isinstance(word, str)]
+        found = next(filter(None, map(_unexpanded, words)), None)
+        entry = None if dialect is None else dialect.entries.get(name)
+        if found is None or (dialect is not None and (entry is None or entry.treatment in ("nothing", "cannot"))):
+            continue
+        if name in _RUN_NAMES or (entry is not None and entry.path.startswith("engine.")):
+            _remove(document.data, name)
+            continue
+        place = tuple(name.split("."))
+        document.problems.append(
+            f"{dialect.prefix if dialect else ''}{name}{document.at(place)}: {found} has no value in the file; write "
+            "the value, or export it before"
+        )
+
+
+def _unexpanded(word: str) -> str | None:
+    return unknown_in(word) or (word if word.startswith("${") and word.endswith("}") else None)
+
+
+def _remove(data: dict[str, Any], name: str) -> None:
+    *folders, last = name.split(".")
+    for folder in folders:
+        data = data[folder]
+    del data[last]

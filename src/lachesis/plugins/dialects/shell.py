@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lachesis.common.errors import ConfigError
 
@@ -55,7 +56,20 @@ def commands(text: str, *, environment: Mapping[str, str]) -> list[Command]:
         ConfigError: a quotation is not closed.
     """
     shell = _Shell(variables={"#": "0", **environment})
-    return [words for line, separator in _simple_commands(text) if (words := shell.execute(line, separator))]
+    return list(_executed(shell, text))
+
+
+def _executed(shell: _Shell, text: str) -> Iterator[Command]:
+    """Yield the commands of a text, those of ``bash -c TEXT`` and ``eval TEXT`` in place of these."""
+    for line, separator in _simple_commands(text):
+        words = shell.execute(line, separator)
+        inner = next((place for place, word in enumerate(words[:-1]) if re.fullmatch(r"-\w*c", word)), None)
+        if words[:1] == ["eval"]:
+            yield from _executed(shell, " ".join(words[1:]))
+        elif inner and Path(words[inner - 1]).name in ("bash", "sh") and unknown_in(words[inner + 1]) is None:
+            yield from _executed(shell, words[inner + 1])
+        elif words:
+            yield words
 
 
 @dataclass(slots=True)
@@ -409,6 +423,7 @@ def _split(text: str) -> Iterator[tuple[list[str], str]]:
     words: list[str] = []
     current, index, quote = "", 0, ""
     here_document: str | None = None
+    reads: str | None = None
 
     def end_word() -> None:
         nonlocal current
@@ -436,6 +451,8 @@ def _split(text: str) -> Iterator[tuple[list[str], str]]:
             match = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?").match(text, index)
             if match is not None:
                 here_document, index = match[1], match.end() - 1
+                # ``read -r -d '' NAME <<EOF``
+                reads = words[-1] if words[:1] == ["read"] else None
         elif letter == "$" and text[index + 1 : index + 2] in ("(", "{"):
             opening = text[index + 1]
             end = _closing(text, index + 1, opening, ")" if opening == "(" else "}")
@@ -457,7 +474,9 @@ def _split(text: str) -> Iterator[tuple[list[str], str]]:
             index += len(separator) - 1
             if letter == "\n" and here_document is not None:
                 end = re.compile(rf"^\s*{here_document}\s*$", re.MULTILINE).search(text, index)
-                index, here_document = (end.end() if end else len(text)), None
+                if reads is not None:
+                    yield [f'{reads}="{text[index + 1 : end.start() if end else len(text)]}"'], letter
+                index, here_document, reads = (end.end() if end else len(text)), None, None
         elif letter in "<>" and not current.isdigit():
             end_word()
             operator = ">>" if text.startswith(">>", index) else letter

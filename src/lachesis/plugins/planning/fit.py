@@ -222,6 +222,10 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
     if config.adapter.kind == "none":
         if config.optimizer.function is None:
             yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
+            yield Change(
+                {"optimizer": {"weight_update": "plain"}},
+                "weights and moments in 16 bits without masters: updates below their precision are lost",
+            )
             yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
         yield Change(
             {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},

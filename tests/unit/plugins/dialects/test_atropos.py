@@ -132,3 +132,10 @@ def test_flags_that_mean_nothing_here_are_told():
     found = translate_argv(["--model-name", "m", "--benchmark", "--nccl-world-size", "2"]).findings
     (note,) = (finding.message for finding in found)
     assert note.startswith("2 flags that mean nothing here: --nccl-world-size, --benchmark")
+
+
+def test_options_of_vllm_are_left_out_of_another_engine_with_a_note():
+    words = ["--model-name", "m", "--weight-bridge-mode", "none", "--gpu-memory-utilization", "0.4"]
+    loaded = load_argv(words, overrides=["engine.kind=embedded_server"])
+    assert loaded.config.engine.kind == "embedded_server"
+    assert any("gpu-memory-utilization: does nothing" in finding.message for finding in loaded.findings)

@@ -144,3 +144,35 @@ def test_a_script_of_nobody_is_said_so(tmp_path):
     file.write_text("services: {web: {image: x}}\nvolumes: [a]\n")
     with pytest.raises(ConfigError, match="volumes"):
         translated(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m", "a configuration of verl"),
+        ("trl grpo --model_name_or_path $MODEL", r"model_name_or_path \(line 1\): \$MODEL has no value"),
+    ],
+)
+def test_a_script_is_read_wherever_a_file_is(tmp_path, text, expected):
+    script = tmp_path / "x.sh"
+    script.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(script)
+    script.write_text("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --max_steps 3")
+    assert load_config(script).config.run.steps == 3
+
+
+def test_a_length_in_steps_stands_for_the_epochs_that_a_file_does_not_write(tmp_path):
+    file = tmp_path / "trl.yaml"
+    file.write_text("model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\n")
+    run = load_config(file, overrides=["run.steps=3"]).config.run
+    assert (run.steps, run.epochs) == (3, None)
+    file.write_text(file.read_text() + "num_train_epochs: 2\n")
+    with pytest.raises(ConfigError, match=r"run\.steps and run\.epochs both say"):
+        load_config(file, overrides=["run.steps=3"])
+
+
+def test_an_emptied_key_of_another_kind_is_no_error(tmp_path):
+    file = tmp_path / "trl.yaml"
+    file.write_text("model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\n")
+    assert load_config(file, overrides=["engine.max_model_len="]).config.engine.kind == "embedded"

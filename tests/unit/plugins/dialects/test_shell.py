@@ -35,6 +35,8 @@ SCRIPTS = {
     "an alternative": '[ "$NONE" = x ] || A=2\nrun $A',
     "no arguments": "if [ $# -lt 1 ]; then A=none; fi\nrun $A",
     "a branch with a command": "if [ 1 -eq 2 ]; then run a; else run b; fi",
+    "a text that is a command": "A=1\nCMD='run x '$A\neval $CMD\neval \"run b\"",
+    "a heredoc in a variable": "A=1\nread -r -d '' B <<EOF\nx$A y\nz\nEOF\nrun $B",
     "not": "if ! [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A",
 }
 
@@ -88,3 +90,9 @@ def test_any_text_is_read_in_time(text: str):
 def test_the_working_directory_and_words_for_set_variables():
     script = 'A=1\nE=\nrun "$(pwd)/x" "${A:+set}" "${E:+set}" "${E+set}" ${NONE:+set}'
     assert commands(script, environment={"PWD": "/there"}) == [["run", "/there/x", "set", "", "set"]]
+
+
+def test_the_commands_of_another_bash_are_read():
+    script = "M=m\nsrun --nodes=1 bash -c \"cd /x && run a \\\n  --b $M\"\nsh -lc 'run c'"
+    found = [words for words in commands(script, environment={}) if words[0] == "run"]
+    assert found == [["run", "a", "--b", "m"], ["run", "c"]]

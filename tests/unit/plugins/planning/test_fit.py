@@ -49,7 +49,7 @@ def configured(directory: Path, size: str) -> dict[str, Any]:
         ("8B", 20, "nf4"),
         ("8B", 32, "share_base"),
         ("8B", 40, "share_base"),
-        ("8B", 80, "adamw_cpu"),
+        ("8B", 80, "weight_update=plain"),
         ("14B", 24, "nf4"),
         ("14B", 40, "share_base"),
         ("24B", 24, "nf4"),
