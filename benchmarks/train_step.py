@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -67,8 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
-    # Beside FlashAttention 4, where that is installed; the same as nothing where it is not.
-    "torch's attention": {"torch_attention": True},
 }
 
 
@@ -120,7 +118,6 @@ def our_policy(
     lora: bool = False,
     activations: Activations = "keep",
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
-    torch_attention: bool = False,
     packing: Packing = "auto",
 ) -> Policy:
     model = random_model(config, device=device, checkpointing=False, dtype=dtype)
@@ -138,8 +135,6 @@ def our_policy(
         packing=packing,
         compile_layers=device.type == "cuda",
     )
-    if torch_attention and policy.plan.attention == "flash4":
-        policy.plan = replace(policy.plan, attention="flash")
     sys.stdout.write(f"{policy.plan.words}\n")
     return policy
 

@@ -26,7 +26,7 @@ from tests import forkserver
 
 _NUMBER_BYTES = 4
 # Taken first, for none of them is to be begun when the others end: with few tests they take long, compiling or waiting.
-_LONG = ("test_broadcast", "test_router_replay", "test_flash4", "test_attention", "test_engine", "test_channel")
+_LONG = ("test_broadcast", "test_router_replay", "test_attention", "test_engine", "test_channel")
 _codes: list[int] = []
 _FORK = get_context("fork")
 Files = Sequence[Sequence[pytest.Item]]

@@ -14,7 +14,6 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, Sample, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.train.batch import pack
-from lachesis.train.model import flash4
 from lachesis.train.model.attention import plan_buckets
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from lachesis.train.model.loading import LoadedModel
@@ -44,7 +43,6 @@ def test_packed_logprobs_and_gradients(architecture, dtype, attention, tolerance
     groups = random_groups(groups=4, samples=4, longest=20)
     expected = {(s.prompt_ids, s.completion_ids): reference(model, s) for g in groups for s in g.samples}
     plan = plan_forward(model, packing="packed")
-    # Heads as small as this model's are none that FlashAttention 4 has kernels for.
     assert plan.attention == attention
     (micro,) = (m.to(torch.device("cuda")) for m in pack(groups, max_tokens=1 << 20).micro_batches)
     found = target_logprobs(model, micro, plan=plan).logprobs
@@ -60,15 +58,6 @@ def test_packed_logprobs_and_gradients(architecture, dtype, attention, tolerance
         errors = [float((found[micro.row == row] - v).abs().max()) for (_, c), v in expected.items() if c == ids]
         assert min(errors) < tolerance
     assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < tolerance
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (16, 16, 64), (8, 4, 256), (32, 8, 128)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_flash_attention_4_is_right(heads: int, kv_heads: int, head_dim: int, dtype: str):
-    device, dtype_ = torch.device("cuda"), getattr(torch, dtype)
-    if why := flash4.refusal(device, dtype_):
-        pytest.skip(why)
-    assert flash4.difference(device, dtype_, heads=heads, kv_heads=kv_heads, head_dim=head_dim) == ""
 
 
 @torch.no_grad()

@@ -46,7 +46,6 @@ OPTIONAL = {
     "wandb": "Weights & Biases sink",
     "torchao": "8-bit optimizers, float8 products",
     "bitsandbytes": "8-bit optimizer, quantized base weights",
-    "flash-attn-4": "attention while training, on Hopper and Blackwell",
 }
 # Of thousands of modules each.
 _LARGE = ("torch", "transformers", "vllm")

@@ -2,9 +2,9 @@
 
 One function serves the whole model: with the packing arguments present it attends segment by segment (each
 run of queries to its own keys, causal, aligned at the end); without them, as in generation, it is
-transformers' SDPA. On a GPU the segments go to torch's variable-length flash kernel, or to FlashAttention 4 if that is
-installed, and a long sequence that is alone in its pack goes to cuDNN, which is much faster on Hopper; on a CPU they
-are laid side by side in a few buckets of similar length.
+transformers' SDPA. On a GPU the segments go to torch's variable-length flash kernel, and a long sequence that is alone
+in its pack goes to cuDNN, which is much faster on Hopper; on a CPU they are laid side by side in a few buckets of
+similar length.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lachesis.train.batch import MicroBatch
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.context import ContextGroup
-from lachesis.train.model.flash4 import flash4
 from lachesis.train.model.recurrent import RunWays, plan_runs
 
-AttentionKind = Literal["flash4", "flash", "bucketed", "padded"]
+AttentionKind = Literal["flash", "bucketed", "padded"]
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
@@ -45,7 +44,6 @@ _CUDNN_HEAD_DIM = 128
 # What gives an attention's result, by any of the kernels that may run.
 ATTENTION_OPERATORS = (
     torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.lachesis.flash4.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -63,7 +61,7 @@ _OF_THE_PASS = frozenset(
 _TOLD = frozenset(
     {
         "packed_context", "packed_tokens", "packed_plan", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-        "max_length_k", "packed_key_index", "packed_alone", "packed_flash4",
+        "max_length_k", "packed_key_index", "packed_alone",
     }
 )  # fmt: skip
 # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
@@ -135,9 +133,9 @@ def packing_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments that make a forward pass attend within the micro-batch's segments.
 
-    ``flash`` and ``flash4`` use a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The
-    4-d attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a
-    ``context`` the pass is of this rank's run of the tokens. ``recurrent`` is for a model with recurrent layers.
+    ``flash`` uses a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The 4-d attention
+    mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a ``context`` the pass is
+    of this rank's run of the tokens. ``recurrent`` is for a model with recurrent layers.
     """
     placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
     arguments: dict[str, Any] = {"attention_mask": placeholder}
@@ -155,7 +153,6 @@ def packing_arguments(
         "max_length_k": _round_up(micro.max_k),
         "packed_key_index": micro.key_index,
         "packed_alone": _is_long_and_alone(micro),
-        "packed_flash4": kind == "flash4",
     }
 
 
@@ -209,7 +206,6 @@ def _attend(
     max_length_k: int | None = None,
     packed_key_index: Tensor | None = None,
     packed_alone: bool = False,
-    packed_flash4: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """Attend over all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`.
@@ -220,51 +216,62 @@ def _attend(
     Raises:
         ValueError: a packed pass of a layer that asks for something that the kernel does not do.
     """
-    packed = packed_plan is not None or cu_seq_lens_q is not None
-    if packed and (unknown := _unknown(kwargs)):
+    if (packed_plan is not None or cu_seq_lens_q is not None) and (unknown := _unknown(kwargs)):
         raise ValueError(f"packed attention does not know {', '.join(unknown)} of {type(module).__name__}")
+    scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": s_aux}
     chunk = chunk_size(module)
     if packed_plan is not None:
-        return _by_buckets(
-            query,
-            key,
-            value,
-            packed_plan,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            chunk=chunk,
-        )
+        return _by_buckets(query, key, value, packed_plan, sliding_window=sliding_window, chunk=chunk, **scores)
     if cu_seq_lens_q is not None:
         missing = {"softcap": softcap, "attention sinks": s_aux, "attention chunks": chunk}
         if lacks := [name for name, value in missing.items() if value is not None]:
             raise ValueError(f"the variable-length kernel has no {', no '.join(lacks)}")
-        width = value.shape[-1]
-        if width < query.shape[-1]:  # multi-head latent attention: these kernels take one width
-            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
-        if packed_alone and sliding_window is None and query.shape[-1] <= _CUDNN_HEAD_DIM:
-            return causal_attention(query, key, value, scaling=scaling)[..., :width]
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        if packed_key_index is not None:
-            k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
-        if packed_flash4:
-            segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-            return flash4(q, k, v, *segments, scaling, sliding_window)[0].unsqueeze(0)[..., :width]
-        options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
-        if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1]:
-            options["enable_gqa"] = True
-        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, **options)
-        assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
-        return out.unsqueeze(0)[..., :width]
+        segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        alone = packed_alone and sliding_window is None
+        return _by_kernel(
+            query, key, value, segments, packed_key_index, scaling=scaling, window=sliding_window, alone=alone
+        )
     if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
         raise ValueError(f"{type(module).__name__} is not told of the segments of a packed pass")
     if softcap is not None or s_aux is not None:
-        return _explicit_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+        return _explicit_attention(query, key, value, attention_mask, **scores)
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )[0]
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Any, ...],
+    key_index: Tensor | None,
+    *,
+    scaling: float | None,
+    window: int | None,
+    alone: bool,
+) -> Tensor:
+    """Attend within segments by torch's variable-length kernel, or by cuDNN in a long sequence that is ``alone``.
+
+    Args:
+        segments: the ends of the segments' queries and keys, and the longest of each.
+        key_index: stream positions of the segments' keys; those of the stream in order if ``None``.
+        window: keys that a query sees at most; all before it if ``None``.
+    """
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # multi-head latent attention: these kernels take one width
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+    if alone and query.shape[-1] <= _CUDNN_HEAD_DIM:
+        return causal_attention(query, key, value, scaling=scaling)[..., :width]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if key_index is not None:
+        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
+    out = varlen_attn(q, k, v, *segments, scale=scaling, **options)
+    assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
+    return out.unsqueeze(0)[..., :width]
 
 
 def _unknown(keywords: Mapping[str, Any]) -> list[str]:

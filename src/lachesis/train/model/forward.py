@@ -19,7 +19,7 @@ from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
-from lachesis.train.model import attention, flash4, recurrent
+from lachesis.train.model import attention, recurrent
 from lachesis.train.model.activations import spares_memory
 from lachesis.train.model.attention import AttentionKind
 from lachesis.train.model.context import ContextGroup
@@ -324,20 +324,7 @@ def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[Atten
     """Return the kinds of attention over segments, fastest first."""
     if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return ["bucketed"]
-    if flash4.refusal(device, model.dtype):
-        return ["flash", "bucketed"]
-    config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    wrong = flash4.difference(device, model.dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    if wrong:
-        logger.warning(
-            "%s is installed, and does not attend as it should on this GPU (%s): torch's own kernel is used instead",
-            flash4.PACKAGE,
-            wrong,
-        )
-        return ["flash", "bucketed"]
-    return ["flash4", "flash", "bucketed"]
+    return ["flash", "bucketed"]
 
 
 @dataclass(frozen=True, slots=True)
