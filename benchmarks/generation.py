@@ -1,7 +1,7 @@
 """How fast tokens with their logprobs reach the trainer, beside vLLM in one process.
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
-        [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]]
+        [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8]
         [--temperature T] [--port N] [--profile] [--model-dir DIR --problems FILE.jsonl] [--engines N]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
@@ -12,10 +12,6 @@ several engines on the same GPU, each with its share of the prompts, on both sid
 "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled from
 (``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
 client, from another process; what it answers are token ids, logprobs and weight versions.
-
-``--speculative`` adds a server that guesses tokens, and prints what its worker measured with and without guesses for
-each size of the batch, and what it does since. Random weights at temperature 1 say what nobody can guess: that is what
-guessing costs at worst. At ``--temperature 0`` they repeat themselves: that is what it brings at best.
 
 ``--profile`` says as well where the time of decode steps goes, kernel by kernel, in vLLM in one process, in 8 bits
 where ``--quantization`` or ``--kv-cache-dtype`` say so (kernel_times.py; on a GPU).
@@ -41,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +50,6 @@ from needs_gpu import require_gpu
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.config.schema import SpeculativeConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.process.managed import ManagedProcess, launch_together, wait_together
 
@@ -77,7 +71,6 @@ SERVER = "our server"
 MATCH = "in process, without logprobs"
 # By the values of --quantization and --kv-cache-dtype, as engine.quantization and engine.kv_cache_dtype have them.
 FLAGS = {"fp8": ["--quantization", "fp8_per_channel"], "fp8 cache": ["--kv-cache-dtype", "fp8"]}
-GUESSED = 4
 # Of --profile: decode steps, and how many there are before, with the prefill.
 PROFILED, SKIPPED = 32, 64
 
@@ -317,13 +310,6 @@ def server_rows(arguments: argparse.Namespace) -> dict[str, list[str]]:
     if arguments.engines > 1:
         flags = [*arguments.server_flags, "--kv-cache-memory-bytes", str(CACHE_BYTES)]
         rows[f"{SERVER}, {arguments.engines} engines"] = flags
-    if arguments.speculative is not None:
-        fewest, most = arguments.lookup
-        lookup = {"prompt_lookup_min": fewest, "prompt_lookup_max": most} if arguments.speculative == "ngram" else {}
-        keys = SpeculativeConfig(method=arguments.speculative, tokens=GUESSED, options=lookup)
-        rows[f"{SERVER}, {arguments.speculative}"] = [
-            *arguments.server_flags, "--speculative-config", keys.argument,
-        ]  # fmt: skip
     return rows
 
 
@@ -356,8 +342,7 @@ def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dic
             return sum(len(one.token_ids) for group in groups for one in group)
 
         rates = measure(generate, arguments)
-        drafted = engine.controls[0].info(deadline=Deadline("asking what was guessed", 60)).drafted
-        return {"name": name, "rates": rates, "start_s": start_s, "drafted": drafted and asdict(drafted)}
+        return {"name": name, "rates": rates, "start_s": start_s}
 
 
 def ports(arguments: argparse.Namespace, count: int) -> range:
@@ -390,19 +375,8 @@ def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
         if name.startswith(f"{SERVER}, "):
             ratios = [f"{rates[name][n] / rates[SERVER][n]:.2f}" for n in in_flight]
             lines.append(f"| {name}, over {SERVER} | " + " | ".join(ratios) + " |")
-    lines += [line for result in results if result.get("drafted") for line in guesses(result)]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     return "\n".join(lines) + f"\n\n{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n"
-
-
-def guesses(result: dict[str, Any]) -> list[str]:
-    """Return lines of Markdown: how well a server guessed tokens."""
-    drafted = result["drafted"]
-    share, length = drafted["accepted"] / max(1, drafted["tokens"]), drafted["accepted"] / max(1, drafted["passes"]) + 1
-    return [
-        "",
-        f"{result['name']}: {share:.0%} of the guesses were right, {length:.2f} tokens from a pass with guesses.",
-    ]
 
 
 def main() -> None:
@@ -417,8 +391,6 @@ def main() -> None:
     parser.add_argument("--server-flags", nargs="*", default=[])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="one more row of the server")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="in that row")
-    parser.add_argument("--speculative", default=None, help="one more server, which guesses tokens by this method")
-    parser.add_argument("--lookup", type=int, nargs=2, default=[2, 4], help="shortest and longest n-gram of ngram")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="where the time of decode steps goes, by kernels")
     parser.add_argument("--port", type=int, default=PORT)

@@ -26,7 +26,6 @@ from lachesis.run.context import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows
-from tests.contracts.guesses import DRAFTS, check_guesses
 from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
@@ -208,23 +207,6 @@ def test_rows_are_rounded_as_vllms_kernel_rounds_them(shape: tuple[int, int]):
     theirs, scales = ops.scaled_fp8_quant(weight, scale=None, use_per_token_if_dynamic=True)
     ours, own_scales = by_rows(weight)
     assert torch.equal(scales, own_scales) and torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
-
-
-def test_an_engine_that_guesses_tokens_samples_from_the_policy(tmp_path: Path):
-    model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
-    guesses = {"tokens": 4, "options": {"prompt_lookup_max": 4, "prompt_lookup_min": 1}}
-    with live(model, tmp_path, bridge={"kind": "broadcast"}, speculative=guesses) as (side, policy):
-        check_updates(side, policy)
-        assert isinstance(side.bridge.engine, HttpEngine)
-        drafted = side.bridge.engine.controls[0].info(deadline=soon()).drafted
-        assert drafted is not None and 0 < drafted.accepted < drafted.tokens
-
-
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "CUDA graphs"])
-def test_guessed_tokens_have_the_models_logprobs_and_come_as_often_as_they_should(graphs: bool, tmp_path: Path):
-    flags = ["--dtype", "bfloat16", "--speculative-config", DRAFTS, *(["--no-enforce-eager"] if graphs else [])]
-    with serving(tmp_path / "server", *flags) as server:
-        check_guesses(server, tiny_model("qwen2", seed=0, **SIZES).bfloat16().float(), tolerance=0.6)
 
 
 def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):

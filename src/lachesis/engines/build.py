@@ -52,7 +52,6 @@ def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engi
         max_batch_size=engine.max_batch_size,
         max_context=trained.max_context,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
-        special_token_ids=tokenizer.all_special_ids,
     )
 
 
@@ -187,7 +186,6 @@ def server_options(
             "enable_sleep_mode": engine.enable_sleep_mode,
             "quantization": _VLLM_QUANTIZATION[engine.quantization],
             "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
-            "speculative_config": engine.speculative and engine.speculative.argument,
             "trust_remote_code": config.model.trust_remote_code,
             "enable_return_routed_experts": config.algorithm.router_replay,
         }

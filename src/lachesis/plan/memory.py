@@ -87,13 +87,11 @@ def memory_parts(
     device: str,
     devices: int = 1,
     teacher: ModelShape | None = None,
-    guesser: ModelShape | None = None,
 ) -> list[MemoryPart]:
     """Return the memory of trainer and engine, by phase, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
 
     Args:
         teacher: the shape of the model that ``algorithm.teacher`` names.
-        guesser: that of the model that ``engine.speculative`` names.
     """
     width = weight_bytes(config, shape, device=device)
     mesh = derive_mesh(config.distributed, ranks=devices)
@@ -103,7 +101,7 @@ def memory_parts(
         *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
         *_update_parts(config, shape, width=width, device=device),
         *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
-        *_engine_parts(config, shape, guesser, lengths=lengths, width=width),
+        *_engine_parts(config, shape, lengths=lengths, width=width),
     ]
     return _sharded([part for part in parts if part.bytes], config, shape, mesh=mesh, width=width)
 
@@ -464,26 +462,15 @@ def _teacher_parts(
         yield MemoryPart("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
 
 
-def _engine_parts(
-    config: LachesisConfig, shape: ModelShape, guesser: ModelShape | None, *, lengths: Lengths, width: int
-) -> list[MemoryPart]:
-    """Return the memory of one GPU of the engine: its weights, unless shared, and its cache for requests in flight.
-
-    A model that guesses tokens has a cache of its own for them.
-    """
+def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[MemoryPart]:
+    """Return the memory of one GPU of the engine: its weights, unless shared, and its cache for requests in flight."""
     ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
     phases = ("generation",) if sleeps(config) else ALWAYS
     held = _engine_weights(config, shape, width=width) // ways
     # Heads of keys and values are split as far as there are any.
     kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
-    cache = sum(
-        one.kv_elements_per_token * kept * lengths.in_flight // min(ways, one.kv_heads)
-        for one in (shape, guesser)
-        if one is not None
-    )
+    cache = shape.kv_elements_per_token * kept * lengths.in_flight // min(ways, shape.kv_heads)
     parts = [MemoryPart("KV cache", "engine", ("generation",), cache)]
-    if guesser is not None:
-        parts.append(MemoryPart("guessing model", "engine", phases, guesser.parameters * width // ways))
     return parts if config.engine.place == "trainer" else [MemoryPart("weights", "engine", phases, held), *parts]
 
 

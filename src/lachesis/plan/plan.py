@@ -10,7 +10,7 @@ from pathlib import Path
 from lachesis.common.errors import ConfigError
 from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, shared_card
-from lachesis.config.schema import LachesisConfig, SpeculativeConfig
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
 from lachesis.config.steps import (
     nearest_divisors,
@@ -145,14 +145,10 @@ def plan(
     taught = config.algorithm.teacher
     held = None if taught is None or taught.kind != "model" else taught.model
     teacher = None if taught is None or held is None else read_shape(held, revision=taught.revision)
-    speculative = config.engine.speculative if config.engine.kind == "vllm" else None
-    guesser = None if speculative is None or speculative.model is None else read_shape(speculative.model)
     parts = (
         []
         if shape is None
-        else memory_parts(
-            config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher, guesser=guesser
-        )
+        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher)
     )
     return Plan(
         batches=batches,
@@ -170,7 +166,6 @@ def plan(
             *_notes(config, batches, lengths=lengths, found=found, prompt_tokens=prompt_tokens),
             *_host_notes(config, shape, lengths=lengths, device=chosen, mesh=mesh),
             *_teacher_notes(config, teacher),
-            *_guesser_notes(speculative, guesser),
         ),
         mesh=mesh,
     )
@@ -351,16 +346,6 @@ def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterat
     options = config.algorithm.teacher
     if options is not None and options.kind == "model" and teacher is None:
         yield f"the teacher {options.model} has no config.json here: its weights are not counted"
-
-
-def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | None) -> Iterator[str]:
-    """Yield a note if the memory of speculative weights is unknown."""
-    if speculative is None or not speculative.has_weights or guesser is not None:
-        return
-    if speculative.model is None:
-        yield f"weights that engine.speculative.method {speculative.method} guesses with are not counted"
-    else:
-        yield f"{speculative.model}, which guesses tokens, has no config.json here: its weights are not counted"
 
 
 def _prompt_notes(

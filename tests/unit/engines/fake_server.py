@@ -41,7 +41,6 @@ class FakeState:
     owner: str | None = None
     model: str = "fake"
     generated_tokens: int | None = None
-    drafted: Body | None = None
     canary: float = -1.0
     digests: dict[str, str] = field(default_factory=lambda: {"a": "00000000000000ff", "b": "1"})
     requests: list[tuple[str, Body]] = field(default_factory=list)
@@ -208,7 +207,6 @@ def _info(state: FakeState) -> Body:
         "sleeping": state.sleeping,
         "owner": state.owner,
         "generated_tokens": state.generated_tokens,
-        "drafted": state.drafted,
         "engine": "fake",
         "model": state.model,
         "served_names": ["fake"],

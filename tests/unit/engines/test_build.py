@@ -57,10 +57,6 @@ def test_each_copy_has_a_port_a_log_and_devices_of_its_own(tmp_path: Path):
     [
         ({"quantization": "fp8"}, ["--quantization", "fp8_per_channel"]),
         ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype", "fp8"]),
-        (
-            {"speculative": {"tokens": 3, "options": {"prompt_lookup_max": 5}}},
-            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}'],
-        ),
     ],
 )
 def test_how_it_computes_is_told_to_vllm_by_its_names(keys: dict[str, Any], words: list[str], tmp_path: Path):

@@ -157,33 +157,6 @@ def test_an_engine_in_8_bits_holds_half_of_its_linear_layers_and_cache(build, tm
     assert narrow["KV cache"] == wide["KV cache"] // 2
 
 
-def test_a_model_that_guesses_tokens_is_counted_with_its_cache(build, tmp_path: Path):
-    for name, layers in (("small", 1), ("large", 4)):
-        (tmp_path / name).mkdir()
-        fields = FIELDS | {"model_type": "qwen2", "num_hidden_layers": layers}
-        (tmp_path / name / "config.json").write_text(json.dumps(fields))
-    small = read_shape(str(tmp_path / "small"))
-    assert small is not None
-
-    def parts(speculative: dict[str, Any] | None, *, note: str = "") -> dict[str, int]:
-        sections = {"model": {"path": str(tmp_path / "large")}, "bridge": {"kind": "broadcast"}}
-        planned = plan(build(engine={"kind": "vllm", "speculative": speculative}, **sections), device="cuda")
-        assert [said for said in planned.notes if "guess" in said] == ([note] if note else [])
-        return {part.name: part.bytes for part in planned.memory if part.place == "engine"}
-
-    alone = parts(None)
-    guessing = parts({"method": "draft_model", "options": {"model": str(tmp_path / "small")}})
-    assert guessing == alone | {"KV cache": alone["KV cache"] * 5 // 4, "guessing model": 2 * small.parameters}
-    assert parts({"options": {"prompt_lookup_max": 4}}) == alone
-    elsewhere = {"method": "eagle", "options": {"model": "org/other"}}
-    assert (
-        parts(elsewhere, note="org/other, which guesses tokens, has no config.json here: its weights are not counted")
-        == alone
-    )
-    own = "weights that engine.speculative.method mtp guesses with are not counted"
-    assert parts({"method": "mtp"}, note=own) == alone
-
-
 def test_a_teacher_is_counted_with_what_it_says(build, tmp_path: Path):
     """1.2 GB for 1,024 tokens of a vocabulary of 151,936."""
     for name, layers in (("small", 2), ("large", 4)):

@@ -51,7 +51,7 @@ class Parts:
 
     @property
     def engine(self) -> SimpleNamespace:
-        return SimpleNamespace(metrics=lambda: {"draft_share": Mean(1.0, 4.0)})
+        return SimpleNamespace(metrics=lambda: {"prefix_cache_hit_rate": Mean(1.0, 4.0)})
 
     def sync(self, version: int) -> None:
         self._call(f"sync {version}")
@@ -184,7 +184,7 @@ def test_every_step_is_told_with_its_own_groups_and_metrics():
         assert told["counters"] == {"tokens_generated": 7.0}
         assert (metrics["loss"], metrics["grad_norm"]) == (Sum(0.5), Mean(2.0))
         assert (metrics["weight_version"], metrics["canary_error"]) == (Mean(9.0), Mean(0.25))
-        assert metrics["draft_share"].value() == 0.25, "what the engine has measured"
+        assert metrics["prefix_cache_hit_rate"].value() == 0.25, "what the engine has measured"
         assert (metrics["transfer_time"], metrics["proof_time"]) == (Mean(0.1), Mean(0.02))
 
 

@@ -225,7 +225,7 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
     if config.engine.kind not in ("vllm", "http"):
-        for key in changed(config, "sampling", "generation_kwargs"):
+        for key in changed(config, "sampling", "generation_kwargs", "guided_regex"):
             yield problem(f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     for name in sorted(SamplingConfig.model_fields.keys() & config.sampling.generation_kwargs.keys()):
         yield problem(f"sampling.generation_kwargs.{name} has its own key: sampling.{name}")

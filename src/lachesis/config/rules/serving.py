@@ -14,15 +14,11 @@ from lachesis.config.schema import (
     ChannelBridgeConfig,
     HttpEngineConfig,
     LachesisConfig,
-    SpeculativeConfig,
     VllmEngineConfig,
 )
 
 # A number, or the name of a GPU or of a part of one.
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
-# Methods of vLLM's that need a model beside the one that is trained, and its flags for guessing.
-_GUESSING_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
-_SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
@@ -222,55 +218,6 @@ def _rounded(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-def _speculative(config: LachesisConfig) -> Iterator[Said]:
-    """Check speculative decoding against sampling options and settings that vLLM cannot verify guesses with."""
-    engine = config.engine
-    if engine.kind != "vllm" or engine.speculative is None:
-        return
-    if config.sampling.min_p:
-        yield problem(
-            f"engine.speculative: vLLM guesses no tokens with sampling.min_p {config.sampling.min_p:g}; set it to 0, "
-            "or remove engine.speculative"
-        )
-    if config.sampling.generation_kwargs.get("logit_bias"):
-        yield problem(
-            "engine.speculative: vLLM guesses no tokens with sampling.generation_kwargs.logit_bias; remove one of the "
-            "two"
-        )
-    if engine.speculative.options.get("rejection_sample_method") == "synthetic":
-        yield problem(
-            "engine.speculative.options.rejection_sample_method synthetic accepts guesses by chance, so that tokens "
-            "are not the policy's; remove it"
-        )
-    for theirs, ours in (("method", "method"), ("num_speculative_tokens", "tokens")):
-        if theirs in engine.speculative.options:
-            yield problem(f"engine.speculative.options.{theirs} has its own key; set engine.speculative.{ours}")
-    for flag, word in engine.flags.items():
-        if flag in _SPECULATIVE_FLAGS:
-            yield problem(
-                f"engine.extra_args has {word}, and engine.speculative sets the same; put its keys into "
-                "engine.speculative.options"
-            )
-    if engine.speculative.has_weights:
-        yield from _guessing_weights(config, engine.speculative)
-
-
-def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) -> Iterator[Said]:
-    """Check draft models, whose weights are not the policy's and are never updated."""
-    key = f"engine.speculative.method {speculative.method}"
-    if speculative.method in _GUESSING_MODELS and speculative.model is None:
-        yield problem(f"{key} guesses with a separate model; name it in engine.speculative.options.model")
-    if config.forgets_weights:
-        yield problem(
-            f"engine.enable_sleep_mode drops the engine's weights under bridge.kind {config.bridge.kind}, and those "
-            f"that {key} guesses with do not come anew; remove one of the two"
-        )
-    yield note(
-        f"{key}: the weights that guess are not trained, so that guesses may be right less often as the policy learns; "
-        "draft_acceptance says how often they are"
-    )
-
-
 def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
     """Check that each copy of the model has its own GPUs."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
@@ -329,6 +276,5 @@ SERVING_RULES: tuple[Rule, ...] = (
     _engine,
     _sleep,
     _rounded,
-    _speculative,
     _bridge,
 )

@@ -36,7 +36,6 @@ from lachesis.config.schema.engines import (
     RestartBridgeConfig,
     SavedBridgeConfig,
     SharedBridgeConfig,
-    SpeculativeConfig,
     VllmEngineConfig,
 )
 from lachesis.config.schema.model import (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,37 +50,6 @@ class EmbeddedServerConfig(BaseEngineConfig):
     )
 
 
-class SpeculativeConfig(Section):
-    """Speculative decoding: guess several tokens at a time, and verify them with one pass of the model."""
-
-    method: Annotated[str, Field(min_length=1)] = Field(
-        default="ngram",
-        description="`ngram` looks guesses up in the sequence itself; any other method of vLLM's is handed on.",
-    )
-    tokens: PositiveInt = Field(default=4, description="Most tokens that are guessed at once.")
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further keys of vLLM's `--speculative-config`, unchanged: `prompt_lookup_max` of `ngram`, "
-        "`model` of `draft_model`.",
-    )
-
-    @property
-    def has_weights(self) -> bool:
-        """Return True if the guesses come from weights, not from the sequences themselves."""
-        return self.method not in ("ngram", "ngram_gpu", "suffix")
-
-    @property
-    def model(self) -> str | None:
-        """Return the draft model, or None if the method has none."""
-        named = self.options.get("model")
-        return named if isinstance(named, str) and self.has_weights else None
-
-    @property
-    def argument(self) -> str:
-        """Return the value of `--speculative-config`."""
-        return json.dumps({"method": self.method, "num_speculative_tokens": self.tokens, **self.options})
-
-
 class VllmEngineConfig(BaseEngineConfig):
     """A vLLM server that the run starts and stops."""
 
@@ -121,9 +89,6 @@ class VllmEngineConfig(BaseEngineConfig):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto", description="`fp8`: the engine's key-value cache in 8 bits, which holds twice as many tokens."
-    )
-    speculative: SpeculativeConfig | None = Field(
-        default=None, description="Speculative decoding; none if unset. Its logprobs are proved when the engine starts."
     )
     devices: str | None = Field(
         default=None,

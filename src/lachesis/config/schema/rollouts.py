@@ -237,7 +237,8 @@ class SamplingConfig(Section):
         default=0.0, description="Subtracted from the logits of a token for each time that it occurred; 0: nothing."
     )
     guided_regex: str | None = Field(
-        default=None, description="Completions match this regular expression, in whole unless they are cut off."
+        default=None,
+        description="With vLLM: completions match this regular expression, in whole unless they are cut off.",
     )
     generation_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further fields of vLLM's SamplingParams, by its names."

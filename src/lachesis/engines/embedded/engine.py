@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,12 +32,10 @@ from lachesis.engines.embedded.route_recorder import RoutedPasses, RouteRecorder
 from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches
 from lachesis.engines.embedded.sampling import (
     Histories,
-    RegexGuide,
     RowSampling,
     draw_uniforms,
     process_logits,
     sample,
-    token_pieces,
 )
 
 if TYPE_CHECKING:
@@ -92,8 +89,7 @@ class EmbeddedEngine(Engine):
         pad_token_id: filler of shorter prompts; masked.
         max_batch_size: most sequences decoded at the same time.
         max_context: most tokens of prompt and completion together.
-        decode: token ids to text; needed for ``stop`` strings and regular expressions only.
-        special_token_ids: tokens without text, which no regular expression allows.
+        decode: token ids to text; needed for ``stop`` strings only.
         session_id: name of this engine in canary readings; random if unset.
     """
 
@@ -106,7 +102,6 @@ class EmbeddedEngine(Engine):
         max_batch_size: int,
         max_context: int,
         decode: Decode | None = None,
-        special_token_ids: Collection[int] = (),
         session_id: str | None = None,
     ) -> None:
         self._model: PreTrainedModel | PeftModel | None = model
@@ -117,8 +112,6 @@ class EmbeddedEngine(Engine):
         self._max_batch_size = max_batch_size
         self._max_context = max_context
         self._decode = decode
-        self._special_token_ids = frozenset(special_token_ids)
-        self._guides: dict[str, RegexGuide] = {}
         self._session_id = session_id or uuid.uuid4().hex
         self._version = 0
         self.gate = TokenGate()
@@ -185,10 +178,10 @@ class EmbeddedEngine(Engine):
                 f"{where} has stop strings, but this engine has no tokenizer to find them with",
                 remedy="give the engine `decode`, or use stop_token_ids",
             )
-        if self._decode is None and params.guided_regex is not None:
+        if params.guided_regex is not None:
             raise EngineError(
-                f"{where} has a regular expression, but this engine has no tokenizer to follow it with",
-                remedy="give the engine `decode`",
+                f"{where} has a regular expression, which the embedded engine does not follow",
+                remedy="leave out sampling.guided_regex, or use vLLM",
             )
 
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
@@ -263,47 +256,32 @@ class EmbeddedEngine(Engine):
         rows = BatchRows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
         if self.gate.aborting:
             return rows
-        prompts = [share.request.prompt_ids for share in shares]
         params = [share.request.params for share in shares]
         keys = [(share.request.seed, j) for share in shares for j in range(share.first, share.first + share.count)]
         uniforms = draw_uniforms(keys, rows.max_tokens)
         live, node = rows.all, rows.share
+        prompts = [share.request.prompt_ids for share in shares]
         decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
         recorder = self._recorder if any(one.routed_experts for one in params) else None
         passes = RoutedPasses(decoder, rows, shares, recorder=recorder)
         logits = passes.prefill()
         sampling = RowSampling.of(params, vocab_size=logits.shape[-1], device=device)
-        histories = Histories(
-            shares,
-            sampling=sampling,
-            logits=logits,
-            end_token_ids=self._eos_token_ids,
-            guide=self._guide,
-            pieces=lambda: self._pieces,
-        )
+        histories = Histories(shares, sampling=sampling, logits=logits, end_token_ids=self._eos_token_ids)
         for step in range(rows.max_tokens):
             banned = histories.banned(node, length=step)
             distributions = process_logits(
                 logits, sampling, seen=histories.seen, counts=histories.counts, banned=banned
             )
             tokens, logprobs = _sample_rows(distributions, node, uniforms[live, step], sampling=sampling)
-            if not np.isfinite(logprobs).all():
-                raise EngineError(
-                    f"the model's logits are not finite at completion token {step + 1}",
-                    remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
-                )
+            _check_finite(logprobs, step=step)
             growing = rows.record(live, step=step, tokens=tokens, logprobs=logprobs, version=self._version)
             if call.listener is not None:
                 growing &= call.tell(rows, live, tokens, logprobs, distributions=distributions, node=node)
             ended, live, node, tokens = live[~growing], live[growing], node[growing], tokens[growing]
-            if call.finished is not None and ended.size:
-                for share, completions in rows.complete(ended, live):
-                    call.finish(share, completions)
+            call.finish_rows(rows, ended, live)
             if live.size == 0 or self.gate.aborting:
                 break
-            call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
-            if ended.size:
-                call.deadline.progressed()
+            call.check_time(rows, ended, live)
             # Between a token and the forward pass on it, so that a token's version is that of its logits.
             self._give_way(call)
             if self.gate.aborting:
@@ -317,7 +295,7 @@ class EmbeddedEngine(Engine):
                 decoder.fork(picked)
                 sampling = sampling.take(picked)
                 histories.fork(parents, picked)
-            histories.append(inputs, fed)
+            histories.append(fed)
             logits = passes.step(fed, live=live, node=node, step=step)
         return rows
 
@@ -334,19 +312,6 @@ class EmbeddedEngine(Engine):
             raise EngineError(
                 f"{what} has {len(token_ids)} tokens, but the context holds {self._max_context}", remedy="shorten it"
             )
-
-    @cached_property
-    def _pieces(self) -> list[str]:
-        """Text of each token of the vocabulary."""
-        assert self._decode is not None  # check() sees to it
-        size = self._traits.vocab_size
-        return token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
-
-    def _guide(self, pattern: str) -> RegexGuide:
-        if pattern not in self._guides:
-            guide = RegexGuide(pattern, pieces=self._pieces, end_token_ids=self._eos_token_ids)
-            self._guides = {pattern: guide}  # a run has one
-        return self._guides[pattern]
 
     def _give_way(self, call: _Call) -> None:
         self.gate.between_tokens(call.deadline, mode=call.mode, enter=call.generating)
@@ -393,6 +358,18 @@ class _Call:
             self.told.add(share.index)
             self.finished(share.index, completions)
 
+    def finish_rows(self, rows: BatchRows, ended: np.ndarray, live: np.ndarray) -> None:
+        """Tell of requests that are complete since the rows ``ended`` have; the rows ``live`` still grow."""
+        if self.finished is not None and ended.size:
+            for share, completions in rows.complete(ended, live):
+                self.finish(share, completions)
+
+    def check_time(self, rows: BatchRows, ended: np.ndarray, live: np.ndarray) -> None:
+        """Raise DeadlineExceeded if the deadline passed; rows that have ``ended`` are progress."""
+        self.deadline.check(f"{self.done + len(rows.all) - live.size} of {self.total} sequences finished")
+        if ended.size:
+            self.deadline.progressed()
+
     def tell(
         self,
         rows: BatchRows,
@@ -422,6 +399,15 @@ class _Call:
             )
         )
         return ~np.isin(rows.request[live], list(dropped))
+
+
+def _check_finite(logprobs: np.ndarray, *, step: int) -> None:
+    """Raise EngineError if a logprob of the tokens of a step is not finite."""
+    if not np.isfinite(logprobs).all():
+        raise EngineError(
+            f"the model's logits are not finite at completion token {step + 1}",
+            remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
+        )
 
 
 def _sample_rows(

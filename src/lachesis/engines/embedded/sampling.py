@@ -7,22 +7,17 @@ All of it is float32, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 import numpy as np
-import regex
 import torch
 from torch import Tensor
 
-from lachesis.common.errors import EngineError
 from lachesis.common.types import SamplingParams
 from lachesis.engines.embedded.rows import Share
 
 _NO_TOP_P = 2.0  # above any sum of probabilities, rounding included
-_KEPT = 256  # texts whose next tokens a guide remembers
-_NO_CHARACTER = "\ufffd"  # what a tokenizer writes for part of a character's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,82 +179,8 @@ def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
     return uniforms
 
 
-class RegexGuide:
-    """Guide to the tokens after which a text can still become a full match of ``pattern``.
-
-    A token that is only part of a character is never allowed, nor is one without text. An end token is allowed
-    once the text is a match.
-
-    Args:
-        pattern: a regular expression, in the syntax of the package ``regex``.
-        pieces: [V], the text of each token of the vocabulary; empty if it has none.
-        end_token_ids: tokens that end a completion.
-
-    Raises:
-        EngineError: the pattern is not a regular expression.
-
-    Attributes:
-        allowed: :meth:`_allowed`, which remembers the latest texts.
-    """
-
-    def __init__(self, pattern: str, *, pieces: Sequence[str], end_token_ids: Collection[int]) -> None:
-        try:
-            self._pattern = regex.compile(pattern)
-        except regex.error as error:
-            raise EngineError(
-                f"the regular expression {pattern!r} cannot be read: {error}", remedy="correct sampling.guided_regex"
-            ) from error
-        self._size = len(pieces)
-        self._ends = sorted(end_token_ids)
-        ends = frozenset(end_token_ids)
-        usable = {i: text for i, text in enumerate(pieces) if text and _NO_CHARACTER not in text and i not in ends}
-        # Most tokens are ruled out by their first character, tried once for all that share it.
-        self._by_first: dict[str, list[tuple[int, str]]] = {}
-        for i, text in usable.items():
-            self._by_first.setdefault(text[0], []).append((i, text))
-        # Rows that have not parted ask for the same; a bool for each token of the vocabulary is not kept for ever.
-        self.allowed = lru_cache(maxsize=_KEPT)(self._allowed)
-
-    def _allowed(self, text: str) -> np.ndarray:
-        """Return the tokens that may follow ``text``, as bool [V].
-
-        Raises:
-            EngineError: no token may follow and ``text`` is not a match: the vocabulary cannot spell a match.
-        """
-        allowed = np.zeros(self._size, dtype=bool)
-        for first, tokens in self._by_first.items():
-            if self._can_become(text + first):
-                allowed[[i for i, piece in tokens if len(piece) == 1 or self._can_become(text + piece)]] = True
-        if self._pattern.fullmatch(text):
-            allowed[self._ends] = True
-        if not allowed.any():
-            raise EngineError(
-                f"after {text!r} no token leads to a match of {self._pattern.pattern!r}",
-                remedy="allow in sampling.guided_regex what the tokenizer can write",
-            )
-        return allowed
-
-    def _can_become(self, text: str) -> bool:
-        return self._pattern.fullmatch(text, partial=True) is not None
-
-
-def token_pieces(
-    decode: Callable[[Sequence[int]], str], *, vocab_size: int, special_token_ids: Collection[int] = ()
-) -> list[str]:
-    """Return the text that each token adds to the text before it, [V]; empty for special ones.
-
-    A token alone may lose the space that it begins with, so each is decoded behind another one.
-    """
-    special = frozenset(special_token_ids)
-    ordinary = [i for i in range(vocab_size) if i not in special]
-    anchor = next((i for i in ordinary if (text := decode([i])) and text.isascii() and text.isalnum()), None)
-    before = [] if anchor is None else [anchor]
-    known = decode(before) if before else ""
-    return [decode([*before, i]).removeprefix(known) if i not in special else "" for i in range(vocab_size)]
-
-
 class Histories:
-    """Token histories of rows, which penalties, least lengths and regular expressions depend on.
+    """Token histories of rows, which penalties and least lengths depend on.
 
     N rows of a decoder, one for each share at first. Empty where no row's sampling depends on its tokens.
 
@@ -268,8 +189,6 @@ class Histories:
         sampling: of the same rows.
         logits: [N, V], for shape and device.
         end_token_ids: tokens that end every sequence.
-        guide: makes the guide of a regular expression.
-        pieces: makes the texts of all tokens, [V].
 
     Attributes:
         seen: bool [N, V], tokens of prompt and completion; ``None`` without repetition penalty.
@@ -283,8 +202,6 @@ class Histories:
         sampling: RowSampling,
         logits: Tensor,
         end_token_ids: Sequence[int],
-        guide: Callable[[str], RegexGuide],
-        pieces: Callable[[], Sequence[str]],
     ) -> None:
         params = [share.request.params for share in shares]
         self.seen = _seen_tokens(shares, logits) if sampling.repetition_penalty is not None else None
@@ -293,45 +210,27 @@ class Histories:
         self._logits = logits
         self._least = [p.min_tokens for p in params]
         self._ends = [[*end_token_ids, *p.stop_token_ids] for p in params]
-        self._guides = [None if p.guided_regex is None else guide(p.guided_regex) for p in params]
-        self._pieces = pieces() if any(one is not None for one in self._guides) else []
-        self._texts = [""] * len(shares)
         self._share = np.arange(len(shares))
 
     def banned(self, nodes: np.ndarray, *, length: int) -> Tensor | None:
-        """Return the tokens that may not come next in rows ``nodes`` of ``length`` tokens: bool [N, V] or ``None``.
-
-        Raises:
-            EngineError: no token continues a match of a regular expression.
-        """
+        """Return the tokens that may not come next in rows ``nodes`` of ``length`` tokens: bool [N, V] or ``None``."""
         rows = [(int(row), int(self._share[row])) for row in np.unique(nodes)]
-        rows = [(row, share) for row, share in rows if self._guides[share] is not None or length < self._least[share]]
-        if not rows:
+        early = [(row, share) for row, share in rows if length < self._least[share]]
+        if not early:
             return None
-        banned = np.zeros((len(self._share), self._logits.shape[1]), dtype=bool)
-        for row, share in rows:
-            if (guide := self._guides[share]) is not None:
-                banned[row] = ~guide.allowed(self._texts[row])
-            if length < self._least[share] and not banned[row].all():
-                ended = banned[row].copy()
-                ended[self._ends[share]] = True
-                # A text that can only end ends.
-                banned[row] = banned[row] if ended.all() else ended
-        return torch.from_numpy(banned).to(self._logits.device)
+        banned = torch.zeros((len(self._share), self._logits.shape[1]), dtype=torch.bool)
+        for row, share in early:
+            banned[row, self._ends[share]] = True
+        return banned.to(self._logits.device)
 
     def fork(self, parents: np.ndarray, picked: Tensor) -> None:
         """Replace the rows by copies of the old rows ``parents`` [M]; ``picked`` is the same on the device."""
         self._share = self._share[parents]
-        self._texts = [self._texts[parent] for parent in parents.tolist()]
         self.seen = None if self.seen is None else self.seen.index_select(0, picked)
         self.counts = None if self.counts is None else self.counts.index_select(0, picked)
 
-    def append(self, tokens: np.ndarray, fed: Tensor) -> None:
-        """Append a token to each row, ``tokens`` [N]; ``fed`` is the same on the device."""
-        if self._pieces:
-            self._texts = [
-                text + self._pieces[int(token)] for text, token in zip(self._texts, tokens.tolist(), strict=True)
-            ]
+    def append(self, fed: Tensor) -> None:
+        """Append a token to each row: ``fed`` [N], on the device."""
         if self.seen is not None:
             self.seen.scatter_(1, fed[:, None], True)
         if self.counts is not None:

@@ -24,7 +24,6 @@ from lachesis.common.errors import (
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.fleet import Fleet, State
-from lachesis.engines.http.acceptance import DraftRates
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart
@@ -89,7 +88,6 @@ class HttpEngine(Engine):
         self._threads = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="lachesis-engine-control")
         self._closed = False
         self._owner = ""
-        self._drafts = DraftRates()
 
     def _client(self, url: str) -> ServerControl:
         return ServerControl(url, token=self._token)
@@ -112,7 +110,6 @@ class HttpEngine(Engine):
             raise silent[0]
         for info in infos[1:]:
             _check_same_model(infos[0], info)
-        self._drafts.read(infos)
         for control, answer in zip(controls, answers, strict=True):
             if isinstance(answer, ServerInfo):
                 self.fleet.met(control.url, answer.session_id)
@@ -398,14 +395,13 @@ class HttpEngine(Engine):
     def metrics(self) -> dict[str, MetricValue]:
         """Return metrics since the last call.
 
-        They are the busy seconds of each of several servers, the hit rate of their prefix caches, and, where servers
-        draft tokens, the rate of accepted ones.
+        They are the busy seconds of each of several servers, and the hit rate of their prefix caches.
         """
         busy = self._calls.take_busy()
         at_work: dict[str, MetricValue] = {
             f"{GENERATION_OF}{urlsplit(url).netloc}": Mean(seconds) for url, seconds in busy.items() if len(busy) > 1
         }
-        return at_work | self._prefix_metrics() | self._draft_metrics()
+        return at_work | self._prefix_metrics()
 
     def _prefix_metrics(self) -> dict[str, MetricValue]:
         """Return the prefix hit rate over all servers that report it, and of each if there are several."""
@@ -416,13 +412,6 @@ class HttpEngine(Engine):
             f"{PREFIX_HITS_OF}{urlsplit(url).netloc}": share for url, share in hits.items() if len(hits) > 1
         }
         return {PREFIX_HITS: reduce(Mean.merge, hits.values())} | each
-
-    def _draft_metrics(self) -> dict[str, MetricValue]:
-        if not self._drafts.guessing:
-            return {}
-        deadline = self._deadline("asking for what was guessed")
-        found = self._on(self.living, lambda server: _info_or_reason(server, deadline))
-        return self._drafts.read(info for info in found if isinstance(info, ServerInfo))
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
         """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""

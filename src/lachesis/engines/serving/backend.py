@@ -64,18 +64,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """Counts of speculative decoding since the engine's start.
-
-    ``tokens`` were drafted and ``accepted`` of them kept, in ``passes`` of a sequence through the model.
-    """
-
-    tokens: int
-    accepted: int
-    passes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class DigestSlice:
     """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; all from ``start`` without ``rows``."""
 
@@ -322,10 +310,6 @@ class ServedEngine(Protocol):
 
     def generated_tokens(self) -> int | None:
         """Return the tokens generated since its start, also of unfinished requests; ``None`` if not counted."""
-        ...
-
-    async def drafted(self) -> Drafted | None:
-        """``None`` without speculative decoding."""
         ...
 
     async def generate(self, request: GenerateBody) -> GenerateResult:

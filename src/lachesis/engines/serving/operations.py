@@ -27,7 +27,6 @@ from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
-    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -153,7 +152,7 @@ class ServerInfo(Stamped):
     """Identity and state of a server. In the answer the model's fields stand beside the others.
 
     ``url`` is the address by which a client knows the server. ``generated_tokens`` counts all tokens since the engine's
-    start, also of unfinished requests; ``None`` if it does not count them. ``drafted`` counts speculative tokens.
+    start, also of unfinished requests; ``None`` if it does not count them.
     """
 
     url: str = Field(default="", exclude=True)
@@ -166,7 +165,6 @@ class ServerInfo(Stamped):
     adapter: AdapterStatus | None = None
     lachesis: str = ""
     generated_tokens: int | None = None
-    drafted: Drafted | None = None
 
     @model_validator(mode="before")
     @classmethod

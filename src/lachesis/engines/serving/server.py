@@ -92,7 +92,6 @@ class Server:
             "adapter": self.served.adapter(),
             "lachesis": lachesis.__version__,
             "generated_tokens": self.served.generated_tokens(),
-            "drafted": await self.served.drafted(),
             "receiver": self.served.receiver(),
             "adapter_roots": self.roots,
             "variables": {name: os.environ.get(name) for name in _VARIABLES},

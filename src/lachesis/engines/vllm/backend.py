@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -21,7 +20,6 @@ from lachesis.engines.receiver import end_this_process
 from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
-    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -47,9 +45,6 @@ logger = logging.getLogger(__name__)
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.2
 # An update of 8 billion parameters comes 10 ms after this, so what looks first looks soon again.
 _ARRIVAL_S, _FIRST_LOOK_S = 0.05, 0.003
-# Token ids whose continuation n-grams guess, and how many of its continuations are looked at.
-_REPETITIVE = (5, 6, 7, 8) * 8
-_PROVED = 8
 # How often a call that waits for the engine looks whether it lives.
 _LOOK_S = 0.5
 
@@ -98,8 +93,14 @@ class ServedVllm:
         """Prepare the workers; before the first request.
 
         Raises:
-            Refused: the engine is spread over workers in a way in which its weights cannot be changed.
+            Refused: the engine is spread over workers in a way in which its weights cannot be changed, or it guesses
+                tokens.
         """
+        if self._engine.vllm_config.speculative_config is not None:
+            raise Refused(
+                "--speculative-config: tokens that were guessed may come with logprobs that are not the model's",
+                remedy="leave it out",
+            )
         parallel = self._engine.vllm_config.parallel_config
         for flag, size in (
             ("--data-parallel-size", parallel.data_parallel_size),
@@ -115,18 +116,6 @@ class ServedVllm:
         self._device = installed["device"]
         if installed["keeps_logprobs"]:
             self._generator.fetch_logprobs(FetchedLogprobs(partial(self._call, "take_logprobs")))
-        if self._engine.vllm_config.speculative_config is not None:
-            await self._prove_drafts()
-
-    async def _prove_drafts(self) -> None:
-        """Raise Refused unless tokens that were guessed come with the logprobs that the model gives them otherwise."""
-        prompt = _REPETITIVE[: self.model_info().max_model_len // 2]
-        sampling = {"temperature": 1.0, "max_tokens": len(prompt), "seed": 0, "ignore_eos": True}
-        request = GenerateBody(prompt_token_ids=prompt, sampling=sampling, n=_PROVED, text=False, request_id="drafts")
-        found = await self._generator.generate(request, cache_salt=self.cache_salt)
-        for completion in found.completions:
-            read = await self._generator.canary((*prompt, *completion.token_ids), cache_salt=self.cache_salt)
-            check_drafted(completion.logprobs, read[len(prompt) - 1 :], kind=self.kind)
 
     def model_info(self) -> ModelInfo:
         config = self._engine.vllm_config
@@ -155,9 +144,6 @@ class ServedVllm:
 
     def generated_tokens(self) -> int | None:
         return compat.generated_tokens()
-
-    async def drafted(self) -> Drafted | None:
-        return compat.drafted_tokens()
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         if request.routed_experts and not returns_routes(self._engine.vllm_config):
@@ -429,21 +415,3 @@ class ServedVllm:
                 remedy="look at the server's log",
             ) from error
         return [read_answer(text) for text in answers]
-
-
-# Mean difference, in nats, of one logprob computed token by token and at once. In 16 bits a hundredth is usual.
-_DRAFTED_TOLERANCE = 0.25
-
-
-def check_drafted(sampled: Sequence[float], read: Sequence[float], *, kind: str) -> None:
-    """Raise Refused unless logprobs [T] that came with sampled tokens are those [T] that the model has for them.
-
-    ``kind`` names the engine.
-    """
-    off = statistics.fmean(abs(one - other) for one, other in zip(sampled, read, strict=True))
-    if not off <= _DRAFTED_TOLERANCE:  # nor where it is NaN
-        raise Refused(
-            f"with speculative decoding {kind} samples from another policy than the model: logprobs of its tokens are "
-            f"{off:.2g} nats off those that the model gives them, where {_DRAFTED_TOLERANCE:g} would do",
-            remedy="remove engine.speculative (--speculative-config)",
-        )

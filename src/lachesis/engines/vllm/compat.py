@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from lachesis.engines.serving.backend import Drafted, Refused
+from lachesis.engines.serving.backend import Refused
 
 # What the server itself decides, or what has no meaning in an answer of ours.
 _NOT_FOR_CALLERS = {
@@ -139,14 +139,6 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
 def generated_tokens() -> int | None:
     """Return the count of generated tokens in vLLM's statistics; ``None`` if those are switched off."""
     return _counted("vllm:generation_tokens_total")
-
-
-def drafted_tokens() -> Drafted | None:
-    """Return the counts of speculative decoding in vLLM's statistics; ``None`` if nothing is drafted."""
-    tokens = _counted("vllm:spec_decode_num_draft_tokens_total")
-    accepted = _counted("vllm:spec_decode_num_accepted_tokens_total")
-    passes = _counted("vllm:spec_decode_num_drafts_total")
-    return None if tokens is None or accepted is None or passes is None else Drafted(tokens, accepted, passes)
 
 
 def _counted(name: str) -> int | None:

@@ -113,20 +113,17 @@ class WorkerLogprobs:
     def _strip(self, output: Any, step: _Step) -> Any:
         """Remove the kept logprobs from the output of a step, unless another of its requests wants logprobs."""
         rows = output.logprobs
-        # With drafts a sequence may get several tokens in a step, and has as many rows.
-        starts = rows and rows.cu_num_generated_tokens
-        if rows is None or (starts is None and len(rows.logprobs) != len(output.req_ids)):
+        if rows is None or len(rows.logprobs) != len(output.req_ids):
             return output
-        starts = starts or range(len(output.req_ids))
         logprobs, others = rows.logprobs[:, 0].tolist(), False
-        for request_id, tokens, start in zip(output.req_ids, output.sampled_token_ids, starts, strict=False):
+        for row, (request_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=False)):
             kept = self._running.get(request_id)
             if kept is None:
                 others = True
                 continue
             place = step.place(request_id)
             kept.tokens.extend((place + number) << 32 | token for number, token in enumerate(tokens))
-            kept.logprobs.extend(logprobs[start : start + len(tokens)])
+            kept.logprobs.extend(logprobs[row : row + len(tokens)])
         if not others:
             output.logprobs = None
         return output
@@ -134,11 +131,10 @@ class WorkerLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """For each request of a step the tokens computed before it, those computed in it, and the drafts among them."""
+    """For each request of a step the tokens computed before it, and those computed in it."""
 
     computed: Mapping[str, int]
     scheduled: Mapping[str, int]
-    drafts: Mapping[str, Sequence[int]]
 
     @classmethod
     def of(cls, scheduled: Any) -> _Step:
@@ -146,11 +142,11 @@ class _Step:
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs)
-        return cls(computed, scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
+        return cls(computed, scheduled.num_scheduled_tokens)
 
     def place(self, request_id: str) -> int:
-        """Return the place of a request's first new token in the sequence: that of its first draft."""
-        return self.computed[request_id] + self.scheduled[request_id] - len(self.drafts.get(request_id, ()))
+        """Return the place of a request's new token in the sequence."""
+        return self.computed[request_id] + self.scheduled[request_id]
 
 
 class FetchedLogprobs:

@@ -117,8 +117,7 @@ class WorkerWeights:
     def install(self) -> dict[str, Any]:
         """Register the adapter that every request will name. Called once, before the first request.
 
-        The worker whose outputs vLLM reads keeps logprobs from then on; with drafts that are scheduled ahead, where the
-        place of a token is known only after the step, none does. On a CPU ranks of tokens are counted without a
+        The worker whose outputs vLLM reads keeps logprobs from then on. On a CPU ranks of tokens are counted without a
         compiled function.
         """
         if self._config.lora_config is not None:
@@ -139,9 +138,7 @@ class WorkerWeights:
             # vLLM's attention in 16 bits uses AMX where there is one, and ends by SIGILL where nobody has asked for it.
             torch.cpu._init_amx()
             leave_ranks_uncompiled(self._runner.sampler)
-        speculative = self._config.speculative_config
-        ahead = bool(speculative) and self._config.scheduler_config.async_scheduling
-        if self._rank == 0 and not ahead:
+        if self._rank == 0:
             self._logprobs = WorkerLogprobs(self._worker)
         return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
 

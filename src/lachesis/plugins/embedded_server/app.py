@@ -99,7 +99,6 @@ def build_served(options: ServeOptions, *, session: Session) -> ServedEmbedded:
         max_batch_size=max_num_seqs,
         max_context=max_model_len,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
-        special_token_ids=tokenizer.all_special_ids,
         session_id=session.session_id,
     )
     _run_first_token(engine, options.model)

@@ -45,7 +45,6 @@ _NEUTRAL: Mapping[str, Any] = {
 _FIELDS = frozenset(_NEUTRAL) | {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output",
-    "structured_outputs",
 }  # fmt: skip
 _PARAMS = _FIELDS & {field.name for field in fields(SamplingParams)}
 _MAX_TOKENS = 16  # vLLM's, where a request says nothing
@@ -105,9 +104,6 @@ class ServedEmbedded(ServedEngine):
 
     def generated_tokens(self) -> int:
         return self._runner.generated_tokens
-
-    async def drafted(self) -> None:
-        return None
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         job, news = self._submit(request)
@@ -296,7 +292,7 @@ class ServedEmbedded(ServedEngine):
         params["routed_experts"] = request.routed_experts
         params |= {name: value for name, value in sampling.items() if name in _PARAMS}
         params |= {name: tuple(params.get(name, ())) for name in ("stop", "stop_token_ids")}
-        params |= {"top_k": max(0, params.get("top_k", 0)), "guided_regex": _regex(sampling.get("structured_outputs"))}
+        params["top_k"] = max(0, params.get("top_k", 0))
         seed = sampling.get("seed", secrets.randbits(63))
         wanted = GenerationRequest(prompt_ids, SamplingParams(**params), n=request.n, seed=seed)
         try:
@@ -363,16 +359,3 @@ class ServedEmbedded(ServedEngine):
             best = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
             rows.append({token: float(logprobs[row, token])} | dict(best))
         return tuple(rows)
-
-
-def _regex(structured: Any) -> str | None:
-    """Return the regular expression of ``structured_outputs``; raises Refused (400) for any other constraint."""
-    if structured is None:
-        return None
-    pattern = structured.get("regex") if isinstance(structured, Mapping) and len(structured) == 1 else None
-    if not isinstance(pattern, str):
-        raise Refused(
-            "structured_outputs: the embedded engine follows a regular expression only",
-            remedy='give {"regex": "..."}, or use vLLM',
-        )
-    return pattern

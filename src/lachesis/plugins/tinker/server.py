@@ -138,7 +138,6 @@ def load(options: TinkerOptions) -> tuple[Base, Sampler, Engines | None]:
         max_batch_size=options.max_num_seqs,
         max_context=longest,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
-        special_token_ids=tokenizer.all_special_ids,
     )
     base = Base(
         bank=bank,

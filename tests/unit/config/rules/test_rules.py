@@ -120,6 +120,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
         ({"checkpoint": {"save_final": False, "hub": {"repo": "a/b"}}}, "uploads the final model, and"),
+        ({"sampling": {"guided_regex": "a+"}}, "sampling.guided_regex is vLLM's, and engine.kind is embedded"),
         (
             {"sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
             "sampling.generation_kwargs is vLLM's, and engine.kind is embedded",
@@ -159,41 +160,6 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         (
             {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
             "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
-        ),
-        (
-            {"engine": {**VLLM, "speculative": {}}, "bridge": {"kind": "broadcast"}, "sampling": {"min_p": 0.1}},
-            "vLLM guesses no tokens with sampling.min_p 0.1",
-        ),
-        (
-            {
-                "engine": {**VLLM, "speculative": {}},
-                "bridge": SHARED,
-                "sampling": {"generation_kwargs": {"logit_bias": {"7": 1.0}}},
-            },
-            "vLLM guesses no tokens with sampling.generation_kwargs.logit_bias",
-        ),
-        *(
-            ({"engine": {**VLLM, "speculative": keys, **more}, "bridge": {"kind": "broadcast"}}, words)
-            for keys, more, words in (
-                (
-                    {"options": {"method": "suffix"}},
-                    {},
-                    "options.method has its own key; set engine.speculative.m",
-                ),
-                ({"options": {"num_speculative_tokens": 2}}, {}, "set engine.speculative.tokens"),
-                ({"options": {"rejection_sample_method": "synthetic"}}, {}, "tokens are not the policy's; remove it"),
-                ({}, {"extra_args": ["--speculative_config={}"]}, "engine.extra_args has --speculative_config={}, and"),
-                (
-                    {"method": "eagle"},
-                    {},
-                    "guesses with a separate model; name it in engine.speculative.options.model",
-                ),
-                (
-                    {"method": "mtp"},
-                    {"enable_sleep_mode": True},
-                    "engine.speculative.method mtp guesses with do not come",
-                ),
-            )
         ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
@@ -474,12 +440,6 @@ def test_all_problems_are_told_at_once(build):
             "teacher",
             "does nothing without weights",
         ),
-        (
-            {"engine": {**VLLM, "speculative": {"method": "mtp"}}, "bridge": SHARED},
-            "note",
-            "speculative",
-            "engine.speculative.method mtp: the weights that guess are not trained",
-        ),
         ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
         (
             {"algorithm": {"loss_type": "cispo", "delta": 2.0}},
@@ -497,7 +457,7 @@ def test_all_problems_are_told_at_once(build):
         ({"algorithm": {"beta": 0.1, "kl_horizon": 9}}, "warning", "reference", "nothing without algorithm.kl_target"),
         ({"evaluation": {"max_problems": 9}}, "note", "held_out", "evaluation.max_problems do nothing without"),
         (
-            {"sampling": {"guided_regex": "a+", "min_tokens": 2}},
+            {"sampling": {"guided_regex": "a+", "min_tokens": 2}, "engine": VLLM, "bridge": SHARED},
             "warning",
             "truncated_sampling",
             "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are of the distribution",
@@ -631,7 +591,6 @@ def test_streaming_is_for_what_is_generated_here(build):
         {"model": {"chat_template": "{{ x }}"}},
         {"rewards": {"functions": ["OpenAssistant/reward-model-deberta-v3-large-v2", "/models/rm"]}},
         {"engine": VLLM, "bridge": SHARED},
-        {"engine": {**VLLM, "speculative": {"options": {"prompt_lookup_max": 4}}}, "bridge": SHARED},
         {"engine": {"kind": "embedded_server"}, "bridge": SHARED},
         {"engine": VLLM, "bridge": {"kind": "none"}},
         {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},

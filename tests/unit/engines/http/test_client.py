@@ -557,17 +557,6 @@ class TestControl:
         with pytest.raises(EngineError, match="cached tokens of 1 completions for a request of 2"):
             both.generate(asking(1, n=2), deadline=soon())
 
-    def test_guesses_are_counted_over_all_servers_from_the_first_contact_on(
-        self, pair: list[FakeServer], both: HttpEngine
-    ):
-        assert both.metrics() == {}
-        for server in pair:
-            server.state.generated_tokens, server.state.drafted = 100, {"tokens": 50, "accepted": 50}
-        both.connect(deadline=soon())
-        pair[0].state.generated_tokens, pair[0].state.drafted = 120, {"tokens": 70, "accepted": 55}
-        found = both.metrics()
-        assert (found["draft_acceptance"].value(), found["draft_share"].value()) == (0.25, 0.25)
-
     def test_health_of_servers_that_differ(self, pair: list[FakeServer], both: HttpEngine):
         both.connect(deadline=soon())
         pair[1].state.version = 2

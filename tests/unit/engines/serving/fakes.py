@@ -11,7 +11,6 @@ from typing import Any
 from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
-    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -69,9 +68,6 @@ class FakeServed(ServedEngine):
 
     def generated_tokens(self) -> int:
         return 7
-
-    async def drafted(self) -> Drafted:
-        return Drafted(tokens=8, accepted=6, passes=2)
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         self.requests.append(request)

@@ -122,28 +122,6 @@ def test_a_token_that_is_dropped_and_sampled_anew_counts_once():
     assert engine.take("a", 3, [7, 9, 5]) == (-0.5, -0.75, -1.0)
 
 
-def test_drafts_that_are_right_give_several_tokens_in_a_step():
-    """As vLLM's n-grams: computed are the last token and the drafts, sampled those that are right and one more."""
-    engine = Engine()
-    engine.step({"r": (7, -0.5), "s": (1, -1.0)}, new={"r": (3, "a"), "s": (2, "b")})
-    engine.worker.execute_model(
-        SimpleNamespace(
-            finished_req_ids=set(),
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=["r", "s"], num_computed_tokens=[3, 2]),
-            num_scheduled_tokens={"r": 4, "s": 3},
-            scheduled_spec_decode_tokens={"r": [8, 9, 4], "s": [6, 6]},
-        )
-    )
-    rows = np.array([[-0.1], [-0.2], [-0.3], [-2.0]], dtype=np.float32)
-    engine.worker.next = Output(["r", "s"], [[8, 9, 5], [2]], Rows(rows, [0, 3, 4]))
-    assert engine.worker.sample_tokens(None).logprobs is None
-    engine.computed |= {"r": 6, "s": 3}
-    engine.step({"r": (2, -0.4), "s": (3, -3.0)})
-    assert engine.take("a", 3, [7, 8, 9, 5, 2]) == pytest.approx((-0.5, -0.1, -0.2, -0.3, -0.4))
-    assert engine.take("b", 2, [1, 2, 3]) == (-1.0, -2.0, -3.0)
-
-
 @pytest.mark.parametrize("key", [None, "other"])
 def test_another_requests_logprobs_travel(key: str | None):
     engine = Engine()

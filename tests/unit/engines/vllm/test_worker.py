@@ -261,9 +261,7 @@ def runner() -> SimpleNamespace:
 
 
 def install_on_cpu(made: SimpleNamespace) -> None:
-    config = SimpleNamespace(
-        lora_config=None, speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False)
-    )
+    config = SimpleNamespace(lora_config=None)
     calls = dict.fromkeys(("execute_model", "sample_tokens"), print)
     WorkerWeights(SimpleNamespace(model_runner=made, vllm_config=config, device="cpu", rank=0, **calls)).install()
 
@@ -281,24 +279,3 @@ def test_on_a_cpu_no_compiler_stands_before_the_first_token():
     logprobs = torch.tensor([[-1.0, -3.0, -2.0]])
     ranks = sys.modules[type(made.sampler).__module__].batched_count_greater_than(logprobs, torch.tensor([[-2.0]]))
     assert ranks.tolist() == [2]
-
-
-@pytest.mark.parametrize(
-    ("method", "ahead", "keeps"),
-    [
-        ("ngram", False, True),
-        ("ngram_gpu", True, False),
-        ("eagle", True, False),
-        ("eagle", False, True),
-        (None, True, True),
-    ],
-)
-def test_logprobs_are_kept_unless_drafts_are_scheduled_ahead(method: str | None, ahead: bool, keeps: bool):
-    config = SimpleNamespace(
-        lora_config=None,
-        speculative_config=None if method is None else SimpleNamespace(method=method),
-        scheduler_config=SimpleNamespace(async_scheduling=ahead),
-    )
-    calls = dict.fromkeys(("execute_model", "sample_tokens", "take_draft_token_ids"), print)
-    held = WorkerWeights(SimpleNamespace(model_runner=runner(), vllm_config=config, device="cpu", rank=0, **calls))
-    assert held.install() == {"device": "cpu", "keeps_logprobs": keeps}
