@@ -1,4 +1,4 @@
-"""A first run to start from: a commented configuration, its reward, its problems, and its model."""
+"""A first run to start from: a commented configuration (``first_run.yaml``), its reward, its problems, its model."""
 
 from __future__ import annotations
 
@@ -6,51 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-
-_CONFIG = """\
-# A first run: a model of a hundred thousand parameters learns to repeat a digit, in seconds on a CPU.
-# Start it with `lachesis train config.yaml`; `lachesis explain KEY` says what a key means, and
-# `lachesis plan config.yaml` how much memory and how many steps it takes.
-run:
-  name: first               # results are in runs/first; report.html there shows what happened
-  steps: 100                # optimizer steps
-  setup: model.py:prepare   # makes the small model below; remove it for your own model
-
-model:
-  path: .model              # or a directory or hub id, as Qwen/Qwen2.5-0.5B-Instruct
-
-data:
-  path: train.jsonl         # a problem a line: its prompt, and whatever the rewards need
-  eval_path: eval.jsonl     # held out: measured before, during and after the run
-
-rewards:
-  functions: [rewards.exact_match]    # rewards.py beside this file; several are summed by `weights`
-
-sampling:
-  num_generations: 8        # completions of each prompt, which are compared with each other
-  max_completion_length: 4  # tokens
-  temperature: 1.0
-
-batch:
-  prompts_per_step: 32      # times num_generations: completions in one step
-
-algorithm:
-  beta: 0.001               # weight of the KL divergence to the model from before training; 0 holds no such model
-
-optimizer:
-  learning_rate: 5.0e-4     # for a model this small; 1e-6 is usual for large ones, 1e-5 with LoRA
-  warmup_steps: 5
-
-evaluation:
-  every_steps: 20
-
-# To train an adapter instead of all weights:
-# adapter: {kind: lora, r: 16, alpha: 32}
-
-# To generate with vLLM on a GPU, in a server that the run starts:
-# engine: {kind: vllm, gpu_memory_utilization: 0.45}
-# bridge: {kind: shared_vllm}         # one copy of the weights; lora_only with an adapter
-"""
 
 _REWARDS = '''\
 """Rewards: a number for each completion, from its text and the columns of its problem."""
@@ -121,7 +76,7 @@ def init(directory: str | Path) -> list[Path]:
     """
     directory = Path(directory)
     files = {
-        directory / "config.yaml": _CONFIG,
+        directory / "config.yaml": Path(__file__).with_name("first_run.yaml").read_text(encoding="utf-8"),
         directory / "rewards.py": _REWARDS,
         directory / "model.py": _MODEL,
         directory / "train.jsonl": _PROBLEMS * 9,

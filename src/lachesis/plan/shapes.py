@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError, first_line
 from lachesis.common.json_values import is_object
-from lachesis.config.architectures import known_architecture
 from lachesis.config.schema import LachesisConfig
 
 _log = logging.getLogger("lachesis")
@@ -130,7 +131,7 @@ def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False
     """Return the shape of a model directory or of a model of the hub; None if it is unknown.
 
     Looked for in this order: the directory, the hub's cache, the hub itself (a file of about 1 kB), and the table of
-    :mod:`lachesis.config.architectures`, which knows some models by their exact names.
+    ``architectures.toml``, which has some models by their exact names.
 
     Args:
         revision: of a model of the hub; its main branch if unset.
@@ -149,6 +150,23 @@ def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False
         return FoundShape(_parse(asked, where=f"config.json of {model} on the hub"), "hub")
     known = known_architecture(model)
     return None if known is None else FoundShape(_shape(known, dtype=str(known["dtype"])), "table")
+
+
+@cache
+def _known_architectures() -> Mapping[str, Mapping[str, Any]]:
+    """Return the memory-related fields of the ``config.json`` of well-known models, by hub id."""
+    document = tomllib.loads(Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8"))
+    return {
+        model: {"dtype": "bfloat16", **{key: value for key, value in fields.items() if key != "also"}}
+        for name, fields in document.items()
+        for model in (name, *fields.get("also", ()))
+    }
+
+
+def known_architecture(model: str) -> dict[str, Any] | None:
+    """Return the memory-related fields of a model's ``config.json``; None if its exact name is unknown."""
+    found = _known_architectures().get(model)
+    return None if found is None else dict(found)
 
 
 def unknown_shape(config: LachesisConfig) -> tuple[str, str]:

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
-from lachesis.config.architectures import known_architecture
-from lachesis.plan.shapes import find_shape, read_shape
+from lachesis.plan.shapes import find_shape, known_architecture, read_shape
 
 
 @pytest.fixture(autouse=True)
