@@ -40,7 +40,7 @@ from lachesis.engines.build import server_options
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plan.plan import plan
 from lachesis.plugins.dialects import recognize
-from lachesis.run.serve import vllm_arguments
+from lachesis.plugins.serving.serve import vllm_arguments
 from lachesis.run.train import train
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]

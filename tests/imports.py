@@ -21,7 +21,7 @@ import lachesis.plugins.atropos.environments.shipped.gsm8k
 import lachesis.plugins.atropos.services
 import lachesis.plugins.embedded_server.app
 import lachesis.plugins.export.export
-import lachesis.run.serve
+import lachesis.plugins.serving.serve
 import lachesis.run.train
 from tests import warm
 

@@ -21,7 +21,7 @@ from lachesis.plugins.dialects.atropos import SERVER, SPELLINGS, TRAINER
 from lachesis.plugins.dialects.atropos_help import help_text
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.explain import explain
-from lachesis.run import serve
+from lachesis.plugins.serving import serve
 from lachesis.transport.bridge_file import BRIDGE_FILE, SHARED_VARIABLE, BridgeFile, search_places, write_bridge_file
 from tests.paths import EXAMPLES
 

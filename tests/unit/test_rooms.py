@@ -28,6 +28,7 @@ PLUGINS = (
     "planning",
     "report",
     "sandbox",
+    "serving",
     "sinks",
     "sweep",
     "teachers",
@@ -40,6 +41,8 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("checks", "sandbox"): "tries the walls",
     ("environments", "sandbox"): "agents run behind its wall, and it judges the files that they leave",
     ("export", "report"): "the card has a report's figures",
+    ("serving", "dialects"): "takes the server's section of an Axolotl file",
+    ("serving", "embedded_server"): "one of the engines that it serves",
     ("sweep", "report"): "compares its runs on a page",
     ("trl", "export"): "a trainer saves and pushes its model",
     ("atropos", "cluster"): "`lachesis run` places its processes by Ray",
@@ -263,7 +266,7 @@ def test_imports_point_down(path):
 def test_only_commands_print_or_exit(path):
     commands = path.parent.name in ("cli", "commands") or path.name == "commands.py"
     # It is no command: it ends a run that a signal has told to end.
-    if not commands and str(path.relative_to(PACKAGE)) != "run/bounded_end.py":
+    if not commands and str(path.relative_to(PACKAGE)) != "plugins/serving/bounded_end.py":
         assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 

@@ -53,8 +53,8 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         ),
     },
     "Serve": {
-        "serve": Command("cli.serving", "Serve a model whose weights trainers can change."),
-        "vllm-serve": Command("cli.serving", "Serve the model of a configuration."),
+        "serve": Command("plugins.serving.commands", "Serve a model whose weights trainers can change."),
+        "vllm-serve": Command("plugins.serving.commands", "Serve the model of a configuration."),
         "run-api": Command("plugins.atropos.commands.api", "Serve the rollout API of Atropos' environments."),
         "tinker-server": Command("plugins.tinker.commands", "Serve a model that clients of Tinker train and sample."),
         "env": Command("plugins.atropos.commands.environments", "Serve, process or evaluate an environment."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lachesis.cli.base import app, console
-from lachesis.cli.serving import with_options
+from lachesis.cli.options import with_options
 from lachesis.common.chatter import hide_progress_bars
 from lachesis.plugins.tinker.options import TinkerOptions
 

@@ -24,8 +24,8 @@ from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
+from lachesis.plugins.serving.bounded_end import LastWords, bounded_end, heard_output
 from lachesis.process.managed import answers, check_port_free
-from lachesis.run.bounded_end import LastWords, bounded_end, heard_output
 
 logger = logging.getLogger("lachesis")
 

@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 
-from lachesis.run.bounded_end import LastWords
+from lachesis.plugins.serving.bounded_end import LastWords
 from tests.waiting import LONG_S, until
 
 SERVER = """
 import signal, subprocess, sys, threading, time
-from lachesis.run.bounded_end import LastWords, bounded_end, heard_output
+from lachesis.plugins.serving.bounded_end import LastWords, bounded_end, heard_output
 
 words = LastWords()
 with heard_output(words) as error_output, bounded_end(words, limit_s=1.0, error_output=error_output) as received:

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
-from annotated_types import Ge, Le
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from lachesis.cli.base import PASS_ON, Overrides, app, console, printed_log
+from lachesis.cli.options import with_options
 from lachesis.common.chatter import hide_progress_bars
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
-from lachesis.engines.options import EngineName, ServeOptions, flag_of
-
-
-def with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
-    """Return a decorator that replaces a command's ``**values`` by an option for each field of ``model``."""
-
-    def parameter(name: str, field: FieldInfo) -> Parameter:
-        many = get_origin(field.annotation) is tuple
-        kind: Any = list[get_args(field.annotation)[0]] | None if many else field.annotation
-        lowest: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
-        highest: Any = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
-        option = typer.Option(flag_of(name), help=field.description, min=lowest, max=highest)
-        default = Parameter.empty if field.is_required() else None if many else field.default
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-    def decorate(command: Any) -> Any:
-        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        options = [parameter(name, field) for name, field in model.model_fields.items() if not field.exclude]
-        command.__signature__ = Signature([*own, *options])
-        return command
-
-    return decorate
+from lachesis.engines.options import EngineName, ServeOptions
 
 
 @app.command(context_settings=PASS_ON)
@@ -49,7 +24,7 @@ def serve(context: typer.Context, **values: Any) -> None:
     Any further flag is handed on to `vllm serve`. Routes that change weights need the token of the session, which
     clients of the same user on this machine find by themselves.
     """
-    from lachesis.run import serve as serving
+    from lachesis.plugins.serving import serve as serving
 
     given = {name: value for name, value in values.items() if value is not None}
     options = ServeOptions(**given, arguments=tuple(context.args))
@@ -76,7 +51,7 @@ def vllm_serve(
 
     Any further flag is handed on to `vllm serve`.
     """
-    from lachesis.run import serve as serving
+    from lachesis.plugins.serving import serve as serving
 
     hide_progress_bars()
 

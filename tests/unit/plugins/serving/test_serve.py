@@ -27,8 +27,8 @@ from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.session import new_session, write_session
 from lachesis.engines.vllm import launch
 from lachesis.plugins.embedded_server import app as embedded_server
-from lachesis.run import serve
-from lachesis.run.serve import config_options, vllm_arguments
+from lachesis.plugins.serving import serve
+from lachesis.plugins.serving.serve import config_options, vllm_arguments
 from tests.logs import handlers_kept
 from tests.ports import free_port
 from tests.unit.engines.fake_server import FakeServer, refusal
