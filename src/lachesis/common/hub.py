@@ -33,6 +33,23 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
             place.HF_HUB_OFFLINE = value
 
 
+def language_model_class(config: Any) -> Any:
+    """Return transformers' automatic class for a language model of this configuration.
+
+    That is ``AutoModelForCausalLM``, or the class of models for images and text where there is none of text alone
+    (Qwen3-VL, Mistral 3): these take text alone as well.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # Models with code of their own name their class themselves.
+    known = [
+        one._model_mapping  # pyright: ignore[reportPrivateUsage]
+        for one in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    ]
+    of_images = type(config) not in known[0] and type(config) in known[1]
+    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+
+
 def config_here(model: str, *, revision: str | None = None) -> Path | None:
     """Return the path of a model's ``config.json``, in its directory or the hub's cache; None if it is not here."""
     path = Path(model, _CONFIG)

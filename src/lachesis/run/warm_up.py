@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lachesis.bridges.build import takes_engine_weights
 from lachesis.common.device import resolve_device
+from lachesis.common.hub import language_model_class
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import compiles, policy_of
@@ -107,7 +108,7 @@ def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedM
     named = config.model.dtype
     dtype = (found.dtype or torch.float32) if named == "auto" else getattr(torch, named)
     with device:
-        model = AutoModelForCausalLM.from_config(found, dtype=dtype)
+        model = language_model_class(found).from_config(found, dtype=dtype)
     make_repeatable(model)
     return model.eval()
 

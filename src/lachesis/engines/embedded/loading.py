@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ConfigError, ModelError, first_line
-from lachesis.common.hub import cache_alone_where_the_hub_is_away
+from lachesis.common.hub import cache_alone_where_the_hub_is_away, language_model_class
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
@@ -33,12 +33,13 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str |
     if dtype == "auto" and place.type == "cpu":
         chosen = "float32"
     with load_errors(path):
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        named = {} if revision is None else {"revision": revision}
+        found: Any = language_model_class(AutoConfig.from_pretrained(str(path), **named)).from_pretrained(
             str(path),
             dtype=chosen if chosen == "auto" else getattr(torch, chosen),
             use_safetensors=True,
             output_loading_info=True,
-            **({} if revision is None else {"revision": revision}),
+            **named,
         )
     model, loaded = found
     for what in ("missing_keys", "mismatched_keys"):

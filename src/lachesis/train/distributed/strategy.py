@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -266,9 +266,17 @@ def by_size(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of a transformer: the members of its longest module list."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """Return the repeated blocks of a language model: the members of its longest module list."""
+    lists = [module for module in text_part(model).modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
+
+
+def text_part(model: PreTrainedModel) -> nn.Module:
+    """Return the language model without its head in a model for images and text; another model itself."""
+    config: Any = getattr(model, "config", None)
+    if config is None or config.get_text_config() is config:
+        return model
+    return model.get_decoder()
 
 
 def run_within(model: nn.Module, function: Callable[[], T]) -> T:

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
     GenerationConfig,
@@ -32,9 +31,9 @@ from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import DependencyError, ModelError, first_line
-from lachesis.common.hub import cache_alone_where_the_hub_is_away
+from lachesis.common.hub import cache_alone_where_the_hub_is_away, language_model_class
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, TeacherConfig
-from lachesis.train.distributed.strategy import decoder_layers
+from lachesis.train.distributed.strategy import decoder_layers, text_part
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.experts import routers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
@@ -177,6 +176,7 @@ def made_trainable(
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     keep_activations(transformer, config.kept_activations)
+    freeze_other_senses(transformer)
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
     model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer
@@ -343,7 +343,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with _load_errors(config.path):
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = language_model_class(_read_config(config)).from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
@@ -395,7 +395,9 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     try:
         found = _read_config(config)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            model = language_model_class(found).from_config(
+                found, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"no causal language model is described in {config.path!r}: {first_line(error)}",
@@ -603,6 +605,24 @@ def _load_errors(path: str) -> Iterator[None]:
         ) from error
 
 
+def freeze_other_senses(model: PreTrainedModel) -> None:
+    """Freeze what a model for images and text has beside its language model: no text goes through it."""
+    part, head = text_part(model), model.get_output_embeddings()
+    if part is model:
+        return
+    of_text = {id(parameter) for module in (part, head) if module is not None for parameter in module.parameters()}
+    frozen = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in of_text]
+    for _, parameter in frozen:
+        parameter.requires_grad_(False)
+    if frozen:
+        logger.warning(
+            "%s is trained on text alone: %d of its tensors, such as %s, are frozen and saved as they are",
+            type(model).__name__,
+            len(frozen),
+            frozen[0][0],
+        )
+
+
 def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:
     """Freeze all parameters except those of the decoder layers ``layers``, counted from 0.
 
@@ -626,8 +646,8 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
         if adapter.layers is not None:
             _named_layers(model, adapter.layers, key="adapter.layers")
         return {"target_modules": adapter.targets, **chosen}
-    left_out = _refused_by_peft(model)
-    if adapter.layers is None and not left_out and not has_experts(model):
+    left_out, of_text_alone = _refused_by_peft(model), text_part(model) is model
+    if adapter.layers is None and not left_out and not has_experts(model) and of_text_alone:
         return {"target_modules": "all-linear"}
     # peft does not take all-linear together with layers, and counts a mixture's router and experts as linear layers,
     # whose adapters no engine takes: those have to be asked for by name.
@@ -643,7 +663,11 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
             type(model).__name__,
             ", ".join(names),
         )
-    return {"target_modules": names, "layers_to_transform": adapter.layers}
+    if of_text_alone:
+        return {"target_modules": names, "layers_to_transform": adapter.layers}
+    inside = {module for layer in layers for module in layer.modules()}
+    linear = [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
+    return {"target_modules": [name for name in linear if name.rpartition(".")[2] in names]}
 
 
 def _adaptable(model: PreTrainedModel, layers: Sequence[nn.Module]) -> set[str]:

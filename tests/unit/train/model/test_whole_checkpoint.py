@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+)
 
-from lachesis.config.schema import ModelConfig, NoAdapterConfig
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.checkpoint import save_model
+from lachesis.train.distributed.strategy import decoder_layers
+from lachesis.train.model.forward import plan_forward
 from lachesis.train.model.loading import load_model
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
@@ -57,3 +66,63 @@ def test_what_is_saved_has_all_tensors_under_the_checkpoints_own_names(checkpoin
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(again.config) is Qwen3_5Config
+
+
+_PLAIN = {key: value for key, value in _TEXT.items() if not key.startswith(("linear_", "layer_types"))}
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+_OF_IMAGES_AND_TEXT = {
+    "mistral3": lambda: Mistral3Config(
+        text_config=_PLAIN | {"model_type": "mistral"},
+        vision_config=_TOWER | {"model_type": "pixtral", "head_dim": 8, "image_size": 28},
+        image_token_index=5,
+    ),
+    "gemma3": lambda: Gemma3Config(
+        text_config=_PLAIN, vision_config=_TOWER | {"image_size": 28}, mm_tokens_per_image=1, image_token_index=5
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config=_PLAIN
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        vision_config=_VISION | {"depth": 3, "deepstack_visual_indexes": [0]},
+        image_token_id=5,
+    ),
+}
+
+
+@pytest.fixture(params=_OF_IMAGES_AND_TEXT)
+def of_images_and_text(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model that transformers has for images and text together alone, with a tower of more layers than the text."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(_OF_IMAGES_AND_TEXT[request.param]()).save_pretrained(
+            tmp_path / "model"
+        )
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@torch.no_grad()
+def test_the_tower_of_a_model_for_images_and_text_is_frozen_and_saved(of_images_and_text: Path, tmp_path: Path):
+    loaded = load_model(ModelConfig(path=str(of_images_and_text), device="cpu"), NoAdapterConfig())
+    assert len(decoder_layers(loaded.transformer)) == 2
+    assert plan_forward(loaded.transformer, packing="auto").packed
+    for parameter in loaded.transformer.parameters():
+        parameter.add_(parameter.requires_grad)
+    save_model(loaded.model, loaded.tokenizer, tmp_path / "final", write=loaded.writer())
+
+    before, after = (load_file(path / "model.safetensors") for path in (of_images_and_text, tmp_path / "final"))
+    assert before.keys() == after.keys()
+    trained = {name for name in before if not torch.equal(before[name], after[name])}
+    assert trained == {name for name in before if "language_model" in name or name == "lm_head.weight"}
+
+
+def test_adapters_are_put_on_the_language_model_alone(of_images_and_text: Path):
+    loaded = load_model(ModelConfig(path=str(of_images_and_text), device="cpu"), LoraAdapterConfig(r=2))
+    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 7
+    assert all("language_model.layers." in name for name in trained)
