@@ -141,8 +141,9 @@ sequence. The table is of tiny models of random weights in float32 on a CPU, wit
 the largest difference, in nats, from transformers' own, one sequence at a time. *Gradients* is the largest difference
 of any parameter's gradient, relative to its size. *LoRA* is the same as *logprobs* for an adapter on `all-linear`.
 
-Models for images and text (Gemma 3 and 4, Qwen2-VL to Qwen3.5, Mistral 3, Llava, SmolVLM, InternVL, Llama 4) are trained on
-text: what they have beside the language model is frozen, and saved as it is under the checkpoint's own names.
+Models for images and text (Gemma 3 and 4, Qwen2-VL to Qwen3.5, Mistral 3, Llava, SmolVLM, InternVL, Llama 4) are
+trained on text: what they have beside the language model is frozen, and saved as it is under the
+checkpoint's own names.
 
 | model type | trains | logprobs | gradients | LoRA |
 |---|---|---|---|---|
