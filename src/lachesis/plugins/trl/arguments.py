@@ -28,12 +28,14 @@ class GRPOConfig(TrainingArguments):
     bf16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  # TRL: on unless fp16 is
     remove_unused_columns: bool | None = False
     model_init_kwargs: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    router_aux_loss_coef: float | None = None
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False
     num_generations: int = 8
     num_generations_eval: int | None = None
     max_prompt_length: int | None = None
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     ds3_gather_for_generation: bool = True
     shuffle_dataset: bool = True
     generation_batch_size: int | None = None
@@ -45,7 +47,10 @@ class GRPOConfig(TrainingArguments):
     generation_kwargs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     repetition_penalty: float = 1.0
+    pad_to_multiple_of: int | str | None = "auto"
     use_transformers_paged: bool = False
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: Any = None
     cache_implementation: str | None = None
     use_vllm: bool = False
     vllm_mode: str = "colocate"
@@ -67,6 +72,10 @@ class GRPOConfig(TrainingArguments):
     epsilon_high: float | None = None
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
     multi_objective_aggregation: str = "sum_then_normalize"
@@ -77,15 +86,24 @@ class GRPOConfig(TrainingArguments):
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
     top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
     max_tool_calling_iterations: int | None = None
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
-    vllm_importance_sampling_cap: float = 3.0
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_cap: float | None = None
     off_policy_mask_threshold: float | None = None
-    use_bias_correction_kl: bool = False
+    use_bias_correction_kl: bool = True
     log_completions: bool = False
     num_completions_to_print: int | None = None
     log_unique_prompts: bool = False
+    log_multimodal: bool = True
     log_completions_hub_repo: str | None = None
     _written: dict[str, Any] = field(default_factory=dict[str, Any], init=False, repr=False)
     _settled: dict[str, Any] = field(default_factory=dict[str, Any], init=False, repr=False)

@@ -25,8 +25,8 @@ _NAMES = {
 
 
 def trl_name(name: str) -> str:
-    """Return TRL's name of a metric; ours where it has none."""
-    return _NAMES.get(name, name)
+    """Return TRL's name of a metric; ours where it has none. A reward's own metrics have their bare names there."""
+    return _NAMES.get(name, name.removeprefix("reward_metrics/"))
 
 
 def evaluation_metrics(result: EvalResult) -> dict[str, float]:
@@ -97,6 +97,11 @@ class CallbackSink(Sink):
         if self.error is None:
             self._guarded(lambda: self._step(record))
 
+    def unlogged(self) -> dict[str, float]:
+        """Return the means of the metrics since the last line of the history, which TRL adds to the next line."""
+        since, self._since = self._since, []
+        return _means(since)
+
     def evaluation(self, result: EvalResult) -> None:
         """Take the evaluation before the first step, which transformers makes only with ``eval_on_start``."""
         if self.error is None and self._args.eval_on_start:
@@ -117,9 +122,8 @@ class CallbackSink(Sink):
         control = handler.on_step_begin(args, state, control)
         control = handler.on_step_end(args, state, control)
         self._since.append(record.values)
-        if record.step % max(1, int(state.logging_steps or 1)) == 0 or record.step == state.max_steps:
-            self._log(_means(self._since))
-            self._since = []
+        if record.step % max(1, int(state.logging_steps or 1)) == 0:
+            self._log(self.unlogged())
         if record.evaluation is not None:
             self._evaluated(record.evaluation)
         self._obey()

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -18,7 +19,8 @@ from lachesis.plugins.export.export import export
 from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
-from lachesis.plugins.trl.given import lora_keys, model_path, reward_list, write_tasks
+from lachesis.plugins.trl.model import ScriptModel
+from lachesis.plugins.trl.objects import eval_datasets, lora_keys, reward_list, stream_rows, write_tasks
 from lachesis.run.library import Run, load
 from lachesis.run.pieces import evaluate_model
 from lachesis.run.requests import ask
@@ -32,10 +34,11 @@ class GRPOTrainer:
     Models and tokenizers that are passed as objects are saved beside that directory, where the run reads them.
 
     Args:
-        model: id on the hub, directory, or a model of transformers.
+        model: id on the hub, directory, or a model of transformers or peft, which has the trained weights at the end.
         reward_funcs: functions, ids or directories of reward models, or such models; one or a list.
         args: the arguments; those of ``GRPOConfig("GRPO")`` if unset.
-        train_dataset, eval_dataset: a ``Dataset``, rows, or a path.
+        train_dataset, eval_dataset: a ``Dataset``, a stream of rows, rows, or a path. The first may be left out where
+            environments ask the questions.
         processing_class: the tokenizer; that of ``model`` if unset.
         reward_processing_classes: the tokenizers of reward models.
         callbacks: of transformers. They hear of a step when it has ended, and may stop the run or save a checkpoint.
@@ -69,17 +72,36 @@ class GRPOTrainer:
                 "optimizers: Lachesis makes the optimizer and its schedule",
                 remedy="name them in args (optim, learning_rate, lr_scheduler_type)",
             )
+        if isinstance(environment_factory, Mapping):
+            raise ConfigError(
+                f"environment_factory: a run plays one environment, and here are {', '.join(environment_factory)}",
+                remedy="pass one factory, whose reset() chooses by the row's columns",
+            )
         if train_dataset is None:
-            raise ConfigError("train_dataset is missing", remedy="pass a Dataset or a list of rows")
+            train_dataset = _placeholder_rows(self.args, owned=environment_factory is not None)
         place = Path(f"{str(self.args.output_dir).rstrip('/')}-given")
-        path, tokenizer = model_path(model, processing_class, place=place / "model")
+        self.processing_class, self.eval_dataset = processing_class, eval_dataset
+        self.train_dataset = train_dataset = stream_rows(train_dataset, self.args)
+        eval_dataset = _only_one(eval_dataset)
+        if reward_funcs is None and environment_factory is None:
+            raise ConfigError(
+                "reward_funcs is missing: nothing says which answers are better", remedy="pass one or more"
+            )
+        self.reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self._model = ScriptModel(
+            model, processing_class=processing_class, peft_config=peft_config, place=place / "model"
+        )
         self._keys: dict[str, Any] = {
             **self.args.to_mapping(),
-            **lora_keys(peft_config, path),
-            "model_name_or_path": path,
-            "reward_funcs": reward_list(reward_funcs, reward_processing_classes, place=place / "reward"),
+            **lora_keys(self._model.peft_config, self._model.path),
+            "model_name_or_path": self._model.path,
         }
+        if reward_funcs is not None:
+            self._keys["reward_funcs"] = reward_list(reward_funcs, reward_processing_classes, place=place / "reward")
+        tokenizer, adapter = self._model.tokenizer, self._model.adapter
         self._sections: dict[str, Any] = {} if tokenizer is None else {"model": {"tokenizer": tokenizer}}
+        if adapter is not None:
+            self._sections["adapter"] = {"path": adapter}
         if environment_factory is not None:
             tasks, held_out = write_tasks(train_dataset, eval_dataset, place=place / "tasks.jsonl")
             steps = {"kind": "steps", "environment": environment_factory, "tasks": tasks, "eval_tasks": held_out}
@@ -102,6 +124,11 @@ class GRPOTrainer:
         self._sink: CallbackSink | None = None
         self._run = load(self._keys, sinks=[self._make_sink], **self._sections)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    @property
+    def model(self) -> PreTrainedModel | PeftModel:
+        """Model as trained so far, in memory of the host."""
+        return self._model.current()
 
     @property
     def run(self) -> Run:
@@ -134,29 +161,44 @@ class GRPOTrainer:
         summary = self._run.wait()
         if self._sink is not None and self._sink.error is not None:
             raise self._sink.error
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if (trained := self._trained()) is not None:
+            self._model.take(trained)
         losses = [line.values["loss"] for line in self._run.log.steps if "loss" in line.values]
         metrics = {"train_runtime": summary.seconds, "train_loss": sum(losses) / len(losses) if losses else 0.0}
+        self.log({**(self._sink.unlogged() if self._sink else {}), **metrics})
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return TrainOutput(summary.steps, metrics["train_loss"], metrics)
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Return reward and accuracy of the current model on ``eval_dataset``, or on that of the constructor.
 
+        Args:
+            eval_dataset: as in the constructor, or several by name, whose metrics are ``eval_NAME_reward`` and so on.
+            metric_key_prefix: what the metrics' names begin with.
+
         Raises:
-            ConfigError: there is no such dataset.
+            ConfigError: there is no such dataset, or environments play, whose dataset cannot be changed.
         """
-        sections = {**self._sections}
-        if eval_dataset is not None and "data" not in sections:
+        if eval_dataset is None:
+            metrics = self._evaluate(self._sections, metric_key_prefix)
+        elif "data" not in self._sections:
             raise ConfigError(
                 "evaluate: eval_dataset cannot be changed where environments play", remedy="pass it to the trainer"
             )
-        if eval_dataset is not None:
-            sections["data"] = {**sections["data"], "eval_path": eval_dataset, "eval_split": None}
-        wanted = load(self._keys, **sections)
-        metrics = evaluation_metrics(evaluate_model(wanted.config, self._trained(merge=True)))
+        else:
+            metrics = {}
+            for name, rows in eval_datasets(eval_dataset).items():
+                data = {**self._sections["data"], "eval_path": rows, "eval_split": None}
+                prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+                metrics |= self._evaluate({**self._sections, "data": data}, prefix)
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _evaluate(self, sections: Mapping[str, Any], prefix: str) -> dict[str, float]:
+        wanted = load(self._keys, **sections)
+        found = evaluation_metrics(evaluate_model(wanted.config, self._trained(merge=True)))
+        return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model, or adapter, with its tokenizer; with ``load_best_model_at_end`` the best one.
@@ -224,6 +266,33 @@ class GRPOTrainer:
             keep=partial(_keep_best, run_dir / "checkpoints") if self.args.load_best_model_at_end else None,
         )
         return self._sink
+
+
+def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:
+    """Return rows without a question, for environments whose ``reset`` asks it.
+
+    Raises:
+        ConfigError: no environment owns the data, or nothing says how many steps are trained.
+    """
+    if not owned:
+        raise ConfigError("train_dataset is required and missing", remedy="pass a Dataset or a list of rows")
+    if args.max_steps <= 0:
+        raise ConfigError("the environment owns the data, whose end is not known", remedy="set max_steps")
+    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return [{"prompt": [{"role": "user", "content": ""}]}] * rows
+
+
+def _only_one(eval_dataset: Any) -> Any:
+    """Return the dataset that a run evaluates on. Raises ConfigError if there are several by name."""
+    if eval_dataset is None:
+        return None
+    found = eval_datasets(eval_dataset)
+    if len(found) > 1:
+        raise ConfigError(
+            f"eval_dataset: a run evaluates on one dataset, and here are {', '.join(found)}",
+            remedy="pass one, and the others to evaluate()",
+        )
+    return next(iter(found.values()))
 
 
 def _best_model(args: GRPOConfig) -> BestModel | None:

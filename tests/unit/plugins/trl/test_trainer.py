@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
+from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
-from lachesis.plugins.trl.given import lora_keys
+from lachesis.plugins.trl.objects import lora_keys
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
@@ -70,10 +73,11 @@ def test_a_script_trains_and_saves_with_objects(tmp_path: Path):
     output = made.train()
     assert output.global_step == 4 and output.metrics["train_runtime"] > 0
     steps = [("step", 1), ("step", 2), ("log", 2), ("step", 3), ("step", 4), ("log", 4)]
-    assert told.events == [("begin", 0), *steps, ("end", 4)]
-    assert [line["step"] for line in made.state.log_history] == [2, 4]
+    assert told.events == [("begin", 0), *steps, ("log", 4), ("end", 4)]
+    assert [line["step"] for line in made.state.log_history] == [2, 4, 4]
+    assert made.state.log_history[-1]["train_loss"] == output.training_loss
     assert {"reward", "loss", "frac_reward_zero_std", "completions/mean_length"} <= made.state.log_history[0].keys()
-    assert made.state.log_history[-1]["epoch"] == pytest.approx(4 / len(ROWS))
+    assert made.state.log_history[-2]["epoch"] == pytest.approx(4 / len(ROWS))
     made.save_model(str(tmp_path / "saved"))
     model, started = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "saved", made_of(tmp_path)))
     assert not model.lm_head.weight.equal(started.lm_head.weight)
@@ -150,7 +154,7 @@ class Counter:
 
 
 def test_environments_of_a_factory_are_played_and_rewarded(tmp_path: Path):
-    def count(environments: list[Counter], **columns: Any) -> list[float]:
+    def counts(environments: list[Counter], **columns: Any) -> list[float]:
         return [float(environment.count) for environment in environments]
 
     tokenizer = tiny_tokenizer()
@@ -161,11 +165,44 @@ def test_environments_of_a_factory_are_played_and_rewarded(tmp_path: Path):
         args=arguments(tmp_path, max_steps=1),
         processing_class=tokenizer,
         train_dataset=rows,
-        reward_funcs=count,
+        reward_funcs=counts,
         environment_factory=Counter,
     )
     made.train()
     assert made.state.log_history[-1]["reward"] == 7.0
+
+
+class Asking(Counter):
+    """Asks its own question, and says what an answer is worth."""
+
+    def reset(self, **columns: Any) -> str:
+        self.count = 3
+        return "Count to four."
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def test_an_environment_may_own_data_and_reward(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}="
+    given = {"processing_class": tokenizer, "train_dataset": None, "reward_funcs": None, "environment_factory": Asking}
+    with pytest.raises(ConfigError, match="set max_steps"):
+        trainer(tmp_path, args=arguments(tmp_path, max_steps=-1), **given)
+    made = trainer(tmp_path, args=arguments(tmp_path, max_steps=1), **given)
+    made.train()
+    assert made.state.log_history[-1]["reward"] == 3.0
+
+
+def test_metrics_of_a_reward_have_their_own_names(tmp_path: Path):
+    def judge(completions: list[str], log_metric: Any = None, **columns: Any) -> list[float]:
+        log_metric("custom_accuracy", 0.75)
+        return [1.0] * len(completions)
+
+    made = trainer(tmp_path, args=arguments(tmp_path, max_steps=3), reward_funcs=judge)
+    made.train()
+    assert [line.get("custom_accuracy") for line in made.state.log_history] == [0.75, 0.75]
+    assert [line["step"] for line in made.state.log_history] == [2, 3], "the last line has what was not logged before"
 
 
 def test_rollout_functions_are_called(tmp_path: Path):
@@ -183,7 +220,9 @@ def test_rollout_functions_are_called(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"train_dataset": None}, "train_dataset is required"),
+        ({"reward_funcs": None}, "reward_funcs is missing"),
+        ({"environment_factory": {"a": Counter, "b": Counter}}, "plays one environment, and here are a, b"),
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
         ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
         ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
@@ -197,9 +236,52 @@ def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict
     assert re.search(said, str(caught.value))
 
 
-def test_a_model_with_an_adapter_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="pass the base model"):
-        trainer(tmp_path, model=get_peft_model(tiny_model("qwen2"), LoraConfig(r=4)))
+def weights_of(model: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_the_object_that_was_passed_has_the_trained_weights(tmp_path: Path):
+    model = tiny_model("qwen2")
+    before = weights_of(model)
+    made = trainer(tmp_path, model=model)
+    made.train()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").state_dict()
+    assert made.model is model
+    assert all(tensor.equal(saved[name]) for name, tensor in weights_of(model).items())
+    assert not model.lm_head.weight.equal(before["lm_head.weight"])
+
+
+def test_an_adapter_that_the_model_has_is_trained_further(tmp_path: Path):
+    model = get_peft_model(tiny_model("qwen2"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.01)
+    before = weights_of(model)
+    made = trainer(tmp_path, model=model, args=arguments(tmp_path, learning_rate=1e-2))
+    made.train()
+    after = weights_of(made.model)
+    changed = {name for name, tensor in after.items() if not tensor.equal(before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    given, trained = (load_peft_weights(str(tmp_path / place)) for place in ("run-given/adapter", "run/final"))
+    assert given.keys() == trained.keys(), "the run went on with this adapter"
+
+
+def test_a_second_adapter_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="pass the base model with peft_config"):
+        trainer(tmp_path, model=get_peft_model(tiny_model("qwen2"), LoraConfig(r=4)), peft_config=LoraConfig(r=4))
+
+
+def test_streams_and_named_datasets(tmp_path: Path):
+    """A stream has no length, so the number of steps says how many of its rows are read."""
+    stream = IterableDataset.from_generator(lambda: ({"prompt": f"{number}="} for number in count()))
+    with pytest.raises(ConfigError, match="set max_steps"):
+        trainer(tmp_path, args=arguments(tmp_path, max_steps=-1), train_dataset=stream)
+    with pytest.raises(ConfigError, match="here are easy, hard"):
+        trainer(tmp_path, eval_dataset={"easy": ROWS[:2], "hard": ROWS[2:4]})
+    made = trainer(tmp_path, train_dataset=stream)
+    assert [row["prompt"] for row in made.train_dataset] == [f"{number}=" for number in range(16)]
+    found = made.evaluate({"easy": ROWS[:2], "hard": ROWS[2:6]})
+    assert (found["eval_easy_problems"], found["eval_hard_problems"]) == (2, 4)
 
 
 def test_lora_without_targets_adapts_what_peft_would(tmp_path: Path):

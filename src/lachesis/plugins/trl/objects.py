@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -20,31 +22,6 @@ _LORA = frozenset(
     {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "base_model_name_or_path", "peft_type"}
     | {"inference_mode", "peft_version", "revision", "auto_mapping", "runtime_config", "fan_in_fan_out"}
 )
-
-
-def model_path(model: Any, processing_class: Any, *, place: Path) -> tuple[str, str | None]:
-    """Return where the model is, and where its tokenizer is if that is another place.
-
-    A model object is saved into ``place``, as the script has made it.
-
-    Raises:
-        ConfigError: it is neither a path nor a model of transformers, or has an adapter already.
-    """
-    if isinstance(model, str | Path):
-        tokenizer = None if processing_class is None else save_tokenizer(processing_class, place)
-        return str(model), tokenizer
-    if isinstance(model, PeftModel):
-        raise ConfigError(
-            "model: a PeftModel has its adapter already, which Lachesis makes itself",
-            remedy="pass the base model, and the LoraConfig as peft_config",
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"model: {type(model).__name__} is not a transformers model", remedy="pass one, its hub id or its directory"
-        )
-    model.save_pretrained(str(place))
-    save_tokenizer(processing_class or AutoTokenizer.from_pretrained(model.name_or_path), place)
-    return str(place), None
 
 
 def save_tokenizer(processing_class: Any, place: Path) -> str:
@@ -123,6 +100,29 @@ def reward_list(reward_funcs: Any, processing_classes: Any, *, place: Path) -> l
 def _saved_reward(model: PreTrainedModel, tokenizer: Any, place: Path) -> str:
     model.save_pretrained(str(place))
     return save_tokenizer(tokenizer or AutoTokenizer.from_pretrained(model.name_or_path), place)
+
+
+def stream_rows(dataset: Any, args: Any) -> Any:
+    """Return a data set that has a length: of a stream the rows that ``args.max_steps`` steps need, of another all.
+
+    Raises:
+        ConfigError: a stream comes without ``max_steps``.
+    """
+    if isinstance(dataset, str | Path) or hasattr(dataset, "__len__") or not isinstance(dataset, Iterable):
+        return dataset
+    if args.max_steps <= 0:
+        raise ConfigError("train_dataset is a stream, whose end is not known", remedy="set max_steps")
+    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return [dict(row) for row in islice(dataset, rows)]
+
+
+def eval_datasets(dataset: Any) -> dict[str, Any]:
+    """Return data sets to evaluate on by name; one without a name is called ``""``. Streams are read to their end."""
+    named = dataset if isinstance(dataset, Mapping) else {"": dataset}
+    return {
+        str(name): one if isinstance(one, str | Path) or hasattr(one, "__len__") else [dict(row) for row in one]
+        for name, one in named.items()
+    }
 
 
 def write_tasks(train_dataset: Any, eval_dataset: Any, *, place: Path) -> tuple[str, int]:
