@@ -65,7 +65,8 @@ ADVANCED = {
     "engine": "host port quorum enforce_eager kv_cache_dtype devices extra_args takeover function wait_s",
     "bridge": "pause config_path keep_last init_method transport staging senders function",
     "algorithm": "advantage ref_mixup_alpha ref_sync_steps use_bias_correction_kl sampler_correction_min "
-    "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage",
+    "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage "
+    "router_aux_loss_coef",
     "algorithm.teacher": "revision weights reward_weights column beta estimate top_k",
     "pipeline": "prefetch_depth keep_partial streaming_min_groups replay_size replay_recompute_logps "
     "reroll_start_fraction reroll_max_groups",

@@ -16,7 +16,6 @@ from torch import Tensor
 from lachesis.bridges.extract import base_parameters, full_digests, full_weights
 from lachesis.common.types import Group, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
-from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack, plain_micro_batch
 from lachesis.train.canary import CanaryReader
@@ -32,7 +31,7 @@ from lachesis.train.losses.ratios import count_rows, gather_terms
 from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
-from lachesis.train.model.experts import ExpertRouting
+from lachesis.train.model.experts import ExpertRouting, watch_experts
 from lachesis.train.model.forward import (
     ForwardPlan,
     Packing,
@@ -127,8 +126,7 @@ class Policy(PolicyState, SendsWeights):
         )
         # Before what watches the experts: hooks see what those before them have made of an output.
         self.replay: RouterReplay | None = self._learn_routers() if options.router_replay else None
-        is_mixture = bool(stacked_experts(self.transformer))
-        self.routing: ExpertRouting | None = ExpertRouting(self.transformer) if is_mixture else None
+        self.routing: ExpertRouting | None = watch_experts(self.transformer, coefficient=options.router_aux_loss_coef)
         self.reference: Reference | None = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )

@@ -195,6 +195,11 @@ class AlgorithmConfig(Section):
         "(nats a token, OPSM).",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus.")
+    router_aux_loss_coef: NonNegativeFloat | Literal["model"] | None = Field(
+        default=None,
+        description="Weight of the routers' load-balancing loss of a mixture of experts; `model` takes the weight in "
+        "the model's configuration. Unset: that weight if its `output_router_logits` is true, else none.",
+    )
     router_replay: bool = Field(
         default=False,
         description="Of a mixture of experts: train each token through the experts that the engine sampled it with "

@@ -30,6 +30,7 @@ _SETS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (("train.max_epochs", "max_epochs"), "algorithm.num_iterations", 1),
     (("actor.dual_clip", "dual_clip"), "algorithm.delta", None),
     (("actor.entropy_coef", "entropy_loss_coef"), "algorithm.entropy_coef", None),
+    (("actor.aux_loss_coef", "aux_loss_coef"), "algorithm.router_aux_loss_coef", 0.0),
     (("actor.gradient_checkpointing_enable", "gradient_checkpointing"), "model.gradient_checkpointing", None),
     (("train.seed", "seed"), "run.seed", 42),
 )

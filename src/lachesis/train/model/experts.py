@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,22 @@ from transformers.utils.output_capturing import OutputRecorder
 from lachesis.common.errors import ModelError
 from lachesis.engines.embedded.experts import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue
+
+
+def watch_experts(model: PreTrainedModel, *, coefficient: float | Literal["model"] | None) -> ExpertRouting | None:
+    """Return a recorder of a mixture's routing; ``None`` for a model without experts.
+
+    Raises:
+        ModelError: such a model has a weight for its routers' loss; or as :class:`ExpertRouting`.
+    """
+    if stacked_experts(model):
+        return ExpertRouting(model, coefficient=coefficient)
+    if isinstance(coefficient, float | int) and coefficient > 0:
+        raise ModelError(
+            f"algorithm.router_aux_loss_coef is {coefficient:g}, and {type(model).__name__} has no experts",
+            remedy="remove the key, or name a mixture of experts in model.path",
+        )
+    return None
 
 
 @dataclass(slots=True)
@@ -39,15 +55,17 @@ class ExpertRouting:
 
     Args:
         model: a mixture of experts; hooks are added to its layers, and cost nothing outside of :meth:`watched`.
+        coefficient: as ``algorithm.router_aux_loss_coef``.
 
     Raises:
-        ModelError: its configuration asks for an auxiliary loss, and its routers are not known.
+        ModelError: an auxiliary loss is asked for, and the model's routers are not known.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, coefficient: float | Literal["model"] | None = None) -> None:
         config: Any = model.config.get_text_config()
-        asked = bool(getattr(config, "output_router_logits", False))
-        self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0
+        if coefficient == "model" or (coefficient is None and getattr(config, "output_router_logits", False)):
+            coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+        self.coefficient = coefficient or 0.0
         self.top_k = int(getattr(config, "num_experts_per_tok", 1))
         self._seen: Routed | None = None
         self._experts = [*stacked_experts(model).values()]
@@ -60,9 +78,9 @@ class ExpertRouting:
         recorder = _recorder(model)
         if self.coefficient and recorder is None:
             raise ModelError(
-                f"the configuration of {type(model).__name__} asks for the routers' auxiliary loss "
-                "(output_router_logits), and transformers does not say where its routers are",
-                remedy="set output_router_logits: false in the model's config.json",
+                f"{type(model).__name__} is to be trained with its routers' auxiliary loss, and transformers does not "
+                "say where its routers are",
+                remedy="set algorithm.router_aux_loss_coef: 0",
             )
         if self.coefficient and recorder is not None:
             for _, module in routers(model):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from lachesis.common.errors import ModelError
 from lachesis.train.batch import pack
-from lachesis.train.model.experts import ExpertRouting, expert_load, load_balancing_loss, stacked_experts
+from lachesis.train.model.experts import ExpertRouting, expert_load, load_balancing_loss, stacked_experts, watch_experts
 from lachesis.train.model.forward import ForwardPlan, target_logprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.policy import Policy
@@ -57,7 +58,7 @@ def test_an_auxiliary_loss_without_known_routers_is_refused(monkeypatch: pytest.
     model = tiny_model("qwen3_moe", output_router_logits=True)
     monkeypatch.setattr(type(model), "_can_record_outputs", {})
     monkeypatch.setattr(type(model.model), "_can_record_outputs", {})
-    with pytest.raises(ModelError, match="output_router_logits"):
+    with pytest.raises(ModelError, match="router_aux_loss_coef: 0"):
         ExpertRouting(model)
 
 
@@ -143,3 +144,24 @@ def test_what_each_expert_had_is_added_up_over_ranks():
     assert metrics["expert_load_max"].value() == EXPERTS
     assert metrics["expert_load_entropy"].value() == 0
     assert not build().routing.take()
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "coefficient"),
+    [
+        (None, {"router_aux_loss_coef": 0.5}, 0.0),
+        (None, {"router_aux_loss_coef": 0.5, "output_router_logits": True}, 0.5),
+        ("model", {"router_aux_loss_coef": 0.5}, 0.5),
+        (0.25, {"router_aux_loss_coef": 0.5}, 0.25),
+        (0.0, {"router_aux_loss_coef": 0.5, "output_router_logits": True}, 0.0),
+    ],
+)
+def test_the_weight_of_the_auxiliary_loss(asked: Any, config: dict[str, Any], coefficient: float):
+    routing = watch_experts(tiny_model("qwen3_moe", **config), coefficient=asked)
+    assert routing is not None and routing.coefficient == coefficient
+
+
+def test_a_model_without_experts_has_no_routers_to_balance():
+    assert watch_experts(tiny_model("qwen2"), coefficient="model") is None
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef is 0.1, and .* has no experts"):
+        watch_experts(tiny_model("qwen2"), coefficient=0.1)
