@@ -15,7 +15,7 @@ from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.openrlhf import OPENRLHF
-from lachesis.plugins.dialects.other_systems import other_system, require_not_swift
+from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.table import Dialect, Translation
 from lachesis.plugins.dialects.trl import TRL
 from lachesis.plugins.dialects.verl import VERL
@@ -38,7 +38,11 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
             f"this is a configuration of {system}, whose rewards have another signature",
             remedy="`lachesis translate FILE` writes what is common in our keys",
         )
-    require_not_swift(data)
+    if {"env", "openai"} <= data.keys():
+        raise ConfigError(
+            "this is a file of an Atropos environment, which serves prompts and trains nothing",
+            remedy="start the environment with `lachesis env NAME serve --config FILE`",
+        )
     sections = LachesisConfig.model_fields
     known: dict[DialectName, int] = {
         "canonical": sum(key in sections and not isinstance(value, str | bool | list) for key, value in data.items()),

@@ -13,9 +13,10 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, read_document
-from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
+from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, flat, parse_value, resolved
 from lachesis.plugins.dialects.other_systems import other_system
-from lachesis.plugins.dialects.shell import Command, commands, unknown_in
+from lachesis.plugins.dialects.prime_rl import refuse_toml
+from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
@@ -47,6 +48,8 @@ def read_any(path: Path) -> Document:
     Raises:
         ConfigError: as :func:`read_script` and :func:`lachesis.config.document.read_document`.
     """
+    if path.suffix == ".toml":
+        raise refuse_toml(path)
     if path.suffix not in (".sh", ".bash", ".slurm", ".sbatch"):
         return read_document(path)
     document = read_script(path)
@@ -91,6 +94,8 @@ def read_script(path: Path) -> Document:
     config = found.pop("config", None) if not assigned else None
     if not assigned and "num_processes" not in found and (processes := _processes(started.launcher, path)):
         found["num_processes"] = processes
+    elif started.program == "swift rlhf" and (told := re.search(r"\bNPROC_PER_NODE=(\d+)\b", text)):
+        found.setdefault("num_processes", int(told[1]))
     if started.program.startswith("axolotl") and started.arguments:
         config = started.arguments[0]
     nested = _nested(found)
@@ -253,14 +258,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def flat(data: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """Return the dotted names of all values, those of sections below them."""
-    found: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        found += flat(value, f"{before}{key}.") if is_object(value) and value else [(f"{before}{key}", value)]
-    return found
-
-
 def _nested(names: Mapping[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, value in names.items():
@@ -284,7 +281,7 @@ def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Doc
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"no configuration file {config}, from which {script.name} takes its keys",
+            f"no configuration file {readable(config)}, from which {script.name} takes its keys",
             remedy="put it beside the script, or write its keys into the script",
         )
     return read_document(found)
@@ -306,7 +303,7 @@ def check_expanded(document: Document, dialect: Dialect | None) -> None:
         words = [word for word in (value if is_list(value) else [value]) if isinstance(word, str)]
         found = next(filter(None, map(_unexpanded, words)), None)
         entry = None if dialect is None else dialect.entries.get(name)
-        if found is None or (dialect is not None and (entry is None or entry.treatment in ("nothing", "cannot"))):
+        if found is None or (dialect is not None and (entry is None or entry.treatment not in ("sets", "together"))):
             continue
         if name in _RUN_NAMES or (entry is not None and entry.path.startswith("engine.")):
             _remove(document.data, name)

@@ -132,6 +132,8 @@ def _put_evaluation(translation: Translation) -> None:
     if translation.switch(f"{start}do_sample"):
         translation.put("evaluation.temperature", translation.value(f"{start}temperature", 0), f"{start}temperature")
         translation.put("evaluation.samples_per_problem", translation.value(f"{start}n", 1), f"{start}n")
+    for name, path in (("val_temperature", "temperature"), ("n_val", "samples_per_problem")):
+        translation.copy(f"{_ROLLOUT}{name}", f"evaluation.{path}")
 
 
 def _put_files(translation: Translation) -> None:

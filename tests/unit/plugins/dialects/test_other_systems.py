@@ -264,19 +264,66 @@ def test_verls_rloo_compares_with_the_others_and_divides_by_nothing(tmp_path: Pa
     assert value(found, "algorithm.scale_rewards") == "none"
 
 
+SWIFT = "rlhf_type: grpo\nmodel: org/m\ndataset: org/d#100\nnum_generations: 4\ntuner_type: lora\n"
+
+
+@pytest.mark.parametrize("name", ["swift.yaml", "swift.sh"])
+def test_ms_swifts_arguments_have_its_own_defaults(tmp_path: Path, name: str):
+    file = tmp_path / name
+    words = " ".join(f"--{line.replace(': ', ' ')}" for line in SWIFT.splitlines())
+    file.write_text(f"NPROC_PER_NODE=4 swift rlhf {words}" if name.endswith("sh") else f"{SWIFT}num_processes: 4\n")
+    found = yaml.safe_load(translated(file))
+    expected = {
+        "algorithm.beta": 0.04, "algorithm.loss_type": "grpo", "sampling.temperature": 0.9,
+        "optimizer.schedule": "cosine", "optimizer.learning_rate": 1e-4, "optimizer.weight_decay": 0.1,
+        "optimizer.betas": [0.9, 0.95], "adapter.r": 8,
+        "adapter.alpha": 32, "data.path": "org/d", "data.split": "train[:100]", "batch.prompts_per_step": 1,
+        "run.epochs": 3.0, "rewards.functions": None,
+    }  # fmt: skip
+    assert {path: value(found, path) for path in expected} == expected
+
+
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("also", "named"),
     [
-        ("swift.yaml", "rlhf_type: grpo\nmodel: org/m\nnum_generations: 4\ntrain_type: lora\n"),
-        ("swift.sh", "swift rlhf --rlhf_type grpo --model org/m --num_generations 4 --train_type lora\n"),
+        ("multi_turn_scheduler: mine", "multi_turn_scheduler (line 6)"),
+        ("max_length: 4096", "max_length (line 6): prompts are cut"),
+        ("async_generate: true", "async_generate (line 6)"),
+        ("new_thing: 1", "new_thing (line 6): no key"),
+        ("tuner_type: dora", "expected full or lora"),
     ],
 )
-def test_ms_swift_is_named_with_what_is_the_same_here(tmp_path: Path, name: str, text: str):
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="ms-swift") as caught:
+def test_what_ms_swift_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):
+    file = tmp_path / "swift.yaml"
+    file.write_text(f"{SWIFT}{also}\n" if "tuner" not in also else SWIFT.replace("tuner_type: lora", also))
+    with pytest.raises(ConfigError) as caught:
         translated(file)
-    assert "model.path: org/m, sampling.num_generations: 4" in str(caught.value)
+    assert named in caught.value.message
+
+
+def test_prime_rls_files_are_named_with_what_is_the_same_here(tmp_path: Path):
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        'max_steps = 20\n[model]\nname = "org/m"\n[orchestrator]\nbatch_size = 128\ngroup_size = 16\n'
+        '[[orchestrator.train.source]]\nname = "x"\n[trainer.optim]\nlr = 3e-6\n'
+    )
+    with pytest.raises(ConfigError, match="a configuration of prime-rl") as caught:
+        translated(file)
+    assert "orchestrator.train.source: environments are source.env" in caught.value.message
+    assert "run.steps: 20, model.path: org/m, sampling.num_generations: 16" in str(caught.value)
+    file.write_text("[project]\nname = 'x'\n")
+    with pytest.raises(ConfigError, match="TOML of no trainer"):
+        translated(file)
+    file.write_text("[broken")
+    with pytest.raises(ConfigError, match="cannot read"):
+        translated(file)
+
+
+def test_a_file_of_an_atropos_environment_is_named(tmp_path: Path):
+    file = tmp_path / "env.yaml"
+    file.write_text("env: {group_size: 8}\nopenai: [{model_name: m}]\nslurm: false\n")
+    with pytest.raises(ConfigError, match="a file of an Atropos environment"):
+        translated(file)
 
 
 @pytest.mark.parametrize(

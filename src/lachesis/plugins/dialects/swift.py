@@ -1,0 +1,74 @@
+"""ms-swift's arguments for GRPO: TRL's under other names and with other defaults, so translated by way of TRL's.
+
+Its rewards have another form, and are left out. Read from ms-swift 4.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from lachesis.common.json_values import is_list
+from lachesis.config.document import Document, describe
+from lachesis.plugins.dialects import trl
+from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
+
+_TABLES: dict[str, Any] = tomllib.loads((NAMES / "swift.toml").read_text(encoding="utf-8"))
+_OWN = {entry.name: entry for entry in read_names("swift", "arguments")}
+SWIFT = Dialect("ms-swift", [*(entry for name, entry in trl.TRL.entries.items() if name not in _OWN), *_OWN.values()])
+_RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other
+# Arguments that are read in this file.
+_HERE = ("tuner_type", "train_type", "enable_thinking", "max_length", "truncation_strategy")
+_TUNERS = {"full": False, "lora": True}
+
+
+def translate(document: Document) -> Translation:
+    """Translate ms-swift's document to a canonical one, all but its rewards."""
+    theirs = Document(document.name, dict(_TABLES["defaults"]), problems=list(document.problems))
+    for name, value in document.data.items():
+        entry = _OWN.get(name)
+        if entry is not None and entry.treatment == "refused" and entry.asks(value):
+            theirs.problems.append(f"{name}{document.at((name,))}: {entry.note}")
+        if entry is None and name not in _HERE:
+            renamed = _TABLES["names"].get(name, name)
+            theirs.data[renamed] = value
+            theirs.origins |= {(renamed, *rest): at for (first, *rest), at in document.origins.items() if first == name}
+    tuner = document.data.get("tuner_type", document.data.get("train_type", "lora"))
+    if tuner not in _TUNERS:
+        at = document.at(("tuner_type",))
+        theirs.problems.append(f"tuner_type{at}: expected full or lora, got {describe(tuner)}")
+    theirs.data |= {"use_peft": _TUNERS.get(tuner, False)}
+    theirs.data.setdefault("learning_rate", _RATES.get(tuner, 1e-4))
+    theirs.data.setdefault("reward_funcs", [])
+    _put_data(theirs, document)
+    processes = theirs.data.get("num_processes")
+    translation = trl.translate(theirs, processes=processes if isinstance(processes, int) else None)
+    translation.document.data.pop("rewards", None)
+    if "enable_thinking" in document.data:
+        thinks = {"enable_thinking": document.data["enable_thinking"]}
+        translation.put("data.chat_template_kwargs", thinks, "chat_template_kwargs")
+    translation.document.data.setdefault("data", {})["conversations"] = True
+    return translation
+
+
+def _put_data(theirs: Document, document: Document) -> None:
+    """Set the dataset, which may end in ``#N`` for its first N rows, and how long a prompt may be."""
+    name = theirs.data.get("dataset_name")
+    if is_list(name) and len(name) == 1:
+        name = name[0]
+    if is_list(name):
+        theirs.data.pop("dataset_name")
+        theirs.data["datasets"] = [{"path": str(one)} for one in name]
+    elif isinstance(name, str):
+        path, part, rows = name.partition("#")
+        theirs.data["dataset_name"] = path
+        if part:
+            theirs.data["dataset_train_split"] = f"train[:{rows}]"
+    length = document.data.get("max_length")
+    if length is not None:
+        theirs.data["max_prompt_length"] = length
+    if length is not None and document.data.get("truncation_strategy", "left") != "delete":
+        theirs.problems.append(
+            f"max_length{document.at(('max_length',))}: prompts are cut to it there, and Lachesis never cuts them; "
+            "write truncation_strategy delete to leave long ones out"
+        )
