@@ -19,6 +19,7 @@ ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").replac
 # Products beside the core, each a folder; they may import any room of it.
 PLUGINS = (
     "atropos",
+    "benchmarks",
     "checks",
     "cluster",
     "dialects",
@@ -37,6 +38,8 @@ PLUGINS = (
 )
 # Plug-ins that use another, and why.
 PLUGIN_IMPORTS_PLUGIN = {
+    ("benchmarks", "report"): "its intervals are those of a report",
+    ("benchmarks", "export"): "merges a run's adapter",
     ("checks", "atropos"): "asks an API whether it answers",
     ("checks", "sandbox"): "tries the walls",
     ("environments", "sandbox"): "agents run behind its wall, and it judges the files that they leave",

@@ -46,6 +46,9 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),
         "watch": Command("plugins.report.commands", "Show current and finished runs on a live page."),
         "report": Command("plugins.report.commands", "Write report.html again, or static pages of several runs."),
+        "eval": Command(
+            "plugins.benchmarks.commands", "Evaluate a model on benchmarks, and say whether one is better than another."
+        ),
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
         "rollouts": Command(
             "plugins.report.rollout_commands",

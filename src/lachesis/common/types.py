@@ -256,7 +256,8 @@ class EvalResult:
     """The result of a greedy (or sampled) evaluation on held-out problems.
 
     ``accuracy`` is the share of successes among all ``samples`` of all ``problems`` (avg@k), ``pass_at_k`` the
-    share of problems with at least one success; None with one sample, where both are the same.
+    share of problems with at least one success; None with one sample, where both are the same. ``benchmarks`` has the
+    figures of each named benchmark.
     """
 
     step: int
@@ -267,6 +268,7 @@ class EvalResult:
     seconds: float
     samples: int = 1
     pass_at_k: float | None = None
+    benchmarks: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, slots=True)

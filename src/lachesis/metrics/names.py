@@ -135,7 +135,17 @@ def evaluation_values(result: EvalResult) -> dict[str, float]:
         **({} if result.pass_at_k is None else {"evaluation/pass_at_k": result.pass_at_k}),
         "evaluation/mean_length": result.mean_length,
         "evaluation/seconds": result.seconds,
+        **{f"evaluation/{name}/{key}": value for name, of in result.benchmarks.items() for key, value in of.items()},
     }
+
+
+def benchmark_words(result: EvalResult) -> list[str]:
+    """Return "gsm8k 62 % (59 to 65 %, n = 1319)" of each named benchmark of an evaluation."""
+    return [
+        f"{name} {format_share(of['mean'])} ({100 * of['mean_low']:.0f} to {100 * of['mean_high']:.0f} %, "
+        f"n = {of['problems']:.0f})"
+        for name, of in result.benchmarks.items()
+    ]
 
 
 def format_number(value: float) -> str:

@@ -17,6 +17,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "steps": "environments.steps.build:build_players",
         "verifiers": "environments.verifiers.build:build_players",
     },
+    "benchmarks": {"suite": "benchmarks.suite:build_suite"},
     "teachers": {"url": "teachers.teacher:build_teach"},
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",

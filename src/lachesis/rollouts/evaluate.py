@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lachesis.common.deadline import Deadline
@@ -136,23 +136,33 @@ class Evaluates(Protocol):
     def run(self, step: int) -> EvalResult: ...
 
 
+class Benchmarks(Evaluates, Protocol):
+    """Measures them on named benchmarks."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledEvaluation:
     """Evaluates when it is due: before the first step, every N steps, and after the last.
 
     Args:
-        evaluator: ``None`` where there are no held-out problems; then nothing is ever due.
+        evaluator: ``None`` where there are no held-out problems.
         every_steps: 0 leaves only the first and the last.
+        benchmarks: evaluated at the same steps; without held-out problems the result is theirs.
     """
 
     evaluator: Evaluates | None
     every_steps: int
     last_step: int
+    benchmarks: Benchmarks | None = None
 
     def close(self) -> None:
         """End who plays completions of several turns. Idempotent."""
         if isinstance(self.evaluator, Evaluator) and self.evaluator.episodes is not None:
             self.evaluator.episodes.close()
+        if self.benchmarks is not None:
+            self.benchmarks.close()
 
     def due(self, step: int) -> bool:
         """Return True if the weights after ``step`` are evaluated, so that the engine must have them."""
@@ -160,4 +170,11 @@ class ScheduledEvaluation:
 
     def maybe_run(self, step: int) -> EvalResult | None:
         """Evaluate the weights after ``step`` if that is due. Raises as :meth:`Evaluator.run`."""
-        return self.evaluator.run(step) if self.evaluator is not None and self.due(step) else None
+        if not self.due(step):
+            return None
+        result = None if self.evaluator is None else self.evaluator.run(step)
+        if self.benchmarks is None:
+            return result
+        found = self.benchmarks.run(step)
+        seconds = found.seconds + (0.0 if result is None else result.seconds)
+        return replace(result or found, benchmarks=found.benchmarks, seconds=seconds)

@@ -24,6 +24,7 @@ from lachesis.engines.base import Engine
 from lachesis.engines.build import ENGINE
 from lachesis.metrics.custom import HEALTH_RULE, SINK
 from lachesis.pipeline.feed import Feed
+from lachesis.plugins import load
 from lachesis.rollouts.base import ROLLOUTS
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import reward_decoder
@@ -133,7 +134,7 @@ def build_evaluation(
     keep: Callable[[int, Sequence[Group]], None] | None = None,
     evaluator: Evaluates | None = None,
 ) -> ScheduledEvaluation:
-    """One completion for each held-out problem, greedy unless configured otherwise; never, without problems.
+    """One completion for each held-out problem, greedy unless configured otherwise, and the named benchmarks.
 
     ``keep`` is given what each evaluation has generated. An environment that has held-out tasks of its own brings its
     ``evaluator``.
@@ -155,7 +156,14 @@ def build_evaluation(
             episodes=build_evaluated(config, params, policy=policy, engine=engine, rewarder=rewarder),
             keep=keep,
         )
-    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
+    return ScheduledEvaluation(
+        evaluator,
+        every_steps=config.evaluation.every_steps,
+        last_step=total_steps(config),
+        benchmarks=load("benchmarks", "suite")(config, policy=policy, engine=engine)
+        if config.evaluation.benchmarks
+        else None,
+    )
 
 
 def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:

@@ -178,6 +178,13 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
     if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
         yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
     held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
+    apart, held_out = held_out, held_out or bool(evaluation.benchmarks)
+    names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
+    alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
+    if alike and evaluation.temperature == 0:
+        yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are all alike; set a temperature")
     if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "
@@ -185,8 +192,9 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         )
     if len(every) == 2:
         yield note("evaluation.every_epochs does nothing beside every_steps, which counts")
-    if not held_out:
-        unused = changed(config, "evaluation", "max_problems", "samples_per_problem", "temperature", "success_reward")
+    if not apart:
+        of_both = () if held_out else ("samples_per_problem", "temperature")
+        unused = changed(config, "evaluation", "max_problems", "success_reward", *of_both)
         if unused:
             yield note(f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
     by_evaluations = [*changed(config, "evaluation", "patience"), *changed(config, "checkpoint", "keep_best")]

@@ -14,6 +14,7 @@ from lachesis.config.section import (
     PositiveInt,
     Section,
 )
+from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
 from lachesis.plugins.export.section import HubConfig
 from lachesis.plugins.sinks.section import MlflowConfig, TrackioConfig, WandbConfig
 
@@ -54,6 +55,11 @@ class EvaluationConfig(Section):
         default=1, description="Completions a problem: k in avg@k and pass@k; more than one need a temperature."
     )
     temperature: NonNegativeFloat = Field(default=0.0, description="0 is greedy.")
+    benchmarks: list[BenchmarkName | BenchmarkConfig] = Field(
+        default_factory=list[BenchmarkName | BenchmarkConfig],
+        description="Benchmarks by name, evaluated at the same steps: gsm8k, math500, aime24, aime25, amc23, ifeval, "
+        "humaneval, mbpp, livecodebench; from the hub, or from `path`.",
+    )
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
     patience: PositiveInt | None = Field(
         default=None,

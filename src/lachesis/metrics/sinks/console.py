@@ -20,7 +20,7 @@ from rich.text import Text
 from lachesis.common.group_codec import json_safe
 from lachesis.common.types import EvalResult, Finding, Sample, StepRecord
 from lachesis.metrics.hub import Sink
-from lachesis.metrics.names import format_number, format_seconds, format_share
+from lachesis.metrics.names import benchmark_words, format_number, format_seconds, format_share
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
@@ -126,6 +126,8 @@ class ConsoleSink(Sink):
                 f"step {result.step}/{self._total}  held-out accuracy {format_share(result.accuracy)} "
                 f"({result.problems} problems, {format_seconds(result.seconds)})"
             )
+        for words in benchmark_words(result):
+            self._line(f"step {result.step}/{self._total}  {words}")
 
     def close(self) -> None:
         live, self._live = self._live, None

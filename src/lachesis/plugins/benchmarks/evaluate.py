@@ -1,0 +1,126 @@
+"""Evaluation of a model, or of a run's model, by an engine that is started for it or runs already."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
+from lachesis.common.http import free_port
+from lachesis.common.run_files import run_paths
+from lachesis.common.types import SamplingParams
+from lachesis.config.schema import ModelConfig
+from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.options import ServeOptions
+from lachesis.plugins.benchmarks.results import RESULTS, Score, read_results, write_results
+from lachesis.plugins.benchmarks.section import BenchmarkConfig
+from lachesis.plugins.benchmarks.suite import Suite
+from lachesis.plugins.benchmarks.table import benchmarks
+from lachesis.plugins.export.export import export
+from lachesis.process.managed import ManagedProcess
+from lachesis.train.model.loading import context_length, load_tokenizer
+
+_START_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Benchmarks and settings of an evaluation.
+
+    Attributes:
+        benchmarks: names, or ``NAME=PATH``.
+        engine: ``embedded``, ``vllm``, or an address.
+    """
+
+    benchmarks: Sequence[str]
+    samples: int
+    temperature: float
+    max_tokens: int
+    limit: int | None
+    engine: str
+
+    def configs(self) -> list[BenchmarkConfig]:
+        """Return the benchmarks. Raises ConfigError if one does not exist, is named twice, or samples are alike."""
+        named = [word.strip().partition("=") for word in self.benchmarks]
+        names = [name for name, _, _ in named]
+        unknown = [name for name in names if name not in benchmarks()]
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not a benchmark", remedy=f"choose among {', '.join(benchmarks())}")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{', '.join(names)}: a benchmark is named twice", remedy="name each once")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(f"{self.samples} greedy samples are all alike", remedy="set --temperature 0.6")
+        return [
+            BenchmarkConfig.model_validate({"name": name, "path": path or None, "max_problems": self.limit})
+            for name, _, path in named
+        ]
+
+
+def evaluate(model: str, asked: Asked, *, out: Path | None) -> tuple[dict[str, Score], Path]:
+    """Return the scores of a model and the directory that has them; those of a directory of results are read.
+
+    Raises:
+        LachesisError: the model, a benchmark's data or the engine is not available.
+    """
+    place = Path(model)
+    if (place / RESULTS).is_file():
+        return read_results(place), place
+    of_run = run_paths(place)["config"].is_file()
+    if out is None:
+        out = run_paths(place)["evaluations"] / "benchmarks/final" if of_run else Path("evals") / place.name
+    configs = asked.configs()
+    with tempfile.TemporaryDirectory(prefix="lachesis-eval-") as scratch:
+        path = _model_of(place, Path(scratch)) if of_run else model
+        with _served(path, asked.engine, Path(scratch)) as engine:
+            config = ModelConfig(path=path)
+            suite = Suite(
+                asked=configs,
+                engine=engine,
+                tokenizer=load_tokenizer(config),
+                params=SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature),
+                context=context_length(config),
+                samples=asked.samples,
+            )
+            try:
+                found = suite.scores(0)
+            finally:
+                suite.close()
+    write_results(out, found, model=model)
+    return found, out
+
+
+def _model_of(run: Path, scratch: Path) -> str:
+    """Return the directory of a run's final model, an adapter's merged with its base. Raises CheckpointError."""
+    final = run_paths(run)["final"]
+    if (final / "adapter_config.json").is_file():
+        return str(export(run, scratch / "model", merge=True))
+    if not final.is_dir():
+        raise ConfigError(f"{run} has no final model", remedy="let the run end, or name RUN/models/step_N of an export")
+    return str(final)
+
+
+@contextmanager
+def _served(model: str, engine: str, scratch: Path) -> Iterator[HttpEngine]:
+    """Start a server of the model, unless ``engine`` is the address of one."""
+    if engine in ("embedded", "vllm"):
+        options = ServeOptions.model_validate({"model": model, "engine": engine, "port": free_port()})
+        command = [sys.executable, "-m", "lachesis", "serve", *options.command_line()]
+        server = ManagedProcess(command, url=options.url, log_path=scratch / "engine.log")
+    else:
+        options, server = None, None
+    client = HttpEngine([engine if options is None else options.url])
+    try:
+        deadline = Deadline(f"the start of a server of {model}", _START_S)
+        if server is not None:
+            server.start(deadline=deadline)
+        client.connect(deadline=deadline)
+        yield client
+    finally:
+        client.close()
+        if server is not None:
+            server.stop()

@@ -1,0 +1,26 @@
+"""An entry of `evaluation.benchmarks`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lachesis.config.section import PositiveInt, Section
+
+BenchmarkName = Literal[
+    "gsm8k", "math500", "aime24", "aime25", "amc23", "ifeval", "humaneval", "mbpp", "livecodebench"
+]  # fmt: skip
+
+
+class BenchmarkConfig(Section):
+    """A named benchmark, otherwise than as usual."""
+
+    name: BenchmarkName = Field(description="Its name.")
+    path: str | None = Field(default=None, description="File or dataset that has its problems, with the same columns.")
+    split: str | None = Field(default=None, description="As `data.split`; that of the benchmark if unset.")
+    samples: PositiveInt | None = Field(default=None, description="As `evaluation.samples_per_problem`.")
+    max_problems: PositiveInt | None = Field(default=None, description="Use only the first N problems.")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="Most tokens of a completion; `sampling.max_completion_length` if unset."
+    )
