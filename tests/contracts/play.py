@@ -19,7 +19,8 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
-from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.build import load_players
 from lachesis.plugins.environments.verifiers.settings import VerifiersSettings, own_signals
@@ -134,7 +135,7 @@ def steps(environment: str, tokenizer: Any, *, calls: bool = False) -> dict[str,
         calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
         params=SamplingParams(max_tokens=400), max_context=1000, vocab_size=200,
     )  # fmt: skip
-    settings = StepSettings(environment=environment, max_tasks=10, eval_tasks=2, max_turns=3)
+    settings = StepsSourceConfig(environment=environment, max_tasks=10, eval_tasks=2, max_turns=3)
     return json.loads(json.dumps(record(step_players(policy, settings), engine, hang_s=1.0)))
 
 

@@ -10,18 +10,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import Completion, EvalResult, GenerationRequest, Prompt, Sample, SamplingParams
+from lachesis.config.schema import StepsSourceConfig, VerifiersSourceConfig
 from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED
 from lachesis.plugins.atropos.environments.base import Environment, endless, together
 from lachesis.plugins.atropos.environments.client import InferenceClient
 from lachesis.plugins.atropos.environments.evaluation import Attempts, evaluate_environment
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
-from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.verifiers.build import verifiers_players
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
 
@@ -208,15 +209,7 @@ class VerifiersEnvironment(EpisodeEnvironment):
     name = "verifiers"
 
     def build(self, policy: PolicyAccess) -> TaskPlayers:
-        config = self.config
-        return verifiers_players(
-            policy,
-            environment=config.environment,
-            args=config.args,
-            renderer={"name": "auto"},
-            max_tasks=config.max_tasks,
-            eval_tasks=config.eval_tasks,
-        )
+        return verifiers_players(policy, VerifiersSourceConfig(**_keys_of(self.config, VerifiersSourceConfig)))
 
 
 class StepsConfig(EpisodesConfig):
@@ -241,21 +234,15 @@ class StepsEnvironment(EpisodeEnvironment):
     def build(self, policy: PolicyAccess) -> TaskPlayers:
         config = self.config
         assert isinstance(config, StepsConfig), "the class that this one names"
-        settings = StepSettings(
-            environment=config.environment,
-            interface=config.interface,
-            args=config.args,
-            tasks=config.tasks,
-            max_tasks=config.max_tasks,
-            eval_tasks=config.eval_tasks,
-            max_turns=config.max_turns,
-            turn_tokens=config.turn_tokens,
-            tool_parser=config.tool_parser,
-        )
-        return step_players(policy, settings)
+        return step_players(policy, StepsSourceConfig(**_keys_of(config, StepsSourceConfig)))
 
 
 EPISODES: Mapping[str, type[EpisodeEnvironment]] = {"verifiers": VerifiersEnvironment, "steps": StepsEnvironment}
+
+
+def _keys_of(config: EpisodesConfig, section: type[BaseModel]) -> dict[str, Any]:
+    """Return the values that a section ``source`` has keys for."""
+    return {name: value for name, value in config if name in section.model_fields}
 
 
 def reward_of(played: Played) -> float:

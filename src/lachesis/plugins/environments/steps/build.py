@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,130 +29,95 @@ HERMES = "hermes"
 _MAKING_S = 600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """One environment and how it is played.
-
-    Args:
-        environment: ``FILE.py:NAME`` or ``module.NAME`` of a class, or of a function that makes an environment; or the
-            address of an OpenEnv server.
-        interface: ``gymnasium``, ``tinker``, ``trl`` or ``openenv``; ``auto`` goes by the methods that it has.
-        args: keywords of the class or function; it gets the task's columns that it names too, and ``tokenizer``.
-        tasks: a file whose rows are the tasks; without one a task is a number, its ``seed``.
-        max_tasks: the first so many; needed without a file.
-        tool_parser: how the model writes a call, of environments whose methods are tools.
-        template_kwargs: further variables of the chat template.
-    """
-
-    environment: str
-    interface: str = "auto"
-    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tasks: str | None = None
-    max_tasks: int | None = None
-    eval_tasks: int = 0
-    max_turns: int = 8
-    turn_tokens: int | None = None
-    tool_parser: str = HERMES
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
 def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> StepPlayers:
     """Build the players of the section ``source`` with kind steps. Raises as :func:`step_players`."""
     source = config.source
     assert isinstance(source, StepsSourceConfig)
-    settings = StepSettings(
-        environment=source.environment,
-        interface=source.interface,
-        args=source.args,
-        tasks=source.tasks,
-        max_tasks=source.max_tasks,
-        eval_tasks=source.eval_tasks,
-        max_turns=source.max_turns,
-        turn_tokens=source.turn_tokens,
-        tool_parser=source.tool_parser,
-        template_kwargs=config.data.chat_template_kwargs,
-    )
-    return step_players(access, settings, rewarder=rewarder)
+    return step_players(access, source, rewarder=rewarder, template_kwargs=config.data.chat_template_kwargs)
 
 
-def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewarder | None = None) -> StepPlayers:
+def step_players(
+    policy: PolicyAccess,
+    source: StepsSourceConfig,
+    *,
+    rewarder: Rewarder | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> StepPlayers:
     """Build the players of an environment. It is made once here, to see which methods it has.
+
+    Args:
+        policy: that plays.
+        source: the environment, and how it is played.
+        rewarder: reward functions besides the environment's own reward.
+        template_kwargs: further variables of the chat template.
 
     Raises:
         ConfigError: it cannot be loaded or made, has none of the interfaces, or would have no reward.
         DataError: there are no tasks, or unlimited ones.
     """
-    rows = task_rows(settings)
-    if settings.interface == "openenv" or is_address(settings.environment):
-        return _over_server(policy, settings, rows, rewarder)
-    maker = _maker(settings, policy)
-    probe, interface = _tried(maker, rows[0], settings)
-    _require_no_parser(settings, interface)
-    schemas = tool_schemas(probe) if interface == "trl" else {}
-    owned = interface != "trl" or owns_reward(probe)
+    rows, schemas, owned = task_rows(source), dict[str, Mapping[str, Any]](), True
+    if source.interface == "openenv" or is_address(source.environment):
+        make = _over_server(source)
+    else:
+        maker = _maker(source, policy)
+        probe, interface = _tried(maker, rows[0], source)
+        _require_no_parser(source, interface)
+        if interface == "trl":
+            schemas, owned = tool_schemas(probe), owns_reward(probe)
+        make = _games(source, maker, interface, schemas, policy)
     if not owned and rewarder is None:
         raise ConfigError(
-            f"{settings.environment!r} has no get_reward, and there are no rewards.functions: no reward is defined",
+            f"{source.environment!r} has no get_reward, and there are no rewards.functions: no reward is defined",
             remedy="write get_reward(self) -> float, or a reward function that takes `environments`",
         )
     told = {"tools": list(schemas.values())} if schemas else {}
     return StepPlayers(
         policy=policy,
         rows=rows,
-        make=_games(settings, maker, interface, schemas, policy),
+        make=make,
         rendering=Rendering(
-            policy.tokenizer, {**settings.template_kwargs, **told}, special_tokens=policy.special_tokens
+            policy.tokenizer, {**(template_kwargs or {}), **told}, special_tokens=policy.special_tokens
         ),
-        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
-        eval_tasks=settings.eval_tasks,
+        limits=EpisodeLimits(source.max_turns, source.turn_tokens),
+        eval_tasks=source.eval_tasks,
         rewarder=rewarder,
         owned=owned,
     )
 
 
-def _over_server(
-    policy: PolicyAccess, settings: StepSettings, rows: list[Row], rewarder: Rewarder | None
-) -> StepPlayers:
-    """Episodes on a server of OpenEnv. Raises as :func:`find_server`."""
-    if not is_address(settings.environment) or settings.interface not in ("auto", "openenv"):
+def _over_server(source: StepsSourceConfig) -> MakeGame:
+    """Return the maker of episodes on a server of OpenEnv. Raises as :func:`find_server`."""
+    if not is_address(source.environment) or source.interface not in ("auto", "openenv"):
         raise ConfigError(
-            f"source.environment is {settings.environment!r} and source.interface {settings.interface}",
+            f"source.environment is {source.environment!r} and source.interface {source.interface}",
             remedy="give the address of an OpenEnv server, as http://127.0.0.1:8000, and no other interface",
         )
-    _require_no_parser(settings, "openenv")
-    server = find_server(settings.environment, settings.args)
+    _require_no_parser(source, "openenv")
+    server = find_server(source.environment, source.args)
 
     async def make(row: Row) -> Game:
         return OpenEnvGame(server, row)
 
-    return StepPlayers(
-        policy=policy,
-        rows=rows,
-        make=make,
-        rendering=Rendering(policy.tokenizer, settings.template_kwargs, special_tokens=policy.special_tokens),
-        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
-        eval_tasks=settings.eval_tasks,
-        rewarder=rewarder,
-    )
+    return make
 
 
-def _require_no_parser(settings: StepSettings, interface: str) -> None:
-    if interface != "trl" and settings.tool_parser != HERMES:
+def _require_no_parser(source: StepsSourceConfig, interface: str) -> None:
+    if interface != "trl" and source.tool_parser != HERMES:
         raise ConfigError("source.tool_parser is for methods that are tools", remedy="leave it out")
 
 
-def task_rows(settings: StepSettings) -> list[Row]:
+def task_rows(source: StepsSourceConfig) -> list[Row]:
     """Return the tasks: rows of a file, or numbers; each has a ``seed``, its number unless the row has one."""
-    if settings.tasks is None:
-        if settings.max_tasks is None:
+    if source.tasks is None:
+        if source.max_tasks is None:
             raise DataError(
-                f"{settings.environment!r} has no end of tasks",
+                f"{source.environment!r} has no end of tasks",
                 remedy="set source.max_tasks, or source.tasks to a file",
             )
-        return [{"seed": number} for number in range(settings.max_tasks)]
-    found = read_file(Path(settings.tasks))[: settings.max_tasks]
+        return [{"seed": number} for number in range(source.max_tasks)]
+    found = read_file(Path(source.tasks))[: source.max_tasks]
     if not found:
-        raise DataError(f"{settings.tasks} has no tasks", remedy="write a row for each")
+        raise DataError(f"{source.tasks} has no tasks", remedy="write a row for each")
     rows = [dict(row.columns) for row in found]
     return [row if row.get("seed") is not None else row | {"seed": number} for number, row in enumerate(rows)]
 
@@ -174,9 +138,9 @@ def interface_of(env: object) -> str:
     )
 
 
-def _maker(settings: StepSettings, policy: PolicyAccess) -> Callable[[Row], Any]:
+def _maker(source: StepsSourceConfig, policy: PolicyAccess) -> Callable[[Row], Any]:
     """Return a function that makes a new environment for a task, from the named class or function."""
-    factory = load_function(settings.environment)
+    factory = load_function(source.environment)
     try:
         names = {name for name, one in inspect.signature(factory).parameters.items() if one.kind is not one.VAR_KEYWORD}
     except (TypeError, ValueError):  # of a class in C: it gets what the configuration gives
@@ -184,12 +148,12 @@ def _maker(settings: StepSettings, policy: PolicyAccess) -> Callable[[Row], Any]
 
     def make(row: Row) -> Any:
         offered = {"tokenizer": policy.tokenizer, **row}
-        return factory(**{name: value for name, value in offered.items() if name in names} | dict(settings.args))
+        return factory(**{name: value for name, value in offered.items() if name in names} | dict(source.args))
 
     return make
 
 
-def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tuple[Any, str]:
+def _tried(maker: Callable[[Row], Any], row: Row, source: StepsSourceConfig) -> tuple[Any, str]:
     """Make an environment, close it again, and return it with its interface. Raises ConfigError if that fails."""
     thread = CallThread("lachesis-environment")
     try:
@@ -197,10 +161,10 @@ def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tup
         if made.hung or made.error is not None:
             why = f"took longer than {_MAKING_S:g} s" if made.error is None else describe_exception(made.error, None)
             raise ConfigError(
-                f"source.environment {settings.environment!r} cannot be made: {why}",
+                f"source.environment {source.environment!r} cannot be made: {why}",
                 remedy="mend it, or correct source.args",
             ) from made.error
-        interface = settings.interface if settings.interface != "auto" else interface_of(made.result)
+        interface = source.interface if source.interface != "auto" else interface_of(made.result)
         if interface != "trl" and callable(close := getattr(made.result, "close", None)):
             thread.call(close, {}, timeout_s=_MAKING_S)
         return made.result, interface
@@ -209,14 +173,14 @@ def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tup
 
 
 def _games(
-    settings: StepSettings,
+    source: StepsSourceConfig,
     maker: Callable[[Row], Any],
     interface: str,
     schemas: Mapping[str, Mapping[str, Any]],
     policy: PolicyAccess,
 ) -> MakeGame:
-    parse = load_parser(settings.tool_parser, tokenizer=policy.tokenizer)
-    what = settings.environment
+    parse = load_parser(source.tool_parser, tokenizer=policy.tokenizer)
+    what = source.environment
 
     async def make(row: Row) -> Game:
         calls = EnvironmentCalls(what)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lachesis.common.errors import DependencyError, first_line
 from lachesis.config.schema import LachesisConfig
@@ -30,26 +29,11 @@ def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Reward
     """
     source = config.source
     assert isinstance(source, VerifiersSourceConfig)
-    return verifiers_players(
-        access,
-        environment=source.environment,
-        args=source.args,
-        renderer=source.renderer,
-        max_tasks=source.max_tasks,
-        eval_tasks=source.eval_tasks,
-    )
+    return verifiers_players(access, source)
 
 
-def verifiers_players(
-    policy: PolicyAccess,
-    *,
-    environment: str,
-    args: Mapping[str, Any],
-    renderer: Mapping[str, Any],
-    max_tasks: int | None,
-    eval_tasks: int,
-) -> TaskPlayers:
-    """Build the players of an environment of verifiers; arguments as :class:`VerifiersSettings`.
+def verifiers_players(policy: PolicyAccess, source: VerifiersSourceConfig) -> TaskPlayers:
+    """Build the players of an environment of verifiers.
 
     Raises:
         DependencyError: verifiers is not installed.
@@ -58,18 +42,18 @@ def verifiers_players(
     directory = tempfile.TemporaryDirectory(prefix="lachesis-tokenizer-")
     policy.tokenizer.save_pretrained(directory.name)
     settings = VerifiersSettings(
-        environment=environment,
-        args=args,
+        environment=source.environment,
+        args=source.args,
         server=TurnServer(
             policy.calls, params=policy.params, max_context=policy.max_context, vocab_size=policy.vocab_size
         ),
         tokenizer=Path(directory.name),
         model=policy.model,
-        renderer=renderer,
+        renderer=source.renderer,
         params=policy.params,
         decode=text_decoder(policy.tokenizer),
-        max_tasks=max_tasks,
-        eval_tasks=eval_tasks,
+        max_tasks=source.max_tasks,
+        eval_tasks=source.eval_tasks,
     )
     with own_signals():
         players = load_players()(settings)

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lachesis.common.objects import Giving
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.plugins.environments.steps.build import StepSettings, step_players
+from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.steps.build import step_players
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.episodes import Played, PolicyAccess
 from lachesis.rollouts.generation import SpecialTokens
@@ -47,6 +48,7 @@ def players(
     rewarder: Rewarder | None = None,
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
     special_tokens: SpecialTokens = "remove",
+    template_kwargs: dict[str, Any] | None = None,
     **settings: Any,
 ):
     """Players of an environment that is given as an object."""
@@ -57,7 +59,7 @@ def players(
         special_tokens=special_tokens,
     )  # fmt: skip
     settings = {"environment": giving.give("env", env), "max_tasks": 3} | settings
-    made = step_players(policy, StepSettings(**settings), rewarder=rewarder)
+    made = step_players(policy, StepsSourceConfig(**settings), rewarder=rewarder, template_kwargs=template_kwargs)
     made.keep = giving
     return made
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.plugins.environments.steps.build import StepSettings, interface_of, task_rows
+from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.steps.build import interface_of, task_rows
 from tests.fakes import FakeEngine
 from tests.unit.plugins.environments.steps.games import Count, Prompts, Talk, Tools, players
 
@@ -24,11 +25,11 @@ def test_the_interface_is_that_of_the_methods():
 def test_tasks_are_numbers_or_rows(tmp_path: Path):
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"word": "a"}\n{"word": "b", "seed": 9}\n{"word": "c"}\n')
-    assert task_rows(StepSettings(environment="x", max_tasks=2)) == [{"seed": 0}, {"seed": 1}]
-    rows = task_rows(StepSettings(environment="x", tasks=str(file), max_tasks=2))
+    assert task_rows(StepsSourceConfig(environment="x", max_tasks=2)) == [{"seed": 0}, {"seed": 1}]
+    rows = task_rows(StepsSourceConfig(environment="x", tasks=str(file), max_tasks=2))
     assert rows == [{"seed": 0, "word": "a"}, {"seed": 9, "word": "b"}]
     with pytest.raises(DataError, match="no end of tasks"):
-        task_rows(StepSettings(environment="x"))
+        task_rows(StepsSourceConfig(environment="x"))
 
 
 def test_the_last_tasks_are_held_out():
