@@ -8,8 +8,10 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import jinja2
 import yaml
 
 from lachesis.common.objects import is_given
@@ -20,6 +22,7 @@ from lachesis.plugins.report.data import Run, date_of, descriptors, facts, headl
 
 # What a model's card is called beside it.
 CARD = "README.md"
+_TEMPLATE = Path(__file__).with_name("card.md.j2")
 _POINTS = 12
 _BAR = 30
 _SHOWN = (
@@ -49,21 +52,28 @@ def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False, 
     whole = read_run(run_dir)
     run = whole if step is None else replace(whole, log=_until(whole.log, step))
     base = str(setting(run.config, "model.path", ""))
-    parts = [
-        _metadata(run, base, merged=merged),
-        f"# {Path(run_dir).resolve().name}",
-        _result(run),
-        _left_out(whole.log, step),
-        _curve(run.log),
-        _settings(run),
-        _usage(run, base, name=name, merged=merged),
-    ]
-    words = ", ".join([base if _is_hub_id(base) else Path(base).name, *descriptors(run.config)[1:]])
-    parts.append(
-        f"## Trained with\n\nGRPO by Lachesis {__version__}: {words}. Rewards: "
-        f"{', '.join(_rewards(run)) or 'those of its environments'}."
+    adapter = setting(run.config, "adapter.kind") == "lora" and not merged
+    directory = Path(run_dir).resolve().name
+    last = whole.log.steps[-1].step if whole.log.steps else 0
+    settings = [(words, str(value)) for key, words in _SHOWN if (value := setting(run.config, key)) is not None]
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata=_metadata(run, base, adapter=adapter),
+        title=directory,
+        table=_table,
+        result=_result(run),
+        left_out=None if step is None or last <= step else {"step": step, "last": last},
+        curve=_curve(run.log),
+        settings=settings,
+        name=name,
+        short=shlex.quote((name or run.directory.resolve().name).rpartition("/")[2]),
+        base=base,
+        adapter=adapter,
+        rank=setting(run.config, "adapter.r", 16),
+        version=__version__,
+        words=[base if _is_hub_id(base) else Path(base).name, *descriptors(run.config)[1:]],
+        rewards=_rewards(run),
     )
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _until(log: MetricsLog, step: int) -> MetricsLog:
@@ -71,16 +81,13 @@ def _until(log: MetricsLog, step: int) -> MetricsLog:
     return MetricsLog(steps, tuple(result for result in log.evaluations if result.step <= step))
 
 
-def _metadata(run: Run, base: str, *, merged: bool) -> str:
+def _metadata(run: Run, base: str, *, adapter: bool) -> str:
     """Return the metadata; base model and data must be the hub's ids, not paths."""
-    fields: dict[str, Any] = {"library_name": "transformers", "tags": ["grpo", "lachesis", "reinforcement-learning"]}
-    if setting(run.config, "adapter.kind") == "lora" and not merged:
-        fields["library_name"] = "peft"
-    data = str(setting(run.config, "data.path") or "")
+    library, data = "peft" if adapter else "transformers", str(setting(run.config, "data.path") or "")
+    fields: dict[str, Any] = {"library_name": library, "tags": ["grpo", "lachesis", "reinforcement-learning"]}
     fields |= {"base_model": base} if _is_hub_id(base) else {}
     fields |= {"datasets": [data]} if _is_hub_id(data) else {}
-    fields["pipeline_tag"] = "text-generation"
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+    return yaml.safe_dump(fields | {"pipeline_tag": "text-generation"}, sort_keys=False)
 
 
 def _is_hub_id(name: str) -> bool:
@@ -88,74 +95,26 @@ def _is_hub_id(name: str) -> bool:
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/")) and not Path(name).exists()
 
 
-def _result(run: Run) -> str:
-    found = headline(run.log)
+def _result(run: Run) -> list[tuple[str, str]]:
+    found, when = headline(run.log), date_of(run.log.steps)
     begun = f"{found['first']} → " if found["first"] else ""
-    rows = [(found["label"], f"{begun}{found['last']}"), *facts(run)]
-    when = date_of(run.log.steps)
-    rows += [("trained on", when)] if when else []
-    return "## Result\n\n" + _table("", "", rows)
-
-
-def _left_out(log: MetricsLog, step: int | None) -> str:
-    """Return a sentence that says the run continued after the model, if it did."""
-    last = log.steps[-1].step if log.steps else 0
-    if step is None or last <= step:
-        return ""
-    return f"The model is that of step {step}. The run continued to step {last}; all figures are up to step {step}."
+    return [(found["label"], f"{begun}{found['last']}"), *facts(run), *([("trained on", when)] if when else [])]
 
 
 def _curve(log: MetricsLog) -> str:
-    """Return the mean reward over the run, in parts with equally many steps."""
+    """Return the mean reward over the run, in parts with equally many steps; empty if there is nothing to draw."""
     points = [(line.step, line.values["reward"]) for line in log.steps if "reward" in line.values]
     if len(points) < 2:
         return ""
     size = -(-len(points) // _POINTS)
     parts = [points[start : start + size] for start in range(0, len(points), size)]
-    means = [sum(value for _, value in part) / len(part) for part in parts]
+    means = [fmean(value for _, value in part) for part in parts]
     low, high = min(0.0, *means), max(means)
     rows = [f"{'steps':>13}  mean reward"]
     for part, mean in zip(parts, means, strict=True):
         bar = "#" * round(_BAR * (mean - low) / (high - low)) if high > low else ""
         rows.append(f"{f'{part[0][0]} to {part[-1][0]}':>13}  {format_number(mean):<8} {bar}".rstrip())
-    return "## Reward\n\n```\n" + "\n".join(rows) + "\n```"
-
-
-def _settings(run: Run) -> str:
-    rows = [(words, str(value)) for key, words in _SHOWN if (value := setting(run.config, key)) is not None]
-    return "## Settings\n\n" + _table("", "", rows) if rows else ""
-
-
-def _usage(run: Run, base: str, *, name: str | None, merged: bool) -> str:
-    """Return the lines that load the model in transformers, vLLM and Ollama."""
-    model = name or "MODEL"
-    short = shlex.quote((name or run.directory.resolve().name).rpartition("/")[2])
-    loader, library, server = "AutoModelForCausalLM", "transformers", f"vllm serve {model}"
-    if setting(run.config, "adapter.kind") == "lora" and not merged:
-        loader, library = "AutoPeftModelForCausalLM", "peft"
-        rank = setting(run.config, "adapter.r", 16)
-        server = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {short}={model}"
-    where = "" if name else "`MODEL` is the directory with these files, or the model's id on the hub.\n\n"
-    return f"""## Use it
-
-{where}```python
-from transformers import AutoTokenizer
-from {library} import {loader}
-
-model = {loader}.from_pretrained("{model}")
-tokenizer = AutoTokenizer.from_pretrained("{model}")
-```
-
-```bash
-{server}
-```
-
-For Ollama, from the run's directory `RUN`, with llama.cpp's converter installed:
-
-```bash
-lachesis export RUN gguf --to gguf
-echo "FROM ./gguf/model.gguf" > Modelfile && ollama create {short.lower()} -f Modelfile
-```"""
+    return "\n".join(rows)
 
 
 def _rewards(run: Run) -> list[str]:
@@ -168,6 +127,6 @@ def _rewards(run: Run) -> list[str]:
     return names
 
 
-def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+def _table(rows: list[tuple[str, str]]) -> str:
     escaped = [f"| {name} | {value.replace('|', '/')} |" for name, value in rows]
-    return "\n".join([f"| {left} | {right} |", "|---|---|", *escaped])
+    return "\n".join(["|  |  |", "|---|---|", *escaped])
