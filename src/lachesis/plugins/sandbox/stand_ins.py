@@ -247,12 +247,6 @@ class StandIn:
             raise AttributeError(name)
         return _do(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        _do(self, "setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _do(self, "delattr", name)
-
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         made = _session(self).do("call", self, *args, **keywords)
         return _as_thing(made) if _kind(self) == "class" else made
@@ -294,59 +288,14 @@ class StandIn:
     def __reversed__(self) -> Iterator[Any]:
         return iter(_do(self, "reversed"))
 
-    def __getitem__(self, key: Any) -> Any:
-        return _do(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _do(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _do(self, "delitem", key)
-
     def __enter__(self) -> Any:
         return self.__getattr__("__enter__")()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         return self.__getattr__("__exit__")(None if kind is None else kind, None, None)
 
-    def __len__(self) -> int:
-        return _plain(_do(self, "len"), int)
-
-    def __str__(self) -> str:
-        return _plain(_do(self, "str"), str)
-
-    def __repr__(self) -> str:
-        return _plain(_do(self, "repr"), str)
-
-    def __format__(self, how: str) -> str:
-        return _plain(_do(self, "format", how), str)
-
-    def __int__(self) -> int:
-        return _plain(_do(self, "int"), int)
-
-    def __index__(self) -> int:
-        return _plain(_do(self, "index"), int)
-
-    def __float__(self) -> float:
-        return _plain(_do(self, "float"), float)
-
-    def __complex__(self) -> complex:
-        return _plain(_do(self, "complex"), complex)
-
     def __round__(self, digits: int | None = None) -> Any:
         return _do(self, "round", *([] if digits is None else [digits]))
-
-    def __abs__(self) -> Any:
-        return _do(self, "abs")
-
-    def __neg__(self) -> Any:
-        return _do(self, "neg")
-
-    def __pos__(self) -> Any:
-        return _do(self, "pos")
-
-    def __invert__(self) -> Any:
-        return _do(self, "invert")
 
     def __await__(self) -> Any:
         yield from _await(_session(self), self).__await__()
@@ -376,18 +325,24 @@ def _as_thing(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
-    return value
-
-
 def _steps(iterator: StandIn) -> Iterator[Any]:
     while True:
         try:
             yield _do(iterator, "next")
         except StopIteration:
             return
+
+
+def _hand_on(name: str, kind: type | None) -> Callable[..., Any]:
+    """Return a method that the code's process computes; ``kind`` is what Python demands of its result."""
+
+    def hand_on(self: StandIn, *args: Any) -> Any:
+        value = _do(self, name, *args)
+        if kind is not None and not isinstance(value, kind):
+            raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+        return value
+
+    return hand_on
 
 
 def _compare(name: str) -> Callable[[StandIn, Any], bool]:
@@ -423,6 +378,12 @@ def _combine(name: str, *, reflected: bool) -> Callable[[StandIn, Any], Any]:
     return combine
 
 
+_KINDS = {
+    "len": int, "str": str, "repr": str, "format": str, "int": int, "index": int, "float": float, "complex": complex,
+}  # fmt: skip
+_HANDED_ON = ("setattr", "delattr", "getitem", "setitem", "delitem", "abs", "neg", "pos", "invert")
+for _name in (*_KINDS, *_HANDED_ON):
+    setattr(StandIn, f"__{_name}__", _hand_on(_name, _KINDS.get(_name)))
 _OPERATORS = {name: getattr(operator, name) for name in OPERATORS}
 for _name in ("lt", "le", "gt", "ge"):
     setattr(StandIn, f"__{_name}__", _compare(_name))
