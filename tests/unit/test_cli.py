@@ -251,22 +251,18 @@ class TestLookingAtRuns:
         assert "the configurations are the same" in out.read_text()
         assert "nothing to compare one run with" in lachesis_command("compare", run_dir).error
 
-    def test_rollouts_are_searched_read_and_compared(self, lachesis_command: Command, tmp_path: Path):
+    def test_rollouts_are_searched_and_read(self, lachesis_command: Command, tmp_path: Path):
         run_dir = write_run(tmp_path / "run")
         listed = lachesis_command("rollouts", run_dir, "--find", "^[45]$", "--limit", "3")
         assert listed.code == 0 and listed.out.splitlines()[0].split() == ["2:1:1", "1", "7", "4"]
         assert "3 rollouts, and more (--limit)" in listed.out
         assert "[assistant" in lachesis_command("rollouts", run_dir, "1:1:2").out
-        assert (
-            "best completions are equal" in lachesis_command("rollouts", run_dir, "--prompt", "7", "--diff", 1, 2).out
-        )
         assert "0 failed rollouts" in lachesis_command("rollouts", run_dir, "--failed").out
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             (["--find", "("], "not a regular expression"),
-            (["--diff", "1", "2"], "say which with --prompt"),
             (["--cause", "crash"], "add --failed"),
             (["1:1"], "not a place of a rollout"),
             (["--steps", "1-"], "neither a step"),

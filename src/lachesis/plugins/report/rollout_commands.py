@@ -18,7 +18,6 @@ from lachesis.plugins.report.rollout_search import (
     Hit,
     Query,
     SearchedTurn,
-    compare_steps,
     failures,
     read_sample,
     read_steps,
@@ -43,12 +42,9 @@ def rollouts(
     environment: Annotated[str | None, typer.Option(help="Name or number of the environment that sent it.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
     cause: Annotated[str | None, typer.Option(help="With --failed: of this cause only.")] = None,
-    diff: Annotated[tuple[int, int] | None, typer.Option(help="Two steps of the prompt, side by side.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,
 ) -> None:
-    """Search a run's rollouts, read one turn by turn, or compare two steps of a prompt."""
-    if diff is not None and prompt is None:
-        raise ConfigError("--diff compares two steps of one prompt", remedy="say which with --prompt ID")
+    """Search a run's rollouts, or read one turn by turn."""
     if cause is not None and not failed:
         raise ConfigError("--cause is of failed rollouts", remedy="add --failed")
     if place is not None:
@@ -56,8 +52,6 @@ def rollouts(
         _show(hit, turns)
     elif failed:
         _show_failures(run_dir, cause=cause, limit=limit)
-    elif diff is not None and prompt is not None:
-        _show_diff(run_dir, diff, prompt)
     else:
         first, last = read_steps(steps)
         query = Query(_pattern(find), first, last, least, most, prompt, finish, environment)
@@ -112,15 +106,6 @@ def _show_failures(run_dir: Path, *, cause: str | None, limit: int) -> None:
     for one in found[:limit]:
         step = "not yet in a step" if one.step is None else f"step {one.step}"
         console.print(f"{step:<10} {one.cause:<10} {one.prompt_id:<12} {one.message}")
-
-
-def _show_diff(run_dir: Path, steps: tuple[int, int], prompt: str) -> None:
-    found = compare_steps(run_dir, steps, prompt_id=prompt)
-    for step, mean, count in zip(found.steps, found.means, found.counts, strict=True):
-        console.print(f"step {step}: mean reward {_number(mean)} of {count} samples")
-    for line in found.diff or ("the best completions are equal",):
-        style = {"+": "green", "-": "red"}.get(line[:1], "")
-        console.print(Text(line, style=style))
 
 
 def _pattern(words: str | None) -> re.Pattern[str] | None:

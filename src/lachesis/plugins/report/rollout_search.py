@@ -1,11 +1,9 @@
-"""Search of a run's rollouts by text, reward and step; shown as conversations, or one prompt at two steps."""
+"""Search of a run's rollouts by text, reward and step; one is shown as a conversation."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -88,16 +86,6 @@ class SearchedTurn:
     sampled: bool
     calls: tuple[str, ...] = ()
     sequence: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Prompt at two steps: mean reward and number of samples of each, and its best completions as a unified diff."""
-
-    steps: tuple[int, int]
-    means: tuple[float | None, float | None]
-    counts: tuple[int, int]
-    diff: tuple[str, ...]
 
 
 def search(run_dir: Path, query: Query) -> Iterator[Hit]:
@@ -234,36 +222,6 @@ def _role(text: str) -> str:
     """Return the role of given text: that of its first message."""
     found = _ROLE.search(text)
     return "given" if found is None else (found[1] or found[2]).lower()
-
-
-def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> Compared:
-    """Compare the completions of a prompt at two steps.
-
-    Raises:
-        DataError: it is not on the tape of one of them.
-    """
-    files = _tape(run_dir)
-    means: list[float | None] = []
-    counts: list[int] = []
-    best: list[str] = []
-    for step in steps:
-        lines = read_lines(files[step]) if step in files else iter(())
-        samples = [one for line in lines if str(line["prompt"]["id"]) == prompt_id for one in line["samples"]]
-        if not samples:
-            met = [n for n in files if any(str(line["prompt"]["id"]) == prompt_id for line in read_lines(files[n]))]
-            where = f"it is on those of {', '.join(map(str, met[:20]))}" if met else "it is on none"
-            raise DataError(
-                f"prompt {prompt_id!r} is not on the tape of step {step}; {where}", remedy="choose two of its steps"
-            )
-        known = [one["reward"] for one in samples if one["reward"] is not None]
-        means.append(statistics.fmean(known) if known else None)
-        counts.append(len(samples))
-        first = max(samples, key=lambda one: float("-inf") if one["reward"] is None else one["reward"])
-        best.append(first["text"])
-    before, after = (text.splitlines() for text in best)
-    first, second = (f"step {step}" for step in steps)
-    diff = difflib.unified_diff(before, after, fromfile=first, tofile=second, lineterm="")
-    return Compared(steps, (means[0], means[1]), (counts[0], counts[1]), tuple(diff))
 
 
 def read_steps(words: str | None) -> tuple[int | None, int | None]:

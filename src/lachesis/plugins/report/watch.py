@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from lachesis.plugins.report import compare, page
 from lachesis.plugins.report.rollout_search import (
     Hit,
     Query,
-    compare_steps,
     failures,
     read_sample,
     read_steps,
@@ -73,7 +71,6 @@ class Watch:
             "/prompt": self.prompt,
             "/rollouts": self.rollouts,
             "/rollout": self.rollout,
-            "/diff": self.diff,
         }
         routes = [Route(path, endpoint) for path, endpoint in reading.items()]
         routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in _BUTTONS]
@@ -138,13 +135,6 @@ class Watch:
         hit, turns = await anyio.to_thread.run_sync(read_sample, self._dir(request), place)
         return JSONResponse({"hit": _row(hit), "turns": [asdict(turn) for turn in turns]})
 
-    async def diff(self, request: Request) -> Response:
-        """Return a prompt at two steps."""
-        asked = request.query_params
-        steps = _whole(asked.get("first", "")), _whole(asked.get("second", ""))
-        compared = partial(compare_steps, self._dir(request), steps, prompt_id=asked.get("prompt", ""))
-        return JSONResponse(asdict(await anyio.to_thread.run_sync(compared)))
-
     async def ask(self, request: Request) -> Response:
         """Ask the run to stop, save a checkpoint, pause or resume, on behalf of a user with the token."""
         if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
@@ -186,12 +176,6 @@ def _found(run_dir: Path, asked: Mapping[str, str]) -> dict[str, Any]:
 
 def _row(hit: Hit) -> dict[str, Any]:
     return asdict(hit) | {"place": hit.place}
-
-
-def _whole(words: str) -> int:
-    if not words.isdecimal():
-        raise DataError(f"{words!r} is not a step", remedy="write the number of a step")
-    return int(words)
 
 
 def _decimal(words: str | None) -> float | None:

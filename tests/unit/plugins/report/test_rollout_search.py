@@ -14,7 +14,6 @@ from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.metrics.sinks.tape import TapeSink
 from lachesis.plugins.report.rollout_search import (
     Query,
-    compare_steps,
     conversation,
     failures,
     read_sample,
@@ -103,15 +102,6 @@ def test_texts_of_tokens_are_known_from_other_rollouts_of_the_step(run_dir: Path
     path.write_text(path.read_text().splitlines()[1] + "\n")
     _, alone = read_sample(run_dir, "2:1:1")
     assert alone[-1].sequence is None and alone[-1].text == "so 5no"
-
-
-def test_a_prompt_is_compared_at_two_steps(run_dir: Path):
-    found = compare_steps(run_dir, (1, 2), prompt_id="b")
-    assert (found.means, found.counts) == ((None, 1.0), (1, 1))
-    assert found.diff[-2:] == ("-no", "+so 5no")
-    assert compare_steps(run_dir, (1, 2), prompt_id="a").diff == ()
-    with pytest.raises(DataError, match=r"not on the tape of step 3; it is on those of 1, 2"):
-        compare_steps(run_dir, (1, 3), prompt_id="a")
 
 
 def test_failures_have_the_step_in_whose_time_they_were(run_dir: Path):

@@ -173,8 +173,6 @@ def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
     assert [hit["place"] for hit in everything["hits"]] == ["2:1:1", "1:1:1"], "the text as it stands, no pattern"
     one = client(run_dir).get("/rollout", params={"place": "1:1:2"}).json()
     assert [turn["text"] for turn in one["turns"]] == ["2+2=", "5"]
-    compared = client(run_dir).get("/diff", params={"first": 1, "second": 2, "prompt": "7"}).json()
-    assert compared["means"] == [0.5, 0.5] and compared["diff"] == []
     assert client(run_dir).get("/rollouts", params={"finish": "failed"}).json() == {"failures": []}
 
 
@@ -184,7 +182,6 @@ def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
         ("/rollout", {"place": "1:9:1"}, "there is no rollout 1:9:1"),
         ("/rollouts", {"least": "much"}, "'much' is not a number"),
         ("/rollouts", {"steps": "x"}, "neither a step nor FIRST-LAST"),
-        ("/diff", {"first": "1", "second": "", "prompt": "7"}, "'' is not a step"),
     ],
 )
 def test_what_cannot_be_found_is_said(run_dir: Path, path: str, params: dict[str, str], message: str):

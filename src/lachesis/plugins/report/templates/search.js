@@ -19,17 +19,8 @@ function turnNode(turn) {
 
 async function showOne(place) {
   const { hit, turns } = await answered("rollout", { place });
-  const other = make("input", { type: "number", min: 1, "aria-label": "Other step", id: "other-step" });
-  const button = make("button", { type: "button", id: "diff" }, "Compare with that step");
-  const changes = make("div", { id: "changes" });
-  button.addEventListener("click", () => tell(changes, async () => {
-    const found = await answered("diff", { first: hit.step, second: other.value, prompt: hit.prompt_id });
-    const words = found.steps.map((step, at) => `step ${step}: mean reward ${format(found.means[at], "")} of ${found.counts[at]}`);
-    const lines = found.diff.length ? found.diff : ["the best completions are equal"];
-    changes.replaceChildren(make("p", {}, words.join(", ")), make("pre", {}, lines.join("\n")));
-  }));
   const facts = `${hit.place}, prompt ${hit.prompt_id}, reward ${format(hit.reward, "")}, advantage ${format(hit.advantage, "")}, ${plural(hit.tokens, "token")}, ended by ${hit.finish}, weights ${[...new Set(hit.versions)].join(" to ")}`;
-  byId("one").replaceChildren(make("p", { class: "facts-of-one" }, facts), make("div", { class: "card" }, ...turns.map(turnNode)), make("p", {}, other, " ", button), changes);
+  byId("one").replaceChildren(make("p", { class: "facts-of-one" }, facts), make("div", { class: "card" }, ...turns.map(turnNode)));
 }
 
 /* What goes wrong is said where the answer would be. */
