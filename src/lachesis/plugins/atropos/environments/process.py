@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
@@ -20,10 +19,6 @@ from lachesis.plugins.atropos.environments.tokenizer import pieces_of
 from lachesis.plugins.atropos.environments.workers import GroupWorkers
 from lachesis.web.pages import render_page
 from lachesis.web.tokens import colour
-
-if TYPE_CHECKING:
-    pass
-
 
 _AT_ONCE = 16
 TEMPLATE = Path(__file__).parent / "templates" / "rollouts.html.j2"
@@ -91,70 +86,38 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A token for display: ``kind`` is a CSS class, ``hint`` its tooltip."""
-
-    text: str
-    kind: str
-    hint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A sequence for display."""
-
-    score: float
-    trained: int
-    finish: str
-    versions: str
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A group for display: the common beginning of all its sequences, and each of them from there."""
-
-    number: int
-    prompt: str
-    mean: float
-    rows: tuple[Row, ...]
-
-
 def render(groups: Sequence[UsableGroup], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
     """Render the page of some groups. All texts of models are escaped."""
-    cards = [_card(number, group, pieces) for number, group in enumerate(groups, start=1)]
     scores = [score for group in groups for score in group.scores]
-    return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=fmean(scores))
-
-
-def _card(number: int, group: UsableGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
-    first = min(_first_trained(mask) for mask in group.masks)
-    prompt = "".join(pieces(group.tokens[0][:first]))
-    rows = tuple(_row(group, index, first, pieces) for index in range(group.size))
-    return Card(number=number, prompt=prompt, mean=fmean(group.scores), rows=rows)
-
-
-def _row(group: UsableGroup, index: int, first: int, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Row:
-    tokens, masks, logprobs = group.tokens[index], group.masks[index], (group.inference_logprobs or [])[index]
-    shown = zip(pieces(tokens)[first:], tokens[first:], masks[first:], logprobs[first:], strict=True)
-    known = group.overrides[index] if group.overrides else {}
-    versions = known.get("weight_version") or {}
-    return Row(
-        score=group.scores[index],
-        trained=sum(mask != UNTRAINED for mask in masks),
-        finish=str(known.get("finish_reason", "")),
-        versions="–".join(str(v) for v in dict.fromkeys(versions.values())),
-        pieces=tuple(_piece(*token) for token in shown),
+    return render_page(
+        TEMPLATE,
+        title=title,
+        groups=[_shown(group, pieces) for group in groups],
+        sequences=len(scores),
+        mean=fmean(scores),
+        untrained=UNTRAINED,
+        colour=colour,
+        exp=math.exp,
     )
 
 
-def _piece(text: str, token: int, mask: int, logprob: float) -> Piece:
-    if mask == UNTRAINED:
-        return Piece(text, "given", f"{token}: given, not trained")
-    shade = colour(logprob)
-    hint = f"{token}: p = {math.exp(min(0.0, logprob)):.3g}, logprob {logprob:.3f}"
-    return Piece(text, shade if shade != "p0" else "", hint)
+def _shown(group: UsableGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
+    """Return a group for display: the common beginning of all its sequences, and each of them from there."""
+    first = min(_first_trained(mask) for mask in group.masks)
+    columns = zip(group.tokens, group.masks, group.inference_logprobs or (), strict=True)
+    return {
+        "prompt": "".join(pieces(group.tokens[0][:first])),
+        "mean": fmean(group.scores),
+        "rows": [
+            {
+                "score": group.scores[index],
+                "trained": sum(mask != UNTRAINED for mask in masks),
+                "known": group.overrides[index] if group.overrides else {},
+                "tokens": list(zip(pieces(tokens), tokens, masks, logprobs, strict=True))[first:],
+            }
+            for index, (tokens, masks, logprobs) in enumerate(columns)
+        ],
+    }
 
 
 def _first_trained(mask: Sequence[int]) -> int:
