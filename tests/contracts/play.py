@@ -19,7 +19,7 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
-from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.build import load_players

@@ -15,13 +15,13 @@ from pydantic import BaseModel, Field, field_validator
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import Completion, EvalResult, GenerationRequest, Prompt, Sample, SamplingParams
-from lachesis.config.schema import StepsSourceConfig, VerifiersSourceConfig
 from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED
 from lachesis.plugins.atropos.environments.base import Environment, endless, together
 from lachesis.plugins.atropos.environments.client import InferenceClient
 from lachesis.plugins.atropos.environments.evaluation import Attempts, evaluate_environment
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
+from lachesis.plugins.environments.section import StepsSourceConfig, VerifiersSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.verifiers.build import verifiers_players
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lachesis.common.objects import Giving
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
 from lachesis.rollouts.call_batcher import GatheredCalls
 from lachesis.rollouts.episodes import Played, PolicyAccess

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.config.schema import StepsSourceConfig
+from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import interface_of, task_rows
 from tests.fakes import FakeEngine
 from tests.unit.plugins.environments.steps.games import Count, Prompts, Talk, Tools, players
