@@ -238,7 +238,7 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("module", "most"), [("run.train", 38_000), ("config.load", 3_950), ("rollouts.rewards.registry", 1_900)]
+    ("module", "most"), [("run.train", 38_400), ("config.load", 3_950), ("rollouts.rewards.registry", 1_900)]
 )
 def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
     loaded = closure(module)
@@ -249,7 +249,7 @@ def test_importing_it_loads_no_more_than_it_needs(module: str, most: int):
 
 def test_the_core_stays_small():
     assert lines(CORE) <= 56_000
-    assert lines(FILES) <= 91_900
+    assert lines(FILES) <= 93_000
 
 
 def test_no_plug_in_imports_another():
