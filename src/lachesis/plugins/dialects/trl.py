@@ -127,8 +127,10 @@ def _put_model(translation: Translation) -> None:
     names = ("dtype", "torch_dtype")
     asked = next((options[name] for name in names if name in options), None)
     translation.put_converted("model.dtype", asked, "model_init_kwargs", one_of(DTYPES))
+    for key in ("revision", "trust_remote_code"):
+        translation.put(f"model.{key}", options.get(key), "model_init_kwargs")
     for key in options:
-        if key not in (*names, "attn_implementation", "device_map", "use_cache"):
+        if key not in (*names, "revision", "trust_remote_code", "attn_implementation", "device_map", "use_cache"):
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
     put_dtype(translation, "fp16", "bf16")
     for name in reversed(names):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
+import torch
 from transformers import TrainingArguments
 
 # What the trainer does itself, or what has no meaning in one process; the rest is translated as a file of TRL's is.
@@ -133,4 +134,9 @@ class GRPOConfig(TrainingArguments):
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as a file would have it: a dtype by its name, an enumeration's member by its value."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in cast(dict[str, Any], value).items()}
     return value.value if isinstance(value, Enum) else value

@@ -11,7 +11,7 @@ from typing import Any
 
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.files import write_atomic
@@ -61,6 +61,25 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
         "lora_dropout": peft_config.lora_dropout,
         "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
     }
+
+
+def quantization_keys(config: Any) -> dict[str, Any]:
+    """Return TRL's keys for a ``BitsAndBytesConfig``; none for ``None``.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, BitsAndBytesConfig):
+        raise ConfigError(
+            f"quantization_config: {type(config).__name__} is not a BitsAndBytesConfig",
+            remedy="pass one with load_in_4bit (nf4) or load_in_8bit",
+        )
+    if config.load_in_8bit:
+        return {"load_in_8bit": True}
+    nested = {"use_bnb_nested_quant": True} if config.bnb_4bit_use_double_quant else {}
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": config.bnb_4bit_quant_type, **nested}
 
 
 def _usual_targets(model: str) -> list[str]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
@@ -20,7 +21,14 @@ from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
 from lachesis.plugins.trl.model import ScriptModel
-from lachesis.plugins.trl.objects import eval_datasets, lora_keys, reward_list, stream_rows, write_tasks
+from lachesis.plugins.trl.objects import (
+    eval_datasets,
+    lora_keys,
+    quantization_keys,
+    reward_list,
+    stream_rows,
+    write_tasks,
+)
 from lachesis.run.library import Run, load
 from lachesis.run.pieces import evaluate_model
 from lachesis.run.requests import ask
@@ -43,6 +51,7 @@ class GRPOTrainer:
         reward_processing_classes: the tokenizers of reward models.
         callbacks: of transformers. They hear of a step when it has ended, and may stop the run or save a checkpoint.
         peft_config: a plain ``LoraConfig``.
+        quantization_config: bitsandbytes' 8 bits, or 4 bits as nf4, for frozen weights under LoRA.
         tools, rollout_func, environment_factory: as TRL's. With environments the rows are written to a file beside
             the run directory.
 
@@ -62,6 +71,7 @@ class GRPOTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        quantization_config: Any = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Callable[..., Any] | None = None,
@@ -94,6 +104,7 @@ class GRPOTrainer:
         self._keys: dict[str, Any] = {
             **self.args.to_mapping(),
             **lora_keys(self._model.peft_config, self._model.path),
+            **quantization_keys(quantization_config),
             "model_name_or_path": self._model.path,
         }
         if reward_funcs is not None:
@@ -129,6 +140,16 @@ class GRPOTrainer:
     def model(self) -> PreTrainedModel | PeftModel:
         """Model as trained so far, in memory of the host."""
         return self._model.current()
+
+    @property
+    def accelerator(self) -> PartialState:
+        """State of this process as scripts ask for it: ``print``, ``is_main_process``, ``wait_for_everyone``."""
+        return PartialState()
+
+    @property
+    def hub_model_id(self) -> str:
+        """Repository that :meth:`push_to_hub` writes to."""
+        return self.args.hub_model_id or self._run.directory.name
 
     @property
     def run(self) -> Run:
@@ -222,7 +243,7 @@ class GRPOTrainer:
         Raises:
             ConfigError: the hub refuses, or does not answer.
         """
-        repo = self.args.hub_model_id or self._run.directory.name
+        repo = self.hub_model_id
         return push(self._run.directory, repo=repo, private=bool(self.args.hub_private_repo), message=commit_message)
 
     def log(self, logs: Mapping[str, float]) -> None:

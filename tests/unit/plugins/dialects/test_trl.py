@@ -183,7 +183,7 @@ def test_evaluation_and_reports():
         ("generation_batch_size: 12", "12 completions are not a multiple of num_generations 8"),
         ("generation_batch_size: 8\nsteps_per_generation: 1", "TRL takes one of them"),
         ("num_generations: 3", "= 8 completions in a step, not a multiple of num_generations 3"),
-        ("model_init_kwargs: {revision: x}", "model_init_kwargs (line 5): revision has no counterpart"),
+        ("model_init_kwargs: {rope_scaling: x}", "model_init_kwargs (line 5): rope_scaling has no counterpart"),
         ("dtype: int4", "dtype (line 5): the text 'int4' has no counterpart"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type (line 5): the text 'polynomial' has no counterpart"),
         ("warmup_steps: 1.5", "optimizer.warmup_steps (line 5: warmup_steps): expected a whole number"),

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from peft.utils import load_peft_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback
 
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
-from lachesis.plugins.trl.objects import lora_keys
+from lachesis.plugins.trl.objects import lora_keys, quantization_keys
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
@@ -294,6 +295,26 @@ def test_lora_without_targets_adapts_what_peft_would(tmp_path: Path):
         "lora_dropout": 0.0,
         "lora_target_modules": ["q_proj", "v_proj"],
     }
+
+
+def test_bitsandbytes_configurations_have_keys():
+    assert quantization_keys(None) == {}
+    assert quantization_keys(BitsAndBytesConfig(load_in_8bit=True)) == {"load_in_8bit": True}
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    nested = BitsAndBytesConfig(**four, bnb_4bit_use_double_quant=True)
+    assert quantization_keys(BitsAndBytesConfig(**four)) == four
+    assert quantization_keys(nested) == four | {"use_bnb_nested_quant": True}
+    with pytest.raises(ConfigError, match="dict is not a BitsAndBytesConfig"):
+        quantization_keys({"load_in_4bit": True})
+
+
+def test_what_trls_scripts_pass_to_the_model_is_translated(tmp_path: Path):
+    """TRL's scripts copy ModelConfig's fields into model_init_kwargs, the dtype as torch's own."""
+    options = {"revision": "main", "attn_implementation": None, "dtype": torch.bfloat16, "trust_remote_code": False}
+    made = trainer(tmp_path, args=arguments(tmp_path, model_init_kwargs=options))
+    model = made.run.config.model
+    assert (model.revision, model.dtype, model.trust_remote_code) == ("main", "bfloat16", False)
+    assert made.accelerator.is_main_process
 
 
 def test_only_what_the_script_sets_is_translated(tmp_path: Path):
