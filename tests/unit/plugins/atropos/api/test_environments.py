@@ -93,8 +93,8 @@ def test_dump_and_load():
 
 def test_score_is_a_running_mean():
     (env,) = environments({})
-    env.note_group(tokens=5, score=None, now=1)
+    env.note_group(score=None, now=1)
     assert env.score is None
     for _ in range(200):
-        env.note_group(tokens=5, score=1.0, now=2)
-    assert env.score == pytest.approx(1.0) and env.tokens == 1005 and env.last_post == 2
+        env.note_group(score=1.0, now=2)
+    assert env.score == pytest.approx(1.0) and env.groups == 201 and env.last_post == 2
