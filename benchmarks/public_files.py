@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from tests.schemas.names import TARGET
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -39,11 +38,12 @@ from lachesis.config.smoke import trial
 from lachesis.engines.build import server_options
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plan.plan import plan
-from lachesis.plugins.dialects import recognize
+from lachesis.plugins.dialects.foreign_files import translated
+from lachesis.plugins.dialects.hydra import flat
+from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.serving.serve import vllm_arguments
 from lachesis.run.train import train
 
-NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
 _YAML_BLOCK = re.compile(r"^```\{?\.?yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVED = ("ioi_code", "cf_code")  # by judges on other machines, which Lachesis does not ask
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -133,28 +133,32 @@ def _loads(name: str) -> bool:
     return True
 
 
-def foreign_keys(file: Path, dialect: str) -> list[str]:
-    """Keys of a file for TRL that neither TRL's pinned classes nor open-r1's have; Axolotl ignores those of nobody."""
-    if dialect != "trl":
-        return []
-    known = {name for label, names in NAMES.items() if label.startswith("trl:") and "." not in label for name in names}
-    document = read_document(file)
-    return [key for key in document.data if key not in known]
-
-
-def planned(file: Path) -> tuple[LoadedConfig | None, str]:
-    """The configuration and ``unchanged``, or None and the keys for which it is refused."""
+def planned(file: Path, work: Path) -> tuple[LoadedConfig | None, str]:
+    """The configuration and ``as it stands`` or ``translated``, or None and the first reason for its refusal."""
     try:
-        loaded = load_config(file)
+        read = read_foreign(file, work)
+        loaded, how = load_config(read), "as it stands" if read == file else "translated"
         check(loaded.config, located=loaded.located)
         plan(loaded.config)
         check_server(loaded.config)
     except LachesisError as error:
-        text = error.message.replace(str(file), "")
-        keys = re.findall(r"^[\s:]*(?:TRL's |Axolotl's )?([a-z][\w.]*)", text, re.MULTILINE)
-        keys = [key for key in keys if key not in ("the", "problems")] or re.findall(r"line \d+: ([\w.]+)", text)
-        return None, "refused: " + (", ".join(f"`{key}`" for key in dict.fromkeys(keys)) or text[:120])
-    return loaded, "unchanged"
+        lines = [line.strip() for line in error.message.replace(f"{file}: ", "").replace(str(file), "it").splitlines()]
+        reason = next(line for line in lines if not line.endswith("problems"))
+        reason = (
+            reason.partition(" If it is for your own")[0].partition("; did you mean")[0].partition("; write one")[0]
+        )
+        return None, f"refused: {reason.replace('|', '/')[:150]}"
+    return loaded, how
+
+
+def read_foreign(file: Path, work: Path) -> Path:
+    """The file itself if it can be run; what `lachesis translate` makes of it otherwise, with a reward of ours."""
+    if file.suffix == ".yaml" and other_system(dict(flat(read_document(file).data))) is None:
+        return file
+    ours = work / "ours.yaml"
+    rewards = "" if "\nrewards:" in (text := translated(file)) else "rewards: {functions: [accuracy_reward]}\n"
+    ours.write_text(text + rewards, encoding="utf-8")
+    return ours
 
 
 def check_server(config: LachesisConfig) -> None:
@@ -187,7 +191,8 @@ def two_steps(loaded: LoadedConfig, work: Path) -> str:
     finally:
         shutil.rmtree(work / "runs", ignore_errors=True)
     own = changed.config.rewards.functions == loaded.config.rewards.functions
-    return ("yes" if own else "yes, with stand-ins for rewards") if summary.steps == 2 else f"{summary.steps} steps"
+    stand_ins = "" if own else " with stand-ins for rewards"
+    return f"trains two steps{stand_ins}" if summary.steps == 2 else f"{summary.steps} steps"
 
 
 def file_of(source: Mapping[str, str], work: Path) -> Path:
@@ -203,12 +208,10 @@ def file_of(source: Mapping[str, str], work: Path) -> Path:
 def row_of(source: Mapping[str, str], work: Path, *, run: bool) -> str:
     """A line of the table."""
     file, repo, commit = file_of(source, work), source["repo"], source["commit"]
-    loaded, result = planned(file)
-    dialect = loaded.dialect if loaded is not None else recognize(read_document(file).data)
-    ran = "—" if loaded is None else two_steps(loaded, work) if run else "not run"
-    link = f"[{repo}](https://github.com/{repo}/blob/{commit}/{source['path'].partition('#')[0]}) `{source['path']}`"
-    foreign = ", ".join(f"`{key}`" for key in foreign_keys(file, dialect)) or "—"
-    return f"| {link} | {'Axolotl' if dialect == 'axolotl' else 'TRL'} | {foreign} | {result} | {ran} |"
+    loaded, result = planned(file, work)
+    ran = "" if loaded is None else f", {two_steps(loaded, work)}" if run else ""
+    place = f"https://github.com/{repo}/blob/{commit}/{source['path'].partition('#')[0]}"
+    return f"| {repo} | [`{source['path']}`]({place}) | `{commit[:7]}` | {result}{ran} |"
 
 
 def main(sources: Path, *, run: bool) -> None:
@@ -222,8 +225,8 @@ def main(sources: Path, *, run: bool) -> None:
             rows.append(row_of(source, work, run=run))
             sys.stdout.write(f"{rows[-1]}\n")
             sys.stdout.flush()
-    good, ran = (sum(f"| {word}" in row for row in rows) for word in ("unchanged |", "yes"))
-    sys.stdout.write(f"\n{good} of {len(rows)} unchanged ({100 * good / max(1, len(rows)):.0f} %), {ran} ran\n")
+    refused, ran = (sum(word in row for row in rows) for word in ("| refused", "trains two steps"))
+    sys.stdout.write(f"\n{len(rows) - refused} of {len(rows)} taken, {ran} trained, {refused} refused by name\n")
 
 
 if __name__ == "__main__":

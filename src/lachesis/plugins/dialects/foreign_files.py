@@ -43,8 +43,6 @@ def _of_other_system(document: Document, system: str, overrides: Sequence[str]) 
         document = verl_document(document)
     apply_overrides(document, overrides)
     check_expanded(document, dialect)
-    if document.problems:
-        raise config_error(document.name, document.problems)
     translation = translator(document)
     data = translation.document.data
     if translation.document.problems:

@@ -305,8 +305,8 @@ def check_expanded(document: Document, dialect: Dialect | None) -> None:
         entry = None if dialect is None else dialect.entries.get(name)
         if found is None or (dialect is not None and (entry is None or entry.treatment not in ("sets", "together"))):
             continue
+        _remove(document.data, name)
         if name in _RUN_NAMES or (entry is not None and entry.path.startswith("engine.")):
-            _remove(document.data, name)
             continue
         place = tuple(name.split("."))
         document.problems.append(

@@ -146,7 +146,7 @@ class _Shell:
                 self.conditional.add(rest[1])
                 return []
             elif word == "case" and len(rest) > 2:
-                self.branches.append(_Branch(subject=" ".join(self._lenient(rest[1])), patterns=[]))
+                self.branches.append(_Branch(subject=" ".join(self.expand(rest[1], whole=True)), patterns=[]))
                 rest = rest[2:]
             elif branch is None:
                 if word not in _KEYWORDS:
@@ -187,7 +187,7 @@ class _Shell:
         return False if False in states else None if None in states else True
 
     def _lenient(self, raw: str) -> list[Word]:
-        """Expand a word of a comparison, in which a variable that is not set is empty."""
+        """Expand a word in which a variable that is not set is empty."""
         self.unset_is_empty = True
         try:
             return self.expand(raw, whole=True) or [""]
@@ -199,7 +199,9 @@ class _Shell:
         negated, words = raw[0] == "!", [word for word in raw if word != "!"]
         if not words or words[0] not in ("[", "[[", "test"):
             return None
-        found = [self._lenient(word)[0] for word in words[1:] if word not in ("]", "]]")]
+        # Whether a variable is set shows here; one that a launcher sets, as RANK, has no value here to compare with.
+        expand = self._lenient if words[1:2] in (["-z"], ["-n"]) else lambda word: self.expand(word, whole=True) or [""]
+        found = [expand(word)[0] for word in words[1:] if word not in ("]", "]]")]
         if any(map(unknown_in, found)):
             return None
         match found:
@@ -232,7 +234,7 @@ class _Shell:
 
         ``whole`` keeps it one word, as in an assignment.
         """
-        words, current, quoted, index = [], "", False, 0
+        words, current, quoted, emptied, index = [], "", False, False, 0
         inside: str | None = None
         while index < len(raw):
             letter = raw[index]
@@ -248,6 +250,7 @@ class _Shell:
             elif letter in "$`":
                 found, index = self._parameter(raw, index)
                 if isinstance(found, list):
+                    emptied = emptied or not found
                     if found:
                         words += [current + found[0], *found[1:-1]] if len(found) > 1 else []
                         current = found[-1] if len(found) > 1 else current + found[0]
@@ -264,7 +267,7 @@ class _Shell:
             else:
                 current += letter
             index += 1
-        if current or (quoted and not raw.strip("\"'").startswith(("$@", "$*", "${@", "${*"))):
+        if current or (quoted and not emptied):
             words.append(current)
         return words
 
