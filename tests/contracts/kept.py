@@ -9,7 +9,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
 
 
@@ -24,7 +24,7 @@ def over_a_restart(
             other.append(entry.key, lambda record=entry.record: record)
     store.close()
     other.close()
-    kept = KeptRollouts(RecordStore(directory / "second.sqlite"))
+    kept = PartialRollouts(RecordStore(directory / "second.sqlite"))
     kept.open(version=0)
     samples = [
         sample
@@ -39,7 +39,7 @@ def over_a_restart(
 
 def rolled_out(source: GroupwiseSource, path: Path, *, count: int) -> list[Group]:
     """The first groups of a source that keeps what it finishes in a file."""
-    kept = KeptRollouts(RecordStore(path))
+    kept = PartialRollouts(RecordStore(path))
     kept.open(version=0)
     source.keep(kept)
     draws = source.draw(count)

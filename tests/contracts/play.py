@@ -24,7 +24,7 @@ from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.environments.verifiers.build import load_players
 from lachesis.plugins.environments.verifiers.settings import VerifiersSettings, own_signals
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import (
     EpisodeEvaluator,
@@ -87,7 +87,7 @@ def main(line: str, directory: Path) -> None:
     settings = VerifiersSettings(
         environment=str(ROOT / "examples" / "verifiers" / f"digits_{line}.py"),
         args=arguments(line, kind="guess"),
-        server=TurnServer(GatheredCalls(engine, at_once=1), params=PARAMS, max_context=64, vocab_size=200),
+        server=TurnServer(CallBatcher(engine, at_once=1), params=PARAMS, max_context=64, vocab_size=200),
         tokenizer=directory / "tokenizer",
         params=PARAMS,
         decode=lambda rows: [" ".join(map(str, row)) for row in rows],
@@ -113,7 +113,7 @@ def lossy(settings: VerifiersSettings, line: str, game: dict[str, Any]) -> dict[
     """What a source got of an environment that loses some of its rollouts, and of the same one whole."""
     found: dict[str, Any] = {}
     for name, failing in (("found", True), ("whole", False)):
-        server = TurnServer(GatheredCalls(Recording(), at_once=1), params=PARAMS, max_context=64, vocab_size=200)
+        server = TurnServer(CallBatcher(Recording(), at_once=1), params=PARAMS, max_context=64, vocab_size=200)
         environment = str(Path(__file__).with_name(f"lossy_{line}.py"))
         args = arguments(line, failing=failing, **game)
         players = loaded(replace(settings, environment=environment, args=args, server=server))
@@ -132,7 +132,7 @@ def steps(environment: str, tokenizer: Any, *, calls: bool = False) -> dict[str,
     around = CALL.split("0") if calls else ("", "")
     engine = Recording(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in around))
     policy = PolicyAccess(
-        calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
+        calls=CallBatcher(engine, at_once=1), tokenizer=tokenizer, model="tiny",
         params=SamplingParams(max_tokens=400), max_context=1000, vocab_size=200,
     )  # fmt: skip
     settings = StepsSourceConfig(environment=environment, max_tasks=10, eval_tasks=2, max_turns=3)

@@ -16,7 +16,7 @@ import pytest
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.tools.parsers import hermes
 from tests.fakes import FakeEngine
 from tests.threads import listening
@@ -44,7 +44,7 @@ class World:
         self.answers: list[str] = []
         self.engine = FakeEngine(self.answer)
         recorder = Recorder(self.tokenizer, parse=hermes, template_kwargs={}, max_context=600)
-        self.proxy = AgentProxy(GatheredCalls(self.engine, at_once=1), recorder)
+        self.proxy = AgentProxy(CallBatcher(self.engine, at_once=1), recorder)
         self.key, self.session = self.proxy.open(seed=1, params=SamplingParams(max_tokens=200))
 
     def answer(self, request: GenerationRequest, index: int) -> Sequence[int]:

@@ -31,7 +31,7 @@ from lachesis.plugins.sandbox import cell as walls
 from lachesis.plugins.sandbox.cell import Cell, CellRunner
 from lachesis.plugins.sandbox.escapes import try_escapes
 from lachesis.plugins.sandbox.records import Limits, Program, SandboxError
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.agent_attacks import ATTACKS, BEYOND, LEFTOVERS, PRELUDE
 from tests.fakes import FakeEngine
@@ -95,7 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     engine = FakeEngine(lambda request, index: tokenizer("hello<eos>")["input_ids"])
     recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=1000)
-    proxy = AgentProxy(GatheredCalls(engine, at_once=1), recorder)
+    proxy = AgentProxy(CallBatcher(engine, at_once=1), recorder)
     with listening(proxy):
         yield from _world(proxy, tmp_path_factory)
 

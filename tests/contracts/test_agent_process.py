@@ -22,7 +22,7 @@ from lachesis.plugins.environments.agents.player import AgentPlayers
 from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
@@ -171,7 +171,7 @@ def build(engine: FakeEngine) -> Iterator[Any]:
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
         recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=100)
         options: dict[str, Any] = {"max_concurrent": 4, "score_nonzero": False} | fields
-        proxy, params = AgentProxy(GatheredCalls(engine, at_once=1), recorder), SamplingParams(max_tokens=20)
+        proxy, params = AgentProxy(CallBatcher(engine, at_once=1), recorder), SamplingParams(max_tokens=20)
         players = AgentPlayers(agent=agent, proxy=proxy, params=params, decode=text_decoder(tokenizer), **options)
         made.append(Episodes(players, max_concurrent=options["max_concurrent"], refill_rounds=retries))
         return made[-1]

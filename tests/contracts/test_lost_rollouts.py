@@ -22,7 +22,7 @@ from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.plugins.sandbox.records import FunctionTests, SandboxError, Verdict
 from lachesis.plugins.sandbox.rewards import execution
 from lachesis.plugins.sandbox.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
@@ -71,7 +71,7 @@ def without_a_tool_server(*, failing: bool) -> tuple[list[Group], dict[str, floa
 
     engine = FakeEngine(turn)
     turns = ToolPlayers(
-        calls=GatheredCalls(engine, at_once=1), params=SamplingParams(max_tokens=400),
+        calls=CallBatcher(engine, at_once=1), params=SamplingParams(max_tokens=400),
         toolbox=Toolbox([Tool("double", double, {})], timeout_s=60), parse=hermes,
         continuation=Continuation(tokenizer, {}), tokenizer=tokenizer, decode=text_decoder(tokenizer),
         limits=TurnLimits(turns=2, result_tokens=20),
@@ -158,7 +158,7 @@ def without_an_agent(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
     engine = FakeEngine(lambda request, index: [*ids(str(number(request, index))), EOS_ID])
     recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=400)
     command = (sys.executable, "-IS", "-c", AGENT, "{prompt}", "failing" if failing else "whole")
-    proxy = AgentProxy(GatheredCalls(engine, at_once=1), recorder)
+    proxy = AgentProxy(CallBatcher(engine, at_once=1), recorder)
     rollouts = AgentPlayers(
         agent=AgentCommand(command, None, {}, 60.0), proxy=proxy, params=SamplingParams(max_tokens=20), decode=decode,
         max_concurrent=8, score_nonzero=False,

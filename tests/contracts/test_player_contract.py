@@ -25,7 +25,7 @@ from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.plugins.environments.rollout_func import FunctionPlayers
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Players
 from lachesis.rollouts.generation import text_decoder
@@ -90,7 +90,7 @@ def with_tools(directory: Path) -> World:
 
     engine = Saying(say)
     made = ToolPlayers(
-        calls=GatheredCalls(engine, at_once=4), params=PARAMS,
+        calls=CallBatcher(engine, at_once=4), params=PARAMS,
         toolbox=Toolbox([Tool("double", double, {})], timeout_s=60), parse=hermes,
         continuation=Continuation(tokenizer, {}), tokenizer=tokenizer, decode=text_decoder(tokenizer),
         limits=TurnLimits(turns=2, result_tokens=20),
@@ -138,7 +138,7 @@ def by_a_function(directory: Path) -> World:
         }
 
     made = FunctionPlayers(
-        rollout_func=rollouts, name="rollouts", calls=GatheredCalls(engine, at_once=4), params=PARAMS,
+        rollout_func=rollouts, name="rollouts", calls=CallBatcher(engine, at_once=4), params=PARAMS,
         num_generations=SIZE, tokenizer=tokenizer, decode=text_decoder(tokenizer), version=lambda: 0,
         eos_token_ids=[EOS_ID], vocab_size=len(tokenizer), by_group=True,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.rollouts.base import GroupwiseSource, RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
@@ -138,7 +138,7 @@ class TestRestart:
         def feed(engine: Engine) -> AsynchronousFeed[Sequence[Group]]:
             source = factory.build(engine=engine)
             assert isinstance(source, GroupwiseSource)
-            kept = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
+            kept = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
             kept.open(version=0)
             collector, finisher = Collector(source, count=2), Finisher(advantages=list, pack=tuple)
             return AsynchronousFeed(

@@ -16,7 +16,7 @@ from lachesis.engines.base import Finished
 from lachesis.engines.http.client import HttpEngine
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
@@ -80,7 +80,7 @@ def f(x: int) -> int:
 @needs_vllm
 def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: Recording, tokenizer: Any):
     turns = ToolPlayers(
-        calls=GatheredCalls(engine, at_once=1),
+        calls=CallBatcher(engine, at_once=1),
         params=PARAMS,
         toolbox=Toolbox([Tool("f", f, SCHEMA)], timeout_s=10),
         parse=load_parser("vllm:hermes", tokenizer=tokenizer),
@@ -118,7 +118,7 @@ def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: 
 def test_an_agent_talks_to_vllm_through_the_proxy(engine: Recording, tokenizer: Any):
     parse = load_parser("vllm:hermes", tokenizer=tokenizer)
     recorder = Recorder(tokenizer, parse=parse, template_kwargs={}, max_context=MAX_LEN)
-    proxy = AgentProxy(GatheredCalls(engine, at_once=2), recorder)
+    proxy = AgentProxy(CallBatcher(engine, at_once=2), recorder)
     with listening(proxy):
         key, session = proxy.open(seed=1, params=PARAMS)
         client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0)

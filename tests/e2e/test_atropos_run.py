@@ -87,7 +87,7 @@ def test_a_teacher_of_the_environments_teaches_without_any_reward(
     with stage(tmp_path, model=model, mode="shared_vllm", steps=steps) as job:
         job.start_api("--strict")
         job.start_engine()
-        job.start_environment(name=f"{Path(__file__).with_name('taught_sums.py')}:TaughtSums")
+        job.start_environment(name=f"{Path(__file__).with_name('teacher_sums.py')}:TaughtSums")
         teacher = {"kind": "rollouts", "reward_weight": 0.0}
         job.start_trainer(job.write_config(algorithm={"teacher": teacher}))
         assert job.wait_trainer() == 0, job.log("trainer") + job.log("env")

@@ -11,7 +11,7 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
     from lachesis.common.routed_experts import RoutedExperts
-    from lachesis.common.teacher_logprobs import TaughtTokens
+    from lachesis.common.teacher_logprobs import TeacherLogprobs
 
 TokenTexts = Callable[[Sequence[int]], Sequence[str]]
 """A function that returns the text of each token id."""
@@ -59,8 +59,8 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, 
     }
     if sample.token_advantages is not None:
         line["token_advantages"] = sample.token_advantages
-    if whole and sample.taught is not None:
-        line["taught"] = sample.taught.encoded()
+    if whole and sample.teacher is not None:
+        line["taught"] = sample.teacher.encoded()
     if whole and sample.routed is not None:
         line["routed"] = sample.routed.encoded()
     if texts is not None:
@@ -103,15 +103,15 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
         reward=line["reward"],
         advantage=line["advantage"],
         token_advantages=None if by_token is None else tuple(by_token),
-        taught=_decode_taught(line["taught"]) if "taught" in line else None,
+        teacher=_decode_teacher(line["taught"]) if "taught" in line else None,
         routed=_decode_routed(line["routed"]) if "routed" in line else None,
     )
 
 
-def _decode_taught(fields: Mapping[str, Any]) -> TaughtTokens:
-    from lachesis.common.teacher_logprobs import TaughtTokens  # numpy, which most readers of groups can do without
+def _decode_teacher(fields: Mapping[str, Any]) -> TeacherLogprobs:
+    from lachesis.common.teacher_logprobs import TeacherLogprobs  # numpy, which most readers of groups can do without
 
-    return TaughtTokens.decoded(fields)
+    return TeacherLogprobs.decoded(fields)
 
 
 def _decode_routed(fields: Mapping[str, Any]) -> RoutedExperts:

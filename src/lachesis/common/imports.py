@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from lachesis.common.errors import ConfigError, nearest
-from lachesis.common.objects import given, is_given
+from lachesis.common.objects import names_object, object_named
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
@@ -70,8 +70,8 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
         ConfigError: the spec has neither form, the module cannot be found or imported, or it has no such
             function.
     """
-    if is_given(spec):
-        return given(spec)
+    if names_object(spec):
+        return object_named(spec)
     if group is not None and not names_module(spec):
         return _load_entry_point(spec, group)
     base_dir = (base_dir or Path()).resolve()

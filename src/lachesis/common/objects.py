@@ -1,7 +1,7 @@
 """Python objects of the calling program, such as functions and datasets, in place of names in a configuration.
 
 A configuration holds text. An object gets a name, ``given.CALL.NAME``, which stands in the configuration for it as long
-as the :class:`Given` that :func:`give` returned is kept, in this process.
+as its :class:`NamedObject` is kept, in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPEC = re.compile(r"given\.call\d+\.\w+")
 _calls = count(1)
 
 
-class Given:
+class NamedObject:
     """An object and its name, which is forgotten with this record."""
 
     __slots__ = ("__weakref__", "spec", "value")
@@ -27,15 +27,15 @@ class Given:
         self.value = value
 
 
-_KNOWN: WeakValueDictionary[str, Given] = WeakValueDictionary()
+_KNOWN: WeakValueDictionary[str, NamedObject] = WeakValueDictionary()
 
 
-class Giving:
+class NamedObjects:
     """The objects of one call: equal names in two calls are two objects."""
 
     def __init__(self) -> None:
         self._call = f"given.call{next(_calls)}"
-        self.kept: list[Given] = []
+        self.kept: list[NamedObject] = []
 
     def give(self, name: str, value: Any) -> str:
         """Return the name to write in place of ``value``; the same object gets the same name."""
@@ -49,18 +49,18 @@ class Giving:
             if spec not in taken:
                 break
             spec = f"{self._call}.{plain}_{number}"
-        given = Given(spec, value)
-        _KNOWN[given.spec] = given
-        self.kept.append(given)
-        return given.spec
+        named = NamedObject(spec, value)
+        _KNOWN[named.spec] = named
+        self.kept.append(named)
+        return named.spec
 
 
-def is_given(spec: str) -> bool:
+def names_object(spec: str) -> bool:
     """Return True if a name stands for an object."""
     return _SPEC.fullmatch(spec) is not None
 
 
-def given(spec: str) -> Any:
+def object_named(spec: str) -> Any:
     """Return the object that a name stands for.
 
     Raises:

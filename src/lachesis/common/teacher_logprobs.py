@@ -13,7 +13,7 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TaughtTokens:
+class TeacherLogprobs:
     """The teacher's up to K likeliest tokens in place of each of the T tokens of a completion.
 
     Attributes:
@@ -32,7 +32,7 @@ class TaughtTokens:
         return {"ids": self.ids.tolist(), "logprobs": self.logprobs.tolist(), "sampled": sampled}
 
     @classmethod
-    def decoded(cls, fields: Mapping[str, Any]) -> TaughtTokens:
+    def decoded(cls, fields: Mapping[str, Any]) -> TeacherLogprobs:
         """Return the record that :meth:`encoded` encoded."""
         tokens = len(fields["sampled"])
         return cls(
@@ -42,9 +42,9 @@ class TaughtTokens:
         )
 
 
-def taught_tokens(
+def teacher_logprobs(
     tops: Sequence[Mapping[int, float]], tokens: Sequence[int], *, top_k: int | None = None
-) -> TaughtTokens:
+) -> TeacherLogprobs:
     """Make the record from a teacher's maps of token ids to logprobs.
 
     Args:
@@ -60,4 +60,4 @@ def taught_tokens(
         ids[place, : len(row)] = [token for token, _ in row]
         logprobs[place, : len(row)] = [value for _, value in row]
     own = [top.get(token, np.nan) for top, token in zip(tops, tokens, strict=True)]
-    return TaughtTokens(ids, logprobs, np.array(own, dtype=np.float32))
+    return TeacherLogprobs(ids, logprobs, np.array(own, dtype=np.float32))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from lachesis.common.routed_experts import RoutedExperts
-    from lachesis.common.teacher_logprobs import TaughtTokens
+    from lachesis.common.teacher_logprobs import TeacherLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = Mapping[str, Any]
@@ -115,7 +115,7 @@ class Sample:
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
-    ``taught`` holds logprobs of a teacher outside of the trainer, ``routed`` the experts that the engine used.
+    ``teacher`` holds logprobs of a teacher outside of the trainer, ``routed`` the experts that the engine used.
     """
 
     prompt_ids: tuple[int, ...]
@@ -130,7 +130,7 @@ class Sample:
     reward: float | None = None
     advantage: float | None = None
     token_advantages: tuple[float, ...] | None = None
-    taught: TaughtTokens | None = None
+    teacher: TeacherLogprobs | None = None
     routed: RoutedExperts | None = None
 
     def loss_mask(self) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class Sample:
             reward=reward,
             advantage=advantage,
             token_advantages=self.token_advantages,
-            taught=self.taught,
+            teacher=self.teacher,
             routed=self.routed,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.objects import Given, Giving
+from lachesis.common.objects import NamedObject, NamedObjects
 from lachesis.common.run_files import run_paths
 from lachesis.config.custom import BY_SHORT, Kind
 from lachesis.config.document import FROM_PYTHON, Document, Place, dotted, read_document
@@ -27,7 +27,7 @@ class GivenConfig:
     """A configuration, and the objects that it names, which exist as long as ``given`` is kept."""
 
     loaded: LoadedConfig
-    given: tuple[Given, ...]
+    given: tuple[NamedObject, ...]
 
 
 def load_objects(
@@ -47,7 +47,7 @@ def load_objects(
     Raises:
         ConfigError: as :func:`lachesis.config.load.load_config`, or a value is an object that no key takes.
     """
-    giving = Giving()
+    giving = NamedObjects()
     document, base_dir = _document(config, giving)
     laid = _plain_keys(keys, document, giving)
     ours = {name: value for name, value in laid.items() if name in LachesisConfig.model_fields}
@@ -59,7 +59,7 @@ def load_objects(
     return GivenConfig(load_document(document, base_dir=base_dir, keys=ours, complete=complete), tuple(giving.kept))
 
 
-def _document(config: str | Path | Mapping[str, Any] | None, giving: Giving) -> tuple[Document, Path]:
+def _document(config: str | Path | Mapping[str, Any] | None, giving: NamedObjects) -> tuple[Document, Path]:
     if config is None:
         return Document(FROM_PYTHON, {}), Path.cwd()
     if isinstance(config, Mapping):
@@ -72,7 +72,7 @@ def _document(config: str | Path | Mapping[str, Any] | None, giving: Giving) -> 
     return read_document(path), path.absolute().parent
 
 
-def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> dict[str, Any]:
+def _plain_keys(keys: Mapping[str, Any], document: Document, giving: NamedObjects) -> dict[str, Any]:
     """Return the keys as plain data with names for objects; add values that no key takes to the document's problems."""
     data: dict[str, Any] = {}
     for name, value in keys.items():
@@ -90,7 +90,7 @@ def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> 
     return data
 
 
-def _short_part(kind: Kind, value: Any, document: Document, giving: Giving) -> dict[str, Any]:
+def _short_part(kind: Kind, value: Any, document: Document, giving: NamedObjects) -> dict[str, Any]:
     """Return the section of a part that was given by its own name."""
     section, _, name = kind.key.partition(".")
     plain = _plain(_listed(value) if kind.several else value, (section, name), document, giving)
@@ -101,7 +101,7 @@ def _listed(value: Any) -> Any:
     return cast(Any, value) if isinstance(value, list | tuple) else [value]
 
 
-def _plain(value: Any, place: Place, document: Document, giving: Giving) -> Any:
+def _plain(value: Any, place: Place, document: Document, giving: NamedObjects) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Path):

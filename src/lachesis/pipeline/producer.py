@@ -16,7 +16,7 @@ from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.prompt_source import MOST_EMPTY_BATCHES, all_failed
 
 _JOIN_S = 10.0
@@ -64,7 +64,7 @@ class AsynchronousFeed(Feed[BatchT]):
     ahead: int
     batch_deadline_s: float
     at_once: int | None = None
-    kept: KeptRollouts | None = None
+    kept: PartialRollouts | None = None
     clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, RewardError
 from lachesis.common.types import Group, Prompt
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 
 if TYPE_CHECKING:
     from lachesis.plugins.environments.rollout_func import RolloutTrainer
@@ -84,7 +84,7 @@ class GroupwiseSource(RolloutSource):
     def draw(self, count: int) -> list[Draw]:
         """Return the next ``count`` prompts and move the source's position past them. One thread at a time."""
 
-    def keep(self, kept: KeptRollouts) -> None:
+    def keep(self, kept: PartialRollouts) -> None:
         """Note there each rollout of a group once it is finished, and take those that are there already.
 
         A source does nothing whose rollouts are finished only with their groups.

@@ -33,7 +33,7 @@ class Completer(Protocol):
         ...
 
 
-class GatheredCalls:
+class CallBatcher:
     """Completer of single prompts on one event loop; prompts that wait at the same time become one call of the engine.
 
     ``deadline`` is that of future calls. By default they have none: callers that wait for a turn have their own limit.

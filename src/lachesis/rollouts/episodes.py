@@ -35,7 +35,7 @@ from lachesis.rollouts.call_batcher import Completer
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import SpecialTokens, request_seed
 from lachesis.rollouts.judge import Judge
-from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout, KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout, PartialRollouts
 from lachesis.rollouts.prompt_source import PromptSource, fewest_rollouts, tell_all, too_few
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
@@ -293,7 +293,7 @@ class Episodes:
         raise DeadlineExceeded(f"{limit.name} took too long; {self.players.stage}")
 
     async def group(
-        self, prompt: Prompt, *, seed: int, count: int, kept: KeptGroup | None = None, greedy: bool = False,
+        self, prompt: Prompt, *, seed: int, count: int, kept: PartialGroup | None = None, greedy: bool = False,
         refill: bool = True,
     ) -> list[Played]:  # fmt: skip
         """Return the rollouts of a group that came to their end, in the order of their numbers.
@@ -302,7 +302,7 @@ class Episodes:
             kept: those that are there already, and who is told of each other that is finished.
             refill: whether others are played in the place of those that fail.
         """
-        kept = kept or KeptGroup()
+        kept = kept or PartialGroup()
         before = {number: _of_before(one) for number, one in sorted(kept.rollouts.items())[:count]}
         numbers = [number for number in range(count) if number not in kept.rollouts][: count - len(before)]
         rounds = self._refill_rounds if refill else 0
@@ -316,7 +316,7 @@ class Episodes:
                 if (played := await self._rollout(prompt, play)) is not None:
                     if played.state is None:
                         extras = {"metrics": dict(played.metrics), "columns": dict(played.columns)}
-                        kept.note(KeptRollout(number, played.samples, extras))
+                        kept.note(PartialRollout(number, played.samples, extras))
                     return number, played
             return None
 
@@ -422,14 +422,14 @@ class EpisodeSource(PromptSource):
         self._counts = self.episodes.counts
         self._fewest = fewest_rollouts(self.num_generations)
         self._metrics = Means()
-        self._kept: KeptRollouts | None = None
+        self._kept: PartialRollouts | None = None
         self._scoring: Scoring | None = None
         if self.rewarder is not None:
             if self.players.columns is not None:
                 self.rewarder.check_columns({*self.stream.columns, *self.players.columns})
             self._scoring = Scoring(Judge(self.rewarder, fewest=self._fewest, counts=self._counts))
 
-    def keep(self, kept: KeptRollouts) -> None:
+    def keep(self, kept: PartialRollouts) -> None:
         """Keep rollouts that are scored by themselves: others are whole with their group."""
         self._kept = kept
 
@@ -564,7 +564,7 @@ def item_of(prompt: Prompt, played: Sequence[Played]) -> Item:
     return Item(Group(prompt, tuple(sample for one in played for sample in one.samples)), columns)
 
 
-def _of_before(rollout: KeptRollout) -> Played:
+def _of_before(rollout: PartialRollout) -> Played:
     return Played(rollout.samples, metrics=rollout.extras["metrics"], columns=rollout.extras["columns"])
 
 

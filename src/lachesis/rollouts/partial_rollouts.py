@@ -18,7 +18,7 @@ logger = logging.getLogger("lachesis")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRollout:
+class PartialRollout:
     """A rollout that came to its end: its samples, and what else its source makes of it, as JSON has it.
 
     ``number`` is its place among the rollouts of its group.
@@ -30,14 +30,14 @@ class KeptRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptGroup:
+class PartialGroup:
     """Rollouts of one group that an earlier process finished, by number, and a callback for new ones.
 
     Without arguments nothing is kept.
     """
 
-    rollouts: Mapping[int, KeptRollout] = field(default_factory=dict[int, KeptRollout])
-    note: Callable[[KeptRollout], None] = lambda rollout: None
+    rollouts: Mapping[int, PartialRollout] = field(default_factory=dict[int, PartialRollout])
+    note: Callable[[PartialRollout], None] = lambda rollout: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Found:
     since: int
     newest: int
     group: Group | None = None
-    rollout: KeptRollout | None = None
+    rollout: PartialRollout | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Place:
     version: float = math.inf
 
 
-class KeptRollouts:
+class PartialRollouts:
     """Records rollouts and groups as they are finished, and hands them out again after a restart.
 
     A group is known by its request. An earlier process's record joins it if the prompt is the same, the
@@ -142,14 +142,14 @@ class KeptRollouts:
                 self._store.drop([request])
             return group
 
-    def of(self, request: int) -> KeptGroup:
+    def of(self, request: int) -> PartialGroup:
         """Return the records of a group, and a callback for new rollouts."""
         with self._lock:
             found = self._found.get(request, [])
             rollouts = {one.rollout.number: one.rollout for one in found if one.rollout is not None}
-        return KeptGroup(rollouts, lambda rollout: self._note_rollout(request, rollout))
+        return PartialGroup(rollouts, lambda rollout: self._note_rollout(request, rollout))
 
-    def _note_rollout(self, request: int, rollout: KeptRollout) -> None:
+    def _note_rollout(self, request: int, rollout: PartialRollout) -> None:
         extras = json_safe(dict(rollout.extras))
         self._note(request, rollout.samples, lambda: {"number": rollout.number, "extras": extras})
 
@@ -250,4 +250,4 @@ def _read(entry: Entry) -> _Found:
     head = (group.prompt.id, int(record["since"]), int(record["newest"]))
     if "number" not in record:
         return _Found(*head, group=group)
-    return _Found(*head, rollout=KeptRollout(int(record["number"]), group.samples, record["extras"]))
+    return _Found(*head, rollout=PartialRollout(int(record["number"]), group.samples, record["extras"]))

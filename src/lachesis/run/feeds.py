@@ -25,7 +25,7 @@ from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.evaluate import Evaluates
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunContext, RunPlace
@@ -50,7 +50,7 @@ class Rollouts:
 
     feed: Feed[Batch]
     reward_names: Sequence[str]
-    kept: KeptRollouts | None
+    kept: PartialRollouts | None
     evaluator: Evaluates | None = None
 
 
@@ -61,7 +61,7 @@ def build_rollouts(
     policy: Policy,
     side: EngineSide,
     rewarder: Rewarder | None,
-    kept: KeptRollouts | None,
+    kept: PartialRollouts | None,
     teach: Teach,
     place: RunPlace,
     context: RunContext,
@@ -108,7 +108,7 @@ def build_feed(
     policy: Policy,
     engine: Engine,
     rewarder: Rewarder,
-    kept: KeptRollouts | None,
+    kept: PartialRollouts | None,
     teach: Teach = list,
 ) -> Feed[Batch]:
     """Build the feed of packed batches from problems."""
@@ -121,7 +121,7 @@ def feed_from(
     config: LachesisConfig,
     *,
     policy: Policy,
-    kept: KeptRollouts | None,
+    kept: PartialRollouts | None,
     teach: Teach = list,
 ) -> Feed[Batch]:
     """Build the feed of packed batches from the groups of a source."""
@@ -224,11 +224,11 @@ def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
     return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
 
 
-def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
+def build_kept(config: LachesisConfig, path: Path) -> PartialRollouts | None:
     """Return the store of finished, untrained rollouts over a restart; None if no batch is generated ahead."""
     if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
         return None
-    return KeptRollouts(RecordStore(path))
+    return PartialRollouts(RecordStore(path))
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:

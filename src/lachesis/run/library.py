@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lachesis.common.chatter import hide_progress_bars
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, LachesisError
-from lachesis.common.objects import Given
+from lachesis.common.objects import NamedObject
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole
 from lachesis.common.types import EvalResult, Group, Message
@@ -134,7 +134,7 @@ class Run:
         given: the objects that it names, which are kept as long as this handle is.
     """
 
-    def __init__(self, loaded: LoadedConfig, *, given: Sequence[Given] = ()) -> None:
+    def __init__(self, loaded: LoadedConfig, *, given: Sequence[NamedObject] = ()) -> None:
         self._loaded = loaded
         self._given = tuple(given)
         self._asked_to_stop = threading.Event()

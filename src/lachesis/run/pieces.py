@@ -13,7 +13,7 @@ from typing import Any
 
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import ConfigError
-from lachesis.common.objects import Given
+from lachesis.common.objects import NamedObject
 from lachesis.common.types import EvalResult, Group, Message
 from lachesis.config.objects import RewardArgument, load_objects, require_steps
 from lachesis.config.rules import check
@@ -46,7 +46,7 @@ class Pieces:
     bridge: Bridge[Policy]
     feed: Feed[Batch] | None
     _closing: ExitStack = field(repr=False)
-    _given: tuple[Given, ...] = field(repr=False)
+    _given: tuple[NamedObject, ...] = field(repr=False)
 
     def sample(
         self, prompts: Sequence[str | Sequence[Message]], *, n: int = 1, max_tokens: int, seed: int = 0, **further: Any
@@ -142,12 +142,12 @@ def _directory(config: LachesisConfig) -> RunDirectory:
     return run
 
 
-def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Given]) -> Pieces:
+def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[NamedObject]) -> Pieces:
     config, built = build_parts(config, ALONE, run=_directory(config), closing=closing, keep=False)
     return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
 
 
-def _without_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Given]) -> Pieces:
+def _without_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[NamedObject]) -> Pieces:
     place = run_place(_directory(config))
     with unclaimed_on_error(config, owner=place.owner, claimed_before=False):
         side = build_engine_side(config, place=place)
@@ -163,7 +163,7 @@ def _pieces(
     feed: Feed[Batch] | None,
     *,
     closing: ExitStack,
-    given: Sequence[Given],
+    given: Sequence[NamedObject],
 ) -> Pieces:
     return Pieces(
         config=config,

@@ -19,7 +19,7 @@ from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import Dataset, PassRates, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import (
@@ -321,9 +321,9 @@ def _limits(config: LachesisConfig) -> dict[str, Any]:
     return {}
 
 
-def gathered_calls(config: LachesisConfig, engine: Engine) -> GatheredCalls:
+def call_batcher(config: LachesisConfig, engine: Engine) -> CallBatcher:
     """Return what completes single turns; an engine in the trainer's process does one call after the other."""
-    return GatheredCalls(engine, at_once=1 if config.engine.place == "trainer" else _CALLS)
+    return CallBatcher(engine, at_once=1 if config.engine.place == "trainer" else _CALLS)
 
 
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
@@ -340,7 +340,7 @@ def build_players(
     config: LachesisConfig, params: SamplingParams, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> Players | None:
     """Return who plays the rollouts of a dataset's prompts; None where they are completions of one turn."""
-    source, calls = config.source, gathered_calls(config, engine)
+    source, calls = config.source, call_batcher(config, engine)
     if isinstance(source, schema.AgentSourceConfig):
         judged_by = frozenset[str]() if rewarder is None else rewarder.named_columns
         return load("sources", "agent")(config, policy=policy, calls=calls, params=params, judged_by=judged_by)
@@ -374,7 +374,7 @@ def build_evaluated(
     return None if players is None else Episodes(players, **_limits(config))
 
 
-def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Policy, calls: GatheredCalls) -> ToolPlayers:
+def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Policy, calls: CallBatcher) -> ToolPlayers:
     """Return the players of rollouts with the tools of the configuration."""
     from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 
@@ -406,7 +406,7 @@ def build_episodes(
     source = config.source
     assert isinstance(source, schema.EpisodesSourceConfig)
     access = PolicyAccess(
-        calls=gathered_calls(config, engine),
+        calls=call_batcher(config, engine),
         tokenizer=policy.loaded.tokenizer,
         model=config.model.path,
         params=config.sampling.params(),

@@ -33,7 +33,7 @@ from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.run.context import ALONE, Companions, EngineSide, RunContext, RunPlace
 from lachesis.run.directory import (
     LogFile,
@@ -252,7 +252,7 @@ class Parts:
     feed: Feed[Batch]
     evaluation: Evaluation
     reward_names: Sequence[str]
-    kept: KeptRollouts | None
+    kept: PartialRollouts | None
     findings: Sequence[Finding] = ()
 
 

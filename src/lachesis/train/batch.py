@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import TrainingError
-from lachesis.common.teacher_logprobs import NO_TOKEN, TaughtTokens
+from lachesis.common.teacher_logprobs import NO_TOKEN, TeacherLogprobs
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
 from lachesis.train.route_tensors import Stretch, routed_tensor
@@ -59,9 +59,9 @@ class MicroBatch:
             own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
         advantages: float32 [S]; or [N], where a sample of the micro-batch has advantages of single tokens.
         teacher_weights: float32 [S], what a teacher's part of each row's loss is multiplied by.
-        taught_ids: int64 [M, K], what a teacher outside of the trainer would have said; -1 where it named fewer tokens.
-        taught_logprobs: float32 [M, K] of these.
-        taught_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` where no teacher has
+        teacher_ids: int64 [M, K], the likeliest tokens of a teacher outside of the trainer; -1 where it named fewer.
+        teacher_logprobs: float32 [M, K] of these.
+        teacher_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` where no teacher has
             said anything.
         routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where they are not known; ``None``
             where none is.
@@ -84,9 +84,9 @@ class MicroBatch:
     old_logprobs: Tensor
     advantages: Tensor
     teacher_weights: Tensor
-    taught_ids: Tensor | None = None
-    taught_logprobs: Tensor | None = None
-    taught_sampled: Tensor | None = None
+    teacher_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_sampled: Tensor | None = None
     routed: Tensor | None = None
 
     @property
@@ -276,7 +276,7 @@ class _Stream:
         self.advantages: list[float] = []
         self.token_advantages: list[float] = []
         self.teacher_weights: list[float] = []
-        self.taught: list[Said] = []  # of each prediction
+        self.teacher: list[Said] = []  # of each prediction
         self.routes: list[Stretch] = []
         self.by_token = False
 
@@ -309,11 +309,11 @@ class _Stream:
             numbers.append(known.setdefault((place, target, inverse), len(self.predict)))
             if numbers[-1] == len(self.predict):
                 self._predict([place], [target], inverse)
-                self.taught.append((sample.taught, i))
+                self.teacher.append((sample.teacher, i))
         own = counted[number_shared:]
         numbers.extend(range(len(self.predict), len(self.predict) + len(own)))
         self._predict(places[number_shared:], targets[number_shared:], inverse)
-        self.taught.extend(zip(repeat(sample.taught), own))
+        self.teacher.extend(zip(repeat(sample.teacher), own))
         for row in sequence.rows:
             self._add_row(row, mask, numbers)
 
@@ -407,7 +407,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         old_logprobs=real(stream.old_logprobs),
         advantages=real(stream.token_advantages if stream.by_token else stream.advantages),
         teacher_weights=real(stream.teacher_weights),
-        **taught_tensors(stream.taught),
+        **teacher_tensors(stream.teacher),
         routed=routed_tensor(stream.routes),
     )
 
@@ -451,30 +451,30 @@ def collect(parts: Sequence[Sequence[T]]) -> list[T]:
     return [item for items in rounds for item in items if item is not missing]  # type: ignore[misc]
 
 
-Said: TypeAlias = tuple[TaughtTokens | None, int]
+Said: TypeAlias = tuple[TeacherLogprobs | None, int]
 """What was said of a completion, and of which of its tokens; ``None`` where nothing was."""
 
 
-def taught_tensors(said_of: Sequence[Said]) -> dict[str, Tensor]:
-    """Return ``taught_ids``, ``taught_logprobs`` [M, K] and ``taught_sampled`` [M]; empty without teacher logprobs.
+def teacher_tensors(said_of: Sequence[Said]) -> dict[str, Tensor]:
+    """Return ``teacher_ids``, ``teacher_logprobs`` [M, K] and ``teacher_sampled`` [M]; empty without teacher logprobs.
 
     K is that of the completion with the most candidates.
     """
     places: dict[int, list[int]] = {}
-    records: dict[int, TaughtTokens] = {}
-    for number, (taught, _) in enumerate(said_of):
-        if taught is not None:
-            records[id(taught)] = taught
-            places.setdefault(id(taught), []).append(number)
+    records: dict[int, TeacherLogprobs] = {}
+    for number, (teacher, _) in enumerate(said_of):
+        if teacher is not None:
+            records[id(teacher)] = teacher
+            places.setdefault(id(teacher), []).append(number)
     if not records:
         return {}
-    width = max(taught.ids.shape[1] for taught in records.values())
+    width = max(teacher.ids.shape[1] for teacher in records.values())
     ids = torch.full((len(said_of), width), NO_TOKEN, dtype=torch.int64)
     logprobs, sampled = torch.zeros(len(said_of), width), torch.full((len(said_of),), math.nan)
-    for key, taught in records.items():
+    for key, teacher in records.items():
         rows = places[key]
-        which, known = [said_of[number][1] for number in rows], taught.ids.shape[1]
-        ids[rows, :known] = torch.from_numpy(taught.ids[which].astype("int64"))
-        logprobs[rows, :known] = torch.from_numpy(taught.logprobs[which])
-        sampled[rows] = torch.from_numpy(taught.sampled[which])
-    return {"taught_ids": ids, "taught_logprobs": logprobs, "taught_sampled": sampled}
+        which, known = [said_of[number][1] for number in rows], teacher.ids.shape[1]
+        ids[rows, :known] = torch.from_numpy(teacher.ids[which].astype("int64"))
+        logprobs[rows, :known] = torch.from_numpy(teacher.logprobs[which])
+        sampled[rows] = torch.from_numpy(teacher.sampled[which])
+    return {"teacher_ids": ids, "teacher_logprobs": logprobs, "teacher_sampled": sampled}

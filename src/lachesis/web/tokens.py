@@ -31,7 +31,7 @@ def token_spans(
         before: tokens of the sequence that are left out before these.
         after: those left out after them.
     """
-    indices = {index for index, is_given in enumerate(given) if is_given}
+    indices = {index for index, names_object in enumerate(given) if names_object}
     pairs = zip_longest(texts, logprobs[: len(texts)])
     return {
         "pieces": list(texts),

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import numpy as np
 
 from lachesis.common.routed_experts import RoutedExperts
-from lachesis.common.teacher_logprobs import TaughtTokens
+from lachesis.common.teacher_logprobs import TeacherLogprobs
 from lachesis.common.types import Sample, VersionSpan
 
-TAUGHT = TaughtTokens(
+TAUGHT = TeacherLogprobs(
     ids=np.zeros((2, 1), np.int32), logprobs=np.zeros((2, 1), np.float32), sampled=np.zeros(2, np.float32)
 )
 
@@ -28,7 +28,7 @@ def test_a_sample_that_is_judged_keeps_all_that_it_had():
         reward=0.1,
         advantage=0.2,
         token_advantages=(0.3, 0.4),
-        taught=TAUGHT,
+        teacher=TAUGHT,
         routed=RoutedExperts(np.zeros((2, 1, 2), np.uint8)),
     )
     defaults = {field.name: field.default for field in fields(Sample)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.objects import given
+from lachesis.common.objects import object_named
 from lachesis.config.load import dump_config, load_config
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.schema import LachesisConfig
@@ -30,8 +30,8 @@ def config_of(*arguments: Any, complete: bool = True, **keys: Any) -> LachesisCo
 def test_objects_are_where_names_would_be():
     found = load_objects(None, KEYS | {"rewards": [right, "rewards.other"], "algorithm": {"loss": right}})
     config = found.loaded.config
-    assert given(config.data.path or "") is ROWS
-    assert given(config.rewards.functions[0]) is right
+    assert object_named(config.data.path or "") is ROWS
+    assert object_named(config.rewards.functions[0]) is right
     assert config.rewards.functions[1] == "rewards.other"
     assert config.algorithm.loss == config.rewards.functions[0], "one object, one name"
     assert len(found.given) == 2
@@ -79,7 +79,7 @@ def test_keys_are_laid_over_a_file_of_any_dialect(tmp_path: Path):
     found = load_objects(ours, {"data": ROWS, "run": {"steps": 9}})
     config = found.loaded.config
     assert (config.run.steps, config.run.seed) == (9, 5)
-    assert given(config.data.path or "") is ROWS
+    assert object_named(config.data.path or "") is ROWS
     axolotl = tmp_path / "axolotl.yaml"
     axolotl.write_text(
         "base_model: hub/model\nrl: grpo\nmax_steps: 4\nmicro_batch_size: 8\nlearning_rate: 1.0e-6\n"
@@ -113,9 +113,9 @@ def test_calls_in_trls_names_are_possible(call: str):
     assert loaded.dialect == "trl" and loaded.config.model.path == "org/model"
     source = loaded.config.source
     if source.kind == "steps":
-        assert given(source.environment) is Game and loaded.config.data.path is None
+        assert object_named(source.environment) is Game and loaded.config.data.path is None
     else:
-        assert given(str(loaded.config.data.path)) is ROWS
+        assert object_named(str(loaded.config.data.path)) is ROWS
 
 
 def test_a_run_directory_is_its_configuration(tmp_path: Path):

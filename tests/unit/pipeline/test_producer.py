@@ -21,7 +21,7 @@ from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import Done, Draw
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
@@ -363,7 +363,7 @@ class TestCheckpoints:
             second.load_state_dict(state)
 
     def test_what_was_trained_on_is_let_go_once_the_checkpoint_is_written(self, make_feed: MakeFeed, tmp_path: Path):
-        kept = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
+        kept = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
         kept.open(version=0)
         feed = make_feed(ScriptedSource(), kept=kept)
         feed.next()
@@ -378,8 +378,8 @@ class TestCheckpoints:
         assert told
 
     def test_what_was_finished_after_the_checkpoint_is_not_asked_for_again(self, make_feed: MakeFeed, tmp_path: Path):
-        def kept(*, version: int) -> KeptRollouts:
-            found = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
+        def kept(*, version: int) -> PartialRollouts:
+            found = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
             found.open(version=version)
             return found
 
@@ -403,8 +403,8 @@ class TestCheckpoints:
         assert {"0", "4"} <= asked and not asked & {"1", "2", "3", "5", "6", "7"}
 
     def test_a_batch_in_use_is_not_waited_for(self, make_feed: MakeFeed, tmp_path: Path):
-        def kept() -> KeptRollouts:
-            found = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
+        def kept() -> PartialRollouts:
+            found = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
             found.open(version=0)
             return found
 

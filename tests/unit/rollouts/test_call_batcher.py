@@ -11,7 +11,7 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 
 
 class FakeEngine:
@@ -37,7 +37,7 @@ class FakeEngine:
 
 def completed(engine: FakeEngine, *, count: int = 5, deadline: Deadline | None = None) -> list[Any]:
     async def ask() -> list[Any]:
-        calls = GatheredCalls(engine, at_once=1)  # type: ignore[arg-type]
+        calls = CallBatcher(engine, at_once=1)  # type: ignore[arg-type]
         calls.deadline = deadline or calls.deadline
         requests = [GenerationRequest((number,), SamplingParams(4)) for number in range(count)]
         answers = await asyncio.gather(*(calls.complete(one) for one in requests), return_exceptions=True)
@@ -74,7 +74,7 @@ def test_a_pause_has_the_deadline_of_the_calls():
 
 def test_a_closed_one_begins_no_call():
     async def ask() -> None:
-        calls = GatheredCalls(FakeEngine(), at_once=1)  # type: ignore[arg-type]
+        calls = CallBatcher(FakeEngine(), at_once=1)  # type: ignore[arg-type]
         await calls.stop()
         with pytest.raises(RuntimeError, match="shutdown"):
             await calls.complete(GenerationRequest((1,), SamplingParams(4)))

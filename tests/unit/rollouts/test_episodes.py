@@ -15,10 +15,10 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.config.schema import AlgorithmConfig
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
-from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
+from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from tests.fakes import FakeEngine
 from tests.waiting import LONG_S
@@ -251,7 +251,7 @@ class Turns(Dice):
         self.engine = engine
 
     async def start(self) -> None:
-        self.calls = GatheredCalls(self.engine, at_once=2)
+        self.calls = CallBatcher(self.engine, at_once=2)
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
         self.under_way += 1
@@ -280,25 +280,25 @@ def test_two_thousand_episodes_share_one_loop_and_the_calls_of_the_engine(at_onc
 
 
 def test_rollouts_that_are_there_already_join_their_group_and_the_others_are_as_they_would_have_been():
-    def play(kept: KeptGroup, **options: Any) -> tuple[list[Played], list[int]]:
+    def play(kept: PartialGroup, **options: Any) -> tuple[list[Played], list[int]]:
         players = Dice(**options)
         episodes = source(players, refill_rounds=1).episodes
         played = asyncio.run(episodes.group(Prompt("5", (), ""), seed=5, count=SIZE, kept=kept))
         return played, players.seeds
 
-    notes: list[KeptRollout] = []
-    whole, seeds = play(KeptGroup({}, notes.append))
+    notes: list[PartialRollout] = []
+    whole, seeds = play(PartialGroup({}, notes.append))
     assert len(whole) == SIZE and sorted(one.number for one in notes) == list(range(SIZE))
-    found, others = play(KeptGroup({one.number: one for one in notes[:3]}))
+    found, others = play(PartialGroup({one.number: one for one in notes[:3]}))
     assert found == whole and others == seeds[3:]
     refilled = replace(notes[0], number=SIZE + 1)  # of another round: its place is nobody else's
-    found, others = play(KeptGroup({refilled.number: refilled}))
+    found, others = play(PartialGroup({refilled.number: refilled}))
     assert others == seeds[:-1] and len(found) == SIZE
-    assert play(KeptGroup({one.number: one for one in notes}))[1] == []
+    assert play(PartialGroup({one.number: one for one in notes}))[1] == []
 
 
 def test_a_rollout_that_cannot_be_kept_is_not_noted():
-    notes: list[KeptRollout] = []
+    notes: list[PartialRollout] = []
     one = sample(Prompt("1", (), ""), 0)
 
     class Fixed(Dice):
@@ -310,6 +310,6 @@ def test_a_rollout_that_cannot_be_kept_is_not_noted():
             return self.played
 
     for played in (Played((one,), state=object()), Played((replace(one, reward=math.inf),))):
-        kept = KeptGroup({}, notes.append)
+        kept = PartialGroup({}, notes.append)
         asyncio.run(source(Fixed(played)).episodes.group(Prompt("1", (), ""), seed=0, count=1, kept=kept))
     assert notes == []

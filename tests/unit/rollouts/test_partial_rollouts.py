@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Prompt, Sample, VersionSpan
-from lachesis.rollouts.partial_rollouts import KeptRollout, KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollout, PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
 
-Open = Callable[..., KeptRollouts]
+Open = Callable[..., PartialRollouts]
 
 
 def sample(version: int = 0, **changes: object) -> Sample:
@@ -30,12 +30,12 @@ def group(name: str, *samples: Sample) -> Group:
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
     """What is kept in one file: of one process after the other."""
-    made: list[KeptRollouts] = []
+    made: list[PartialRollouts] = []
 
-    def again(*, version: int = 0) -> KeptRollouts:
+    def again(*, version: int = 0) -> PartialRollouts:
         for one in made:
             one.close()
-        made.append(KeptRollouts(RecordStore(tmp_path / "kept.sqlite")))
+        made.append(PartialRollouts(RecordStore(tmp_path / "kept.sqlite")))
         made[-1].open(version=version)
         return made[-1]
 
@@ -43,11 +43,11 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     made[-1].close()
 
 
-def admit(kept: KeptRollouts, request: int, name: str = "p", *, since: int = 0, oldest: int | None = None):
+def admit(kept: PartialRollouts, request: int, name: str = "p", *, since: int = 0, oldest: int | None = None):
     return kept.admit(request, name, since=since, oldest=since if oldest is None else oldest)
 
 
-def counts(kept: KeptRollouts) -> tuple[float, ...]:
+def counts(kept: PartialRollouts) -> tuple[float, ...]:
     return tuple(kept.counters().values())
 
 
@@ -58,7 +58,7 @@ def same(found: Sample, expected: Sample) -> bool:
 def test_rollouts_and_groups_come_back_as_they_were(opened: Open):
     first = opened()
     assert admit(first, 0) is None and admit(first, 1) is None and first.counters() == {}
-    first.of(0).note(KeptRollout(2, (sample(), sample(reward=1.5)), {"turns": [1, 2]}))
+    first.of(0).note(PartialRollout(2, (sample(), sample(reward=1.5)), {"turns": [1, 2]}))
     first.finish(1, group("p", sample(), sample(mask=None)))
     second = opened()
     whole = admit(second, 1)
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_let_go_and_counted(opened: Open, changes: dict, ve
     first = opened()
     admit(first, 0, since=1)
     for number in range(3):
-        first.of(0).note(KeptRollout(number, (sample(),)))
+        first.of(0).note(PartialRollout(number, (sample(),)))
     second = opened(version=version)
     assert admit(second, 0, **({"since": 1} | changes)) is None
     assert not second.of(0).rollouts and counts(second) == (0, 0, 3)
@@ -92,15 +92,15 @@ def test_what_does_not_fit_is_let_go_and_counted(opened: Open, changes: dict, ve
 def test_of_a_group_with_lost_weights_the_older_rollouts_stay(opened: Open):
     first = opened()
     admit(first, 0)
-    first.of(0).note(KeptRollout(0, (sample(3),)))
-    first.of(0).note(KeptRollout(1, (sample(4),)))
+    first.of(0).note(PartialRollout(0, (sample(3),)))
+    first.of(0).note(PartialRollout(1, (sample(4),)))
     first.finish(0, group("p", sample(3), sample(4)))
     second = opened(version=3)
     assert admit(second, 0) is None
     assert list(second.of(0).rollouts) == [0] and counts(second) == (0, 1, 1)
 
 
-def trained(kept: KeptRollouts, request: int, *, version: int, saved: bool = False) -> None:
+def trained(kept: PartialRollouts, request: int, *, version: int, saved: bool = False) -> None:
     kept.train([request], done=version, version=version)
     if saved:
         kept.checkpoint()

@@ -65,7 +65,7 @@ def tls(url: str) -> ssl.SSLContext | bool:
 
 
 class ServerControl:
-    """Client of one server. Thread-safe. Methods are named as in ``ServedEngine``, which describes them.
+    """Client of one server. Thread-safe. Methods are named as in ``EngineBackend``, which describes them.
 
     Each method raises :class:`EngineError` with the server's own message and remedy
     (:class:`~lachesis.engines.serving.backend.Refused`, with the HTTP status, if the server calls it the caller's

@@ -285,7 +285,7 @@ class ReceiverStatus:
     copied: int = 0
 
 
-class ServedEngine(Protocol):
+class EngineBackend(Protocol):
     """An engine behind our routes. All of it runs on the server's event loop, which it must not block.
 
     Errors are :class:`LachesisError`; an error of the caller is :class:`Refused`, and after it the engine serves

@@ -129,7 +129,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedCompletion(Completion):
+class GenerateCompletion(Completion):
     """A completion of T tokens and what only its server knows; the routes fill in ``versions`` by the times.
 
     ``top_logprobs`` [T], where asked for, map token ids to logprobs, the sampled token first. The times are
@@ -155,7 +155,7 @@ class GenerateResult:
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    completions: tuple[ServedCompletion, ...]
+    completions: tuple[GenerateCompletion, ...]
     prompt_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
 
 
@@ -354,12 +354,12 @@ def finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def top_logprobs(part: ServedCompletion | GenerateChunk) -> tuple[Mapping[int, float], ...]:
+def top_logprobs(part: GenerateCompletion | GenerateChunk) -> tuple[Mapping[int, float], ...]:
     """Return for each token a map of logprobs: the requested ones, or that of the sampled token alone."""
     if part.top_logprobs is not None:
         return part.top_logprobs
     return tuple({token: value} for token, value in zip(part.token_ids, part.logprobs, strict=True))
 
 
-def _documented(part: ServedCompletion | GenerateChunk) -> list[list[dict[str, float]]]:
+def _documented(part: GenerateCompletion | GenerateChunk) -> list[list[dict[str, float]]]:
     return [[{str(token): finite(value)} for token, value in entry.items()] for entry in top_logprobs(part)]

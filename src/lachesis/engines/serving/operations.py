@@ -56,7 +56,7 @@ def _from_hex(value: Any) -> Any:
     return int(value, 16) if isinstance(value, str) else value
 
 
-ServedPath = Annotated[Path, BeforeValidator(_resolved)]
+ResolvedPath = Annotated[Path, BeforeValidator(_resolved)]
 Version = Annotated[Whole, Field(ge=0, le=(1 << 53) - 1)]
 Hex = Annotated[int, BeforeValidator(_from_hex), PlainSerializer("{:016x}".format)]
 
@@ -80,7 +80,7 @@ class LoadAdapter(Request):
     aliases: ClassVar = {"lora_path": "adapter_path", "lora_name": "adapter_name"}
     also = ("lora_int_id", "load_inplace")
 
-    adapter_path: ServedPath
+    adapter_path: ResolvedPath
     adapter_name: Text = POLICY
     weight_version: Version | None = None
 
@@ -100,11 +100,11 @@ class NewVersion(Request):
 
 
 class ExportShared(Request):
-    path: ServedPath
+    path: ResolvedPath
 
 
 class Reload(Request):
-    path: ServedPath
+    path: ResolvedPath
     weight_version: Version | None = None
 
 

@@ -21,7 +21,7 @@ import lachesis
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.adapter_files import read_adapter
-from lachesis.engines.serving.backend import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
+from lachesis.engines.serving.backend import AdapterStatus, DigestRequest, EngineBackend, ModelInfo, ReceiverSpec
 from lachesis.engines.serving.bodies import Refused, error_document, parse, parse_object
 from lachesis.engines.serving.generation import (
     ARRAYS,
@@ -61,7 +61,7 @@ class Server:
         adapter_roots: adapters, checkpoints and bridge files are inside of these directories only.
     """
 
-    def __init__(self, served: ServedEngine, *, session: Session, adapter_roots: Sequence[Path]) -> None:
+    def __init__(self, served: EngineBackend, *, session: Session, adapter_roots: Sequence[Path]) -> None:
         self.served = served
         self.session = session
         self.clock = VersionClock()
@@ -322,7 +322,7 @@ def check_token_ids(token_ids: Sequence[int], *, info: ModelInfo) -> None:
         )
 
 
-def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequence[Path]) -> list[Route]:
+def engine_routes(served: EngineBackend, *, session: Session, adapter_roots: Sequence[Path]) -> list[Route]:
     """Return the routes of one server, which share one state.
 
     Args:

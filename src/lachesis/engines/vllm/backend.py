@@ -1,4 +1,4 @@
-"""vLLM's engine behind our routes: the implementation of :class:`~lachesis.engines.serving.backend.ServedEngine`."""
+"""vLLM's engine behind our routes: the implementation of :class:`~lachesis.engines.serving.backend.EngineBackend`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOOK_S = 0.5
 T = TypeVar("T")
 
 
-class ServedVllm:
+class VllmBackend:
     """A running vLLM, in one server process.
 
     Args:

@@ -26,7 +26,7 @@ from lachesis.engines.vllm.chat_tokens import chat_tokens_route
 from lachesis.transport.bridge_file import asked_at_start
 
 if TYPE_CHECKING:
-    from lachesis.engines.vllm.backend import ServedVllm
+    from lachesis.engines.vllm.backend import VllmBackend
 
 # Routes whose bodies have a field for the salt of the prefix cache.
 _SALTED = (
@@ -59,11 +59,11 @@ class LachesisPlugin:
         Raises:
             LachesisError: the engine cannot be served as it was started. vLLM then ends.
         """
-        from lachesis.engines.vllm.backend import ServedVllm
+        from lachesis.engines.vllm.backend import VllmBackend
 
         roots = adapter_roots(os.environ.get(ROOTS_VARIABLE))
         session = new_session(host=args.host or "0.0.0.0", port=args.port, adapter_roots=roots)
-        served = ServedVllm(
+        served = VllmBackend(
             engine_client, model=args.model, served_names=args.served_model_name or [args.model], session=session
         )
         await served.start()
@@ -102,7 +102,7 @@ class ModelAliases:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        served: ServedVllm | None = None
+        served: VllmBackend | None = None
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in (*_GENERATING, *_NAMING):
             served = getattr(scope["app"].state, "lachesis", None)
         if served is None:
@@ -123,7 +123,7 @@ class ModelAliases:
         await self._app(_with_length(scope, len(body)), _replayed(body, receive), send)
 
 
-def rewritten(body: bytes, served: ServedVllm, *, salted: bool) -> bytes:
+def rewritten(body: bytes, served: VllmBackend, *, salted: bool) -> bytes:
     """Return the body with the model's name and the salt put in; unchanged if it is not a JSON object."""
     try:
         document = json.loads(body)
@@ -141,7 +141,7 @@ def rewritten(body: bytes, served: ServedVllm, *, salted: bool) -> bytes:
     return json.dumps(document).encode()
 
 
-def _is_alias(name: Any, served: ServedVllm) -> bool:
+def _is_alias(name: Any, served: VllmBackend) -> bool:
     """Return True if a name, or none, means the served model."""
     info, adapter = served.model_info(), served.adapter()
     names: Sequence[str | None] = (None, "", POLICY, info.model, *info.served_names, adapter.name if adapter else None)

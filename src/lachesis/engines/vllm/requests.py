@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lachesis.common.errors import EngineError, EngineUnreachable
 from lachesis.common.types import FinishReason
 from lachesis.engines.serving.bodies import Refused
-from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateCompletion, GenerateResult
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.groups import Ended, Group, Member, missing_parts
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
@@ -267,9 +267,9 @@ def _seed(request: GenerateBody, index: int) -> int | None:
 
 def _sequence(
     output: Any, *, request: GenerateBody, started: float, logprobs: tuple[float, ...] | None
-) -> ServedCompletion:
+) -> GenerateCompletion:
     # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
-    return ServedCompletion(
+    return GenerateCompletion(
         **_sampled(output, request, logprobs=logprobs),
         finish_reason=_finish_reason(output.outputs[0].finish_reason) or "abort",
         routed=read_routes(output) if request.routed_experts else None,

@@ -24,7 +24,7 @@ from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
-from lachesis.plugins.embedded_server.backend import ServedEmbedded
+from lachesis.plugins.embedded_server.backend import EmbeddedBackend
 from lachesis.plugins.embedded_server.openai import OpenAIRoutes
 from lachesis.plugins.embedded_server.weights import EmbeddedWeights
 from lachesis.transport.bridge_file import asked_at_start
@@ -49,7 +49,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
     _check(options)
     listener = bind(options.host, options.port)  # connections are accepted once the model is loaded
     session: Session | None = None
-    served: ServedEmbedded | None = None
+    served: EmbeddedBackend | None = None
     try:
         session = new_session(
             host=options.host,
@@ -72,7 +72,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
             remove_session(session)
 
 
-def build_served(options: ServeOptions, *, session: Session) -> ServedEmbedded:
+def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
     """Load the model, and an engine around it.
 
     Raises:
@@ -115,7 +115,7 @@ def build_served(options: ServeOptions, *, session: Session) -> ServedEmbedded:
         lora_enabled=options.enable_lora,
         max_lora_rank=max_rank,
     )
-    return ServedEmbedded(
+    return EmbeddedBackend(
         engine=engine,
         weights=weights,
         tokenizer=tokenizer,
@@ -137,7 +137,7 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
         ) from error
 
 
-def build_app(served: ServedEmbedded, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
+def build_app(served: EmbeddedBackend, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
     """Build the application over a served engine; when it ends, it closes the engine and the session.
 
     Args:

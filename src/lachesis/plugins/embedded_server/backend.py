@@ -23,15 +23,15 @@ from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
+    EngineBackend,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
     Refused,
-    ServedEngine,
     TensorInfo,
 )
-from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateCompletion, GenerateResult
 from lachesis.engines.serving.session import Session
 from lachesis.plugins.embedded_server.batches import BatchRunner, Growing, GrowingText, Job
 from lachesis.plugins.embedded_server.weights import EmbeddedWeights
@@ -51,8 +51,8 @@ _MAX_TOKENS = 16  # vLLM's, where a request says nothing
 _CONTROL_THREADS = 16
 
 
-class ServedEmbedded(ServedEngine):
-    """A :class:`ServedEngine` over an embedded engine.
+class EmbeddedBackend(EngineBackend):
+    """A :class:`EngineBackend` over an embedded engine.
 
     Args:
         engine: with a decoder of text, used only here.
@@ -310,8 +310,8 @@ class ServedEmbedded(ServedEngine):
             include_stop=sampling.get("include_stop_str_in_output", False),
         )
 
-    def _completion(self, sequence: Growing, *, job: Job, request: GenerateBody) -> ServedCompletion:
-        return ServedCompletion(
+    def _completion(self, sequence: Growing, *, job: Job, request: GenerateBody) -> GenerateCompletion:
+        return GenerateCompletion(
             text=self._text(request).more(sequence.token_ids, finished=True) if request.text else "",
             token_ids=tuple(sequence.token_ids),
             finish_reason=sequence.reason or "abort",

@@ -21,9 +21,9 @@ from lachesis.engines.serving.generation import (
     POLICY,
     GenerateBody,
     GenerateChunk,
+    GenerateCompletion,
     GenerateResult,
     SampledBody,
-    ServedCompletion,
     finite,
     parse_sampled,
     top_logprobs,
@@ -36,7 +36,7 @@ from lachesis.engines.serving.server import (
     read_body,
     while_connected,
 )
-from lachesis.plugins.embedded_server.backend import ServedEmbedded
+from lachesis.plugins.embedded_server.backend import EmbeddedBackend
 
 _Top = Annotated[Count, Field(le=20)]
 
@@ -120,7 +120,7 @@ class _Asked:
 class OpenAIRoutes:
     """``/v1/models``, completions, chats (also with the prompt as tokens) and ``/tokenize``, over an engine."""
 
-    def __init__(self, served: ServedEmbedded) -> None:
+    def __init__(self, served: EmbeddedBackend) -> None:
         self._served = served
         self._created = int(time.time())
 
@@ -247,7 +247,7 @@ class OpenAIRoutes:
         if asked.body.stream_options.get("include_usage"):
             yield json.dumps(envelope | {"choices": [], "usage": _usage(prompt, tokens)})
 
-    def _choice(self, asked: _Asked, part: ServedCompletion | GenerateChunk, *, delta: bool) -> dict[str, Any]:
+    def _choice(self, asked: _Asked, part: GenerateCompletion | GenerateChunk, *, delta: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"finish_reason": part.finish_reason, "logprobs": None}
         if not asked.chat:
             choice["text"] = part.text
@@ -332,7 +332,7 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _completion_logprobs(part: ServedCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
+def _completion_logprobs(part: GenerateCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
     tokens = [text(token) for token in part.token_ids]
     offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     return {
@@ -343,7 +343,7 @@ def _completion_logprobs(part: ServedCompletion | GenerateChunk, text: Callable[
     }
 
 
-def _chat_logprobs(part: ServedCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
+def _chat_logprobs(part: GenerateCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": text(token), "logprob": finite(logprob), "bytes": list(text(token).encode())}
 

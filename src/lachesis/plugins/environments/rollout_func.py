@@ -27,7 +27,7 @@ from lachesis.common.types import (
 from lachesis.config.schema import CustomPart
 from lachesis.process.threads import CallOutcome, DaemonThread, fail, loop_event, settle
 from lachesis.rollouts.base import ROLLOUTS
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.episodes import Play, Played, Players
 from lachesis.rollouts.generation import TextDecoder, generation_requests, read_groups, request_seed
 from lachesis.rollouts.rewards.functions import TrainerState, shorten
@@ -181,7 +181,7 @@ class FunctionPlayers(Players):
 
     rollout_func: RolloutFunction
     name: str
-    calls: GatheredCalls
+    calls: CallBatcher
     params: SamplingParams
     num_generations: int
     tokenizer: PreTrainedTokenizerBase

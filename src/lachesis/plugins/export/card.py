@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from lachesis.common.objects import is_given
+from lachesis.common.objects import names_object
 from lachesis.common.version import __version__
 from lachesis.metrics.names import format_number
 from lachesis.metrics.sinks.jsonl import MetricsLog
@@ -122,7 +122,7 @@ def _rewards(run: Run) -> list[str]:
     names: list[str] = []
     for spec in setting(run.config, "rewards.functions") or ():
         text = str(spec.get("function")) if isinstance(spec, dict) else str(spec)
-        text = text.rpartition(".")[2] if is_given(text) else text
+        text = text.rpartition(".")[2] if names_object(text) else text
         names.append(f"`{Path(text).name if text.startswith('/') else text}`")
     return names
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError
-from lachesis.common.teacher_logprobs import TaughtTokens, taught_tokens
+from lachesis.common.teacher_logprobs import TeacherLogprobs, teacher_logprobs
 from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.plugins.teachers.server import KEY_VARIABLE, TeacherServer
@@ -48,7 +48,7 @@ class RemoteTeacher:
             EngineError, DeadlineExceeded: the server cannot be a teacher, or does not answer.
         """
         weight = shares(self.options)
-        samples = [s for group in groups if weight(group).teacher for s in group.samples if s.taught is None]
+        samples = [s for group in groups if weight(group).teacher for s in group.samples if s.teacher is None]
         for sample in samples:
             if sample.temperature not in (0.0, 1.0):
                 raise DataError(
@@ -59,11 +59,11 @@ class RemoteTeacher:
         lessons = self._ask(list(dict.fromkeys((s.prompt_ids, s.completion_ids) for s in samples)))
         return [_with_lessons(group, lessons) if weight(group).teacher else group for group in groups]
 
-    def _ask(self, sequences: Sequence[_Sequence]) -> dict[_Sequence, TaughtTokens]:
+    def _ask(self, sequences: Sequence[_Sequence]) -> dict[_Sequence, TeacherLogprobs]:
         deadline = Deadline(f"what the teacher at {self.server.url} says of a batch", self.limit_s, _SETTING)
         tops = self.server.tops([prompt + completion for prompt, completion in sequences], deadline=deadline)
         return {
-            (prompt, completion): taught_tokens(top[len(prompt) - 1 :], completion, top_k=self.top_k)
+            (prompt, completion): teacher_logprobs(top[len(prompt) - 1 :], completion, top_k=self.top_k)
             for (prompt, completion), top in zip(sequences, tops, strict=True)
         }
 
@@ -71,9 +71,10 @@ class RemoteTeacher:
 _Sequence = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _with_lessons(group: Group, lessons: dict[_Sequence, TaughtTokens]) -> Group:
+def _with_lessons(group: Group, lessons: dict[_Sequence, TeacherLogprobs]) -> Group:
     samples = (
-        s if s.taught is not None else replace(s, taught=lessons[s.prompt_ids, s.completion_ids]) for s in group.samples
+        s if s.teacher is not None else replace(s, teacher=lessons[s.prompt_ids, s.completion_ids])
+        for s in group.samples
     )
     return replace(group, samples=tuple(samples))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
-from lachesis.common.objects import given, is_given
+from lachesis.common.objects import names_object, object_named
 from lachesis.common.types import Prompt
 from lachesis.process.garbage import uncollected
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
@@ -148,8 +148,8 @@ def load_problems(
 
 def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
     """Return the rows of a dataset unchanged, and a digest of their content. Raises DataError, ConfigError."""
-    if is_given(dataset.path):
-        rows, digest = read_object(given(dataset.path), name=dataset.path.rpartition(".")[2])
+    if names_object(dataset.path):
+        rows, digest = read_object(object_named(dataset.path), name=dataset.path.rpartition(".")[2])
         split = dataset.split if "[" in dataset.split else "train"  # an object is one split, whatever its name is
         return aligned(select(rows, split, Path(dataset.path))), digest
     if dataset.path.startswith(PREFIX):

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.imports import names_module
-from lachesis.common.objects import is_given
+from lachesis.common.objects import names_object
 from lachesis.common.types import Group, Prompt
 from lachesis.process.threads import CallThread
 from lachesis.process.watchdog import Watchdog
@@ -125,17 +125,17 @@ def load_reward(
         model = RewardModel(path, device=model_device, batch_size=model_batch_size)
         return NamedReward(Path(path).name, model)
     name = spec.replace(":", ".").rpartition(".")[2]
-    if num_workers and is_given(spec):
+    if num_workers and names_object(spec):
         raise ConfigError(
             f"rewards.num_workers is {num_workers}, and {name} is a function of this program, which other processes "
             "cannot import",
             remedy=f"write it in a file and name that (FILE.py:{name}), or leave rewards.num_workers out",
         )
     named = ImportPath(spec, base_dir, json.dumps(arguments))
-    if num_workers or (num_workers is None and names_module(spec) and not is_given(spec)):
+    if num_workers or (num_workers is None and names_module(spec) and not names_object(spec)):
         return NamedReward(name, named)
     function = load_named(named)
-    return NamedReward(name, named if needs_main_thread(function) and not is_given(spec) else function)
+    return NamedReward(name, named if needs_main_thread(function) and not names_object(spec) else function)
 
 
 def load_rewards(

@@ -13,7 +13,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.metrics.meters import Tally
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.episodes import Play, Played, Players, RolloutFailed
 from lachesis.rollouts.generation import TextDecoder, request_seed, text_decoder
 from lachesis.rollouts.rewards.attempts import TURNS
@@ -83,7 +83,7 @@ class ToolPlayers(Players):
         EngineError, DeadlineExceeded.
     """
 
-    calls: GatheredCalls
+    calls: CallBatcher
     params: SamplingParams
     toolbox: Toolbox
     parse: ToolParser

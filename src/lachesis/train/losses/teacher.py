@@ -92,8 +92,8 @@ class Teacher(ABC):
         weights = micro.teacher_weights[micro.row] * _at_loss_tokens(self.known(micro), micro)
         if scores.read is not None:
             return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
-        taught = _at_loss_tokens(self.logprobs(micro), micro)
-        distance = sampled_reverse_kl(scores.logprobs.detach(), taught)
+        teacher = _at_loss_tokens(self.logprobs(micro), micro)
+        distance = sampled_reverse_kl(scores.logprobs.detach(), teacher)
         _, per_token = count_rows(micro.row, micro.advantages)
         advantages = micro.advantages if per_token else micro.advantages[micro.row]
         return Lesson(advantages - weights * distance, metrics=_metrics(distance, weights))
@@ -106,16 +106,16 @@ class ToldTeacher(Teacher):
     """
 
     def candidates(self, micro: MicroBatch) -> Candidates:
-        assert micro.taught_ids is not None and micro.taught_logprobs is not None, "reader() has looked"
-        return Candidates(micro.taught_logprobs, micro.taught_ids, whole=False)
+        assert micro.teacher_ids is not None and micro.teacher_logprobs is not None, "reader() has looked"
+        return Candidates(micro.teacher_logprobs, micro.teacher_ids, whole=False)
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
         silent = micro.inverse_temperature.new_full(micro.targets.shape, torch.nan)
-        return silent if micro.taught_sampled is None else micro.taught_sampled
+        return silent if micro.teacher_sampled is None else micro.teacher_sampled
 
     def known(self, micro: MicroBatch) -> Tensor:
-        if self.options.estimate == "exact" and micro.taught_ids is not None:
-            return (micro.taught_ids >= 0).any(-1)
+        if self.options.estimate == "exact" and micro.teacher_ids is not None:
+            return (micro.teacher_ids >= 0).any(-1)
         return ~self.logprobs(micro).isnan()
 
     def reader(self, micro: MicroBatch) -> Read | None:
@@ -123,7 +123,7 @@ class ToldTeacher(Teacher):
 
         Raises TrainingError if a server should have been asked and was not.
         """
-        if micro.taught_ids is not None:
+        if micro.teacher_ids is not None:
             return super().reader(micro)
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
             raise TrainingError(

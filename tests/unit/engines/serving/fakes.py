@@ -11,14 +11,14 @@ from typing import Any
 from lachesis.engines.serving.backend import (
     AdapterStatus,
     DigestRequest,
+    EngineBackend,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
-    ServedEngine,
     TensorInfo,
 )
-from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateCompletion, GenerateResult
 from lachesis.engines.serving.session import Session
 
 INFO = ModelInfo(
@@ -30,7 +30,7 @@ FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "min_tokens",
                     "ignore_eos", "logit_bias"})  # fmt: skip
 
 
-class FakeServed(ServedEngine):
+class FakeServed(EngineBackend):
     """Notes its calls in ``calls``. ``fail`` has errors by the name of the call; ``hold`` keeps calls waiting."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class FakeServed(ServedEngine):
         self.requests.append(request)
         await self._call("generate")
         now = time.monotonic()
-        one = ServedCompletion(
+        one = GenerateCompletion(
             text="ab", token_ids=(7, 8), finish_reason="stop", logprobs=self.logprobs,
             first_token_time=now, last_token_time=now,
         )  # fmt: skip

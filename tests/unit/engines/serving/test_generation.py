@@ -15,8 +15,8 @@ from lachesis.engines.http.dispatch import read_cached_tokens, read_completions
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import (
     GenerateBody,
+    GenerateCompletion,
     GenerateResult,
-    ServedCompletion,
     VersionClock,
     parse_sampled,
     read_arrays,
@@ -75,7 +75,7 @@ def routed_result(*lengths: int) -> GenerateResult:
         prompt=None,
         prompt_token_ids=(1, 2),
         completions=tuple(
-            ServedCompletion(
+            GenerateCompletion(
                 token_ids=(7,) * length,
                 logprobs=(-1.0,) * length,
                 finish_reason="stop" if length else "abort",

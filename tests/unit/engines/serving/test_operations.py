@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.engines.serving.backend import DigestRequest, LoraSpec, ReceiverSpec, ServedEngine
+from lachesis.engines.serving.backend import DigestRequest, EngineBackend, LoraSpec, ReceiverSpec
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.operations import OPERATIONS, LoadAdapter
 from lachesis.engines.serving.server import Server
@@ -15,7 +15,7 @@ from lachesis.transport.layout import ReceivedTensor
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
 def test_every_operation_is_somebodys(operation):
-    assert not operation.name or hasattr(Server, operation.name) or hasattr(ServedEngine, operation.name)
+    assert not operation.name or hasattr(Server, operation.name) or hasattr(EngineBackend, operation.name)
     assert operation.guarded or not operation.loading
     assert not operation.loading or "weight_version" in operation.request.model_fields
 

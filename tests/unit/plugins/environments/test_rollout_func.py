@@ -14,7 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.plugins.environments.rollout_func import Fields, FunctionPlayers, read_fields
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
@@ -71,7 +71,7 @@ def source(
     players = FunctionPlayers(
         rollout_func=function,
         name="mine.rollout",
-        calls=GatheredCalls(engine, at_once=1),
+        calls=CallBatcher(engine, at_once=1),
         params=PARAMS,
         num_generations=3,
         tokenizer=TOKENIZER,

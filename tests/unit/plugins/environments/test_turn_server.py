@@ -12,7 +12,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, SamplingParams, VersionSpan
 from lachesis.plugins.environments.turn_server import SESSION, Turn, TurnServer, joined
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from tests.fakes import FakeEngine
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -49,7 +49,7 @@ def asked(engine: FakeEngine, ask: Callable[[httpx.AsyncClient, TurnServer], Awa
     async def whole() -> object:
         settings = {"max_context": 16, "vocab_size": 32} | options
         at_once = settings.pop("at_once", 1)
-        server = TurnServer(GatheredCalls(engine, at_once=at_once), params=PARAMS, **settings)
+        server = TurnServer(CallBatcher(engine, at_once=at_once), params=PARAMS, **settings)
         await server.start()
         server.begin(Deadline("a test", 20.0))
         try:

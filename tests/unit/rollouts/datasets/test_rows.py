@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from lachesis.common.errors import DataError
-from lachesis.common.objects import Giving
+from lachesis.common.objects import NamedObjects
 from lachesis.rollouts.datasets import Dataset
 from lachesis.rollouts.datasets.problems import read_rows
 from lachesis.rollouts.datasets.rows import Row, is_hub_name, read_file, read_library, read_object, select
@@ -277,6 +277,6 @@ def test_messages_and_tools_have_no_keys_that_arrow_has_added(tmp_path, read: st
 
 
 def test_an_object_is_one_split_whatever_its_name():
-    giving = Giving()
+    giving = NamedObjects()
     name = giving.give("eval_data", [{"prompt": "a"}, {"prompt": "b"}])
     assert [len(read_rows(Dataset(name, split=split))[0]) for split in ("train", "test", "train[:1]")] == [2, 2, 1]

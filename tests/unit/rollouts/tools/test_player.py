@@ -13,11 +13,11 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, RewardError
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.partial_rollouts import KeptGroup, KeptRollout
+from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.base import ToolServerLost
@@ -63,7 +63,7 @@ def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tu
 
     engine = FakeEngine(answer)
     turns = ToolPlayers(
-        calls=GatheredCalls(engine, at_once=1),
+        calls=CallBatcher(engine, at_once=1),
         params=SamplingParams(max_tokens=400),
         toolbox=Toolbox([Tool("double", double, {})], timeout_s=5),
         parse=hermes,
@@ -322,21 +322,21 @@ def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any
 
 
 def test_of_a_group_only_the_rollouts_that_are_missing_are_asked_for(tokenizer: Any):
-    def sample(kept: KeptGroup) -> tuple[Item, Any]:
+    def sample(kept: PartialGroup) -> tuple[Item, Any]:
         turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}", f"b{EOS}"], [f"8{EOS}"]])
         episodes, asked = Episodes(turns), prompt(tokenizer)
         played = asyncio.run(episodes.group(asked, seed=1, count=3, kept=kept))
         return item_of(asked, played), engine.requests
 
-    notes: list[KeptRollout] = []
-    whole, requests = sample(KeptGroup({}, notes.append))
+    notes: list[PartialRollout] = []
+    whole, requests = sample(PartialGroup({}, notes.append))
     assert [one.number for one in notes] == [1, 0, 2], "as they end: b calls nothing"
     before = {one.number: one for one in notes[:2]}
-    item, others = sample(KeptGroup(before))
+    item, others = sample(PartialGroup(before))
     assert [one.finish_reason for one in item.group.samples] == ["stop"] * 3
     assert item.group.samples[:2] == whole.group.samples[:2]
     assert item.extras["turns"][:2] == [2, 1] and item.extras[TURNS][:2] == whole.extras[TURNS][:2]
     assert [[one.n for one in call] for call in others] == [[1], [1]]
     assert others[0][0].seed != requests[0][0].seed, "or the first of the group might come again"
-    _, none = sample(KeptGroup({one.number: one for one in notes}))
+    _, none = sample(PartialGroup({one.number: one for one in notes}))
     assert none == []

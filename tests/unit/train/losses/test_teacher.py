@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lachesis.common.errors import TrainingError
-from lachesis.common.teacher_logprobs import taught_tokens
+from lachesis.common.teacher_logprobs import teacher_logprobs
 from lachesis.common.types import Group, Sample
 from lachesis.config.schema import TeacherConfig
 from lachesis.metrics.values import reduce_metrics
@@ -129,7 +129,7 @@ def told(groups: list[Group], *, top_k: int) -> list[Group]:
         log_p = (model(input_ids=ids, use_cache=False).logits[0].double() / sample.temperature).log_softmax(-1)
         rows = log_p[len(sample.prompt_ids) - 1 : -1]
         tops = [dict(enumerate(row.tolist())) for row in rows]
-        return replace(sample, taught=taught_tokens(tops, sample.completion_ids, top_k=top_k))
+        return replace(sample, teacher=teacher_logprobs(tops, sample.completion_ids, top_k=top_k))
 
     with torch.no_grad():
         return [replace(g, samples=tuple(map(of, g.samples))) for g in groups]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lachesis.common.errors import DataError
-from lachesis.common.teacher_logprobs import TaughtTokens, taught_tokens
+from lachesis.common.teacher_logprobs import TeacherLogprobs, teacher_logprobs
 from lachesis.common.types import UNKNOWN_VERSIONS, FinishReason, Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import TeacherConfig
 from lachesis.plugins.atropos.api.scored_group import UNTRAINED, ScoredGroup, why_not_finite, why_unusable
@@ -175,7 +175,7 @@ def _sample(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversi
         reward=score,
         advantage=advantage,
         token_advantages=by_token,
-        taught=None if conversion.teacher is None else _taught(index, one, group, conversion),
+        teacher=None if conversion.teacher is None else _teacher_logprobs(index, one, group, conversion),
     )
 
 
@@ -227,7 +227,7 @@ def _distilled(
     return tuple(advantages)
 
 
-def _taught(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TaughtTokens | None:
+def _teacher_logprobs(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TeacherLogprobs | None:
     """Return the teacher logprobs of the environment for each token; ``None`` if the group has to do without.
 
     That is so if its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
@@ -252,7 +252,7 @@ def _taught(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversi
         for place, (top, token, trains) in enumerate(zip(tops, sampled, one.trains[one.start :], strict=True)):
             if trains and top and token not in top:
                 raise Unusable(_lacks(index, one.start + place, token))
-    return taught_tokens(tops, sampled, top_k=0 if teacher.estimate == "sampled" else teacher.top_k)
+    return teacher_logprobs(tops, sampled, top_k=0 if teacher.estimate == "sampled" else teacher.top_k)
 
 
 def _lacks(index: int, position: int, token: int) -> str:

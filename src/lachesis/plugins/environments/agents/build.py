@@ -18,7 +18,7 @@ from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.plugins.sandbox.cell import Cell, CellRunner
 from lachesis.plugins.sandbox.records import Limits, Program, SandboxError
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets.formats import GOLD_COLUMNS
 from lachesis.rollouts.generation import reward_decoder
 from lachesis.rollouts.tools import load_parser
@@ -32,7 +32,7 @@ ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "te
 
 
 def build_agents(
-    config: LachesisConfig, *, policy: Policy, calls: GatheredCalls, params: SamplingParams, judged_by: frozenset[str]
+    config: LachesisConfig, *, policy: Policy, calls: CallBatcher, params: SamplingParams, judged_by: frozenset[str]
 ) -> AgentPlayers:
     """Build agents and their proxy, which begins to listen with the first rollout.
 

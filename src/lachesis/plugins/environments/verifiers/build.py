@@ -69,8 +69,8 @@ def load_players() -> Callable[[VerifiersSettings], VerifiersPlayers]:
             from lachesis.plugins.environments.verifiers.v01 import EnvironmentPlayers
 
             return EnvironmentPlayers
-        from lachesis.plugins.environments.verifiers.v04 import TodaysPlayers
+        from lachesis.plugins.environments.verifiers.v04 import V04Players
 
-        return TodaysPlayers
+        return V04Players
     except ImportError as error:
         raise DependencyError(f"verifiers cannot be imported: {first_line(error)}", remedy=NEEDS) from error

@@ -38,7 +38,7 @@ _SHELL = "bash"
 _NO_KEY = "LACHESIS_NO_KEY"  # of a variable that is not set: the port is this process's own
 
 
-class TodaysPlayers(VerifiersPlayers):
+class V04Players(VerifiersPlayers):
     """Plays the episodes of one environment.
 
     Raises:

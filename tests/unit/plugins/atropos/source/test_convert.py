@@ -134,32 +134,32 @@ class TestATeacherOfTheEnvironment:
     LOGPROBS: ClassVar = [[[0.0], [0.0], [-3.0, -0.1], [-0.2, -1.25], []], [[0.0], [0.0], [-1.0]]]
 
     @staticmethod
-    def taught(*, column: dict[str, Any] | None = None, **options: Any) -> Group:
+    def teacher(*, column: dict[str, Any] | None = None, **options: Any) -> Group:
         conversion = replace(CONVERSION, teacher=TeacherConfig(kind="rollouts", **options))
         return convert_group(group(**column or {}), group_id="7-0", conversion=conversion)
 
     def test_its_words_are_those_of_each_token(self):
         both = {"distill_token_ids": self.IDS, "distill_logprobs": self.LOGPROBS}
-        first, _ = self.taught(column=both).samples
-        assert first.token_advantages is None and first.taught is not None
-        assert first.taught.ids.tolist() == [[7, 3], [8, 4], [-1, -1]], "the likeliest first"
-        assert first.taught.sampled.tolist() == pytest.approx([-3.0, -1.25, math.nan], nan_ok=True)
-        again = decode_group(json.loads(json.dumps(encode_group(self.taught(column=both))))).samples[0].taught
-        assert again is not None and again.encoded() == first.taught.encoded()
-        (cut, _) = self.taught(column=both, top_k=1).samples
-        assert cut.taught is not None and cut.taught.ids.tolist() == [[7], [8], [-1]]
+        first, _ = self.teacher(column=both).samples
+        assert first.token_advantages is None and first.teacher is not None
+        assert first.teacher.ids.tolist() == [[7, 3], [8, 4], [-1, -1]], "the likeliest first"
+        assert first.teacher.sampled.tolist() == pytest.approx([-3.0, -1.25, math.nan], nan_ok=True)
+        again = decode_group(json.loads(json.dumps(encode_group(self.teacher(column=both))))).samples[0].teacher
+        assert again is not None and again.encoded() == first.teacher.encoded()
+        (cut, _) = self.teacher(column=both, top_k=1).samples
+        assert cut.teacher is not None and cut.teacher.ids.tolist() == [[7], [8], [-1]]
 
     def test_a_group_without_them_is_set_aside(self):
         with pytest.raises(Unusable, match="it has no distill_token_ids"):
-            self.taught()
-        assert self.taught(weights={"3": 0.0}).samples[0].taught is None
-        assert self.taught(column={"group_overrides": {"skip_teacher_top_k": True}}).samples[0].taught is None
+            self.teacher()
+        assert self.teacher(weights={"3": 0.0}).samples[0].teacher is None
+        assert self.teacher(column={"group_overrides": {"skip_teacher_top_k": True}}).samples[0].teacher is None
 
     def test_the_sampled_token_has_to_be_there_where_it_alone_counts(self):
         both = {"distill_token_ids": [self.IDS[0], [[1], [2], [6]]], "distill_logprobs": self.LOGPROBS}
-        assert self.taught(column=both).samples[1].taught is not None
+        assert self.teacher(column=both).samples[1].teacher is not None
         with pytest.raises(Unusable, match="lacks the sampled token 5"):
-            self.taught(column=both, estimate="sampled")
+            self.teacher(column=both, estimate="sampled")
 
 
 @pytest.mark.parametrize(

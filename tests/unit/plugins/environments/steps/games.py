@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lachesis.common.objects import Giving
+from lachesis.common.objects import NamedObjects
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
-from lachesis.rollouts.call_batcher import GatheredCalls
+from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.episodes import Played, PolicyAccess
 from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.rewarder import Rewarder
@@ -52,9 +52,9 @@ def players(
     **settings: Any,
 ):
     """Players of an environment that is given as an object."""
-    giving = Giving()
+    giving = NamedObjects()
     policy = PolicyAccess(
-        calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
+        calls=CallBatcher(engine, at_once=1), tokenizer=tokenizer, model="tiny",
         params=SamplingParams(max_tokens=max_tokens), max_context=max_context, vocab_size=len(tokenizer),
         special_tokens=special_tokens,
     )  # fmt: skip

@@ -18,7 +18,7 @@ NAMED = 20
 class TaughtSums(Arithmetic):
     """As Atropos' environments with a teacher: ``distill_token_ids`` and ``distill_logprobs`` beside the scores."""
 
-    name = "taught_sums"
+    name = "teacher_sums"
 
     async def setup(self) -> None:
         await super().setup()
