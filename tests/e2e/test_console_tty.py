@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.metrics.sinks.console import BARS
 from tests.e2e.runs import environment, state, write_reward, write_run
 from tests.waiting import LONG_S
 from tests.warm import COMMAND
@@ -67,25 +66,16 @@ class Terminal:
         return code
 
 
-def test_the_live_display_shows_how_the_run_goes(tmp_path: Path):
-    # Long enough for the display, which is redrawn four times a second.
-    config = write_run(
-        tmp_path, **SECTIONS, rewards={"functions": [write_reward(tmp_path, "time.sleep(0.1)\nreturn shares")]}
-    )
+def test_lines_show_how_the_run_goes(tmp_path: Path):
+    config = write_run(tmp_path, **SECTIONS, rewards={"functions": [write_reward(tmp_path, "return shares")]})
     terminal = Terminal("train", config)
     shown = terminal.read()
     assert terminal.close() == 0, shown
     assert "Traceback" not in shown
     assert not re.search(r"error|W\d{4} |Failed to load|Loading weights", shown), "nothing of libraries"
-    assert "proof" in shown
-    assert "step 12/12" in shown
-    assert re.search(r"step ([1-9]|1[01])/12", shown), "it is seen on its way"
-    assert re.search(r"reward +0\.\d{3}", shown)
-    assert re.search(rf"reward +0\.\d{{3}} +[{BARS}]{{2,}}", shown), "a sparkline"
-    assert re.search(r"[\d.]+ s left", shown)
-    assert re.search(r"accuracy +\d+ %.*held-out, step \d+", shown)
-    assert re.search(r"generation +[\d.]+k? +tokens/s", shown)
-    assert re.search(r"training +[\d.]+k? +tokens/s", shown)
+    for step in range(1, 13):
+        assert re.search(rf"step {step}/12  reward 0\.\d{{3}}  accuracy \d+ % \(step \d+\)", shown), step
+    assert re.search(r"generation [\d.]+k? tok/s  training [\d.]+k? tok/s  \d+ s left", shown)
     finding = "completions are cut off at 8 tokens before they end: raise sampling.max_completion_length, or reward"
     assert finding in " ".join(shown.split()), "with its remedy, however long"
     last = shown.strip().splitlines()[-1]
@@ -111,7 +101,7 @@ def test_ctrl_c_leaves_the_terminal_in_order(tmp_path: Path):
     assert state(tmp_path / "runs" / "proof")["status"] == "stopped"
 
 
-def test_an_error_ends_the_live_display_and_is_the_last_line(tmp_path: Path):
+def test_an_error_is_the_last_line(tmp_path: Path):
     body = "time.sleep(0.1)\nif call > 6:\n    raise KeyError('answer')\nreturn shares"
     config = write_run(tmp_path, **SECTIONS, rewards={"functions": [write_reward(tmp_path, body)]})
     terminal = Terminal("train", config)

@@ -106,7 +106,7 @@ class Settings:
 
 
 class ConsoleHandler(logging.Handler):
-    """A log handler that prints warnings to standard error or, on a terminal, above the live display."""
+    """A log handler that prints warnings to standard error or, on a terminal, between the lines of a run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         target = console if console.is_terminal else error_console

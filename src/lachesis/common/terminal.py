@@ -19,7 +19,7 @@ def escape_controls(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console on which printed text cannot control the terminal; its own styles and live displays can."""
+    """A console on which printed text cannot control the terminal; its own styles can."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         safe = (part if part.control else Segment(escape_controls(part.text), part.style) for part in buffer)

@@ -74,8 +74,7 @@ def build_sinks(
     sinks += [StateSink(run), load("sinks", "report")(run.path, logging_config.report_every_steps)]
     for console in consoles:
         if console is not None:
-            every = logging_config.every_steps
-            sinks.append(ConsoleSink(console, total_steps(config), every_steps=every, title=config.run.name))
+            sinks.append(ConsoleSink(console, total_steps(config), every_steps=logging_config.every_steps))
             sinks += [CompletionsSink(console, completions)] if completions is not None else []
     limits = replace(health_limits(config), template_marks=template_marks(tokenizer))
     monitor = HealthMonitor(limits=limits, custom=custom_rules(logging_config.health_rules))

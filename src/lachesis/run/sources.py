@@ -272,8 +272,7 @@ def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptSt
         problems,
         seed=config.run.seed,
         shuffle=data.shuffle,
-        ranks=None if data.order is None else ranks(problems, data.order, data.order_values),
-        ranked_epochs=data.order_epochs,
+        ranks=None if data.order is None else ranks(problems, data.order),
         rates=PassRates(config.run.seed, config.evaluation.success_reward) if data.curriculum == "pass_rate" else None,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,8 @@ def test_filter_and_order_are_those_of_the_configuration(config: Any):
     problems, held_out = load_data(made)
     assert (len(problems), len(held_out)) == (2, 1)
     problems, _ = load_data(config({"path": "train.jsonl"}))
-    ordered = config(
-        {"path": "train.jsonl", "order": "prompt", "order_values": [f"train{i}=" for i in range(9, -1, -1)]}
-    )
-    found = build_stream(ordered, problems).take(10)
+    problems = [replace(problem, columns={"place": -index}) for index, problem in enumerate(problems)]
+    found = build_stream(config({"path": "train.jsonl", "order": "place"}), problems).take(10)
     assert [prompt.text for prompt in found] == [f"train{i}=" for i in range(9, -1, -1)]
 
 

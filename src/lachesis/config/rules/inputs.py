@@ -147,8 +147,6 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
             yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
     if data.prepared_path is None and data.processes is not None and data.processes > 1 and data.transform is None:
         yield note(f"data.processes {data.processes}: without data.transform preparing is quick with one")
-    if data.order is None and (unused := changed(config, "data", "order_values", "order_epochs")):
-        yield problem(f"{' and '.join(unused)} go with data.order, which is unset; name a column there")
     if data.path is None and data.more:
         yield problem("data.more is further data besides data.path, which is missing; set it")
 

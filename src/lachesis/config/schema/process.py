@@ -113,7 +113,7 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """Logs, metrics and reports that a run writes."""
 
-    every_steps: PositiveInt = Field(default=1, description="Plain console lines every N steps (without a terminal).")
+    every_steps: PositiveInt = Field(default=1, description="Console lines every N steps.")
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
         description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "

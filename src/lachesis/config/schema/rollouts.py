@@ -93,13 +93,6 @@ class DataConfig(Section):
         description="Column to go by from low to high, as `difficulty`: a number, or a text such as easy or hard. "
         "Problems of equal value are shuffled among themselves.",
     )
-    order_values: list[str | int | float] = Field(
-        default_factory=list[str | int | float],
-        description="With `order`: its values from first to last, where they are texts of another scale.",
-    )
-    order_epochs: PositiveInt | None = Field(
-        default=None, description="With `order`: only the first N epochs heed it; all if unset."
-    )
     curriculum: Literal["none", "pass_rate"] = Field(
         default="none",
         description="`pass_rate` skips problems that the model solves always or never, most of the time: each is "

@@ -82,31 +82,28 @@ def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[
     return kept
 
 
-def ranks(prompts: Sequence[Prompt], column: str, scale: Sequence[Any] = ()) -> list[float]:
-    """Rank each problem by a column, the easiest lowest: numbers by value, texts by their place in ``scale``.
+def ranks(prompts: Sequence[Prompt], column: str) -> list[float]:
+    """Rank each problem by a column, the easiest lowest: numbers by value, texts by their place in :data:`SCALE`.
 
     A row without a value comes last.
 
     Raises:
-        DataError: the column does not exist, or a value is neither a number nor in ``scale``.
+        DataError: the column does not exist, or a value is neither a number nor in the scale.
     """
     _require_column(prompts, column, "data.order")
-    places = {value: float(place) for place, value in enumerate(scale or SCALE)}
-    return [_rank(one, column, places, given=bool(scale)) for one in prompts]
+    return [_rank(one, column) for one in prompts]
 
 
-def _rank(prompt: Prompt, column: str, places: Mapping[Any, float], *, given: bool) -> float:
+def _rank(prompt: Prompt, column: str) -> float:
     value = prompt.columns.get(column)
     if value is None:
         return float("inf")
-    key = value if given or not isinstance(value, str) else value.strip().lower()
-    if isinstance(key, str | int | float) and key in places:
-        return places[key]
-    number = _number(value)
-    if number is None or given:
+    if isinstance(value, str) and (word := value.strip().lower()) in SCALE:
+        return float(SCALE.index(word))
+    if (number := _number(value)) is None:
         raise DataError(
             f"problem {prompt.id}: data.order is {column!r}, whose value {value!r} has no place in the order",
-            remedy="list all values from first to last in data.order_values",
+            remedy=f"use numbers, or words of {', '.join(SCALE)}; data.transform can write them",
         )
     return number
 

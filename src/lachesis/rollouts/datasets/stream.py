@@ -63,7 +63,6 @@ class PromptStream:
         seed: int,
         shuffle: bool = True,
         ranks: Sequence[float] | None = None,
-        ranked_epochs: int | None = None,
         rates: PassRates | None = None,
     ) -> None:
         """Initialize the stream at its start.
@@ -73,7 +72,6 @@ class PromptStream:
             seed: of the shuffles.
             shuffle: each epoch.
             ranks: one per prompt; lower ranks come first in an epoch, in the usual order among equals.
-            ranked_epochs: number of epochs that heed the ranks; all, if unset.
             rates: decide which problems of an epoch are sampled; all are, if unset.
 
         Raises:
@@ -87,7 +85,6 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._ranks = ranks
-        self._ranked_epochs = ranked_epochs
         self._rates = rates
         self.skipped = 0
         self._front: deque[Prompt] = deque()
@@ -178,7 +175,7 @@ class PromptStream:
         order = np.arange(len(self._prompts))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
-        if self._ranks is not None and (self._ranked_epochs is None or epoch < self._ranked_epochs):
+        if self._ranks is not None:
             order = order[np.argsort(np.asarray(self._ranks, dtype=np.float64)[order], kind="stable")]
         self._epoch, self._index, self._order = epoch, index, order.tolist()
 

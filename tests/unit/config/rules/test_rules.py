@@ -59,7 +59,6 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
         ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
         ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
-        ({"data": {"order_epochs": 2}}, "data.order_epochs go with data.order, which is unset"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
         ({"run": {"stages": ["sft"]}}, "run.stages ['sft']: a run is [grpo], or [sft, grpo]"),
         (
