@@ -28,6 +28,7 @@ PLUGINS = (
     "export",
     "planning",
     "report",
+    "reward_models",
     "sandbox",
     "serving",
     "sinks",

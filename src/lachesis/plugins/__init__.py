@@ -22,6 +22,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",
         "binary_code": "sandbox.rewards.open_r1:binary_code_reward",
+        "model": "reward_models.model:RewardModel",
     },
     "sinks": {
         "report": "report.page:ReportSink",

@@ -86,3 +86,11 @@ def _made(factory: Callable[..., Any], arguments: Mapping[str, Any], spec: str) 
             remedy="a function with `kwargs` takes completions, or makes a function that does",
         )
     return made
+
+
+def names_model(spec: str, base_dir: Path) -> str | None:
+    """Return the directory or hub id of a model if ``spec`` is one: it has a ``/`` and is not ``FILE.py:FUNCTION``."""
+    if "/" not in spec or ".py:" in spec:
+        return None
+    directory = base_dir / Path(spec).expanduser()
+    return str(directory) if directory.is_dir() else spec

@@ -20,12 +20,12 @@ from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.imports import names_module
 from lachesis.common.objects import names_object
 from lachesis.common.types import Group, Prompt
+from lachesis.plugins import load
 from lachesis.process.threads import CallThread
 from lachesis.process.watchdog import Watchdog
 from lachesis.rollouts.rewards.attempts import GIVEN, Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
-from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
-from lachesis.rollouts.rewards.models import RewardModel, names_model
+from lachesis.rollouts.rewards.loading import ImportPath, load_named, names_model, needs_main_thread
 from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def load_reward(
     spec = given if isinstance(given, str) else str(given["function"])
     arguments = {} if isinstance(given, str) else given.get("kwargs") or {}
     if (path := names_model(spec, base_dir)) is not None:
-        model = RewardModel(path, device=model_device, batch_size=model_batch_size)
+        model = load("rewards", "model")(path, device=model_device, batch_size=model_batch_size)
         return NamedReward(Path(path).name, model)
     name = spec.replace(":", ".").rpartition(".")[2]
     if num_workers and names_object(spec):

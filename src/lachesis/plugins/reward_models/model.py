@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
-
-
-def names_model(spec: str, base_dir: Path) -> str | None:
-    """Return the directory or hub id of a model if ``spec`` is one: it has a ``/`` and is not ``FILE.py:FUNCTION``."""
-    if "/" not in spec or ".py:" in spec:
-        return None
-    directory = base_dir / Path(spec).expanduser()
-    return str(directory) if directory.is_dir() else spec
 
 
 class RewardModel:

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.rollouts.rewards.models import RewardModel, names_model
+from lachesis.plugins.reward_models.model import RewardModel
+from lachesis.rollouts.rewards.loading import names_model
 from lachesis.rollouts.rewards.rewarder import Rewarder, load_rewards
 from tests.tiny import PAD_ID, VOCAB_SIZE, tiny_tokenizer
 

@@ -1,0 +1,1 @@
+"""Sequence-classification models as reward functions."""
