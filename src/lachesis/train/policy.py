@@ -113,13 +113,8 @@ class Policy(PolicyState, SendsWeights):
         self.model.eval()
         needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
         kl_reference = options if needs_reference else None
-        # What is sharded cannot be copied any more.
-        second = second_model(loaded, kl_reference)
-        for model in (self.transformer, second, teacher):
-            if model is not None:
-                strategy.place(model)
-                if loaded.unread is not None and model is not teacher:
-                    loaded.unread.fill(model)
+        second = second_model(loaded, kl_reference)  # what is sharded cannot be copied any more
+        self._place(second, teacher)
         self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
             self.transformer, packing=packing, device=self.device, context=strategy.context, tensor=strategy.tensor
@@ -130,15 +125,7 @@ class Policy(PolicyState, SendsWeights):
         self.reference: Reference | None = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
-        self.teacher: Teacher | None = build_teacher(
-            teacher,
-            options=options.teacher,
-            packing=packing,
-            device=self.device,
-            student=self.transformer,
-            context=strategy.context,
-            tensor=strategy.tensor,
-        )
+        self.teacher: Teacher | None = self._build_teacher(teacher, packing)
         if compile_layers:
             strategy.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -154,6 +141,25 @@ class Policy(PolicyState, SendsWeights):
         # How groups become a batch: whoever knows the batch section sets it.
         self.pack: Callable[[Sequence[Group]], Batch] = partial(
             pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prefixes=self.plan.packed
+        )
+
+    def _place(self, second: PreTrainedModel | None, teacher: PreTrainedModel | None) -> None:
+        """Place the models where the strategy has them, and read the base weights that were not loaded yet."""
+        for model in (self.transformer, second, teacher):
+            if model is not None:
+                self.strategy.place(model)
+                if self.loaded.unread is not None and model is not teacher:
+                    self.loaded.unread.fill(model)
+
+    def _build_teacher(self, model: PreTrainedModel | None, packing: Packing) -> Teacher | None:
+        return build_teacher(
+            model,
+            options=self.options.teacher,
+            packing=packing,
+            device=self.device,
+            student=self.transformer,
+            context=self.strategy.context,
+            tensor=self.strategy.tensor,
         )
 
     @property

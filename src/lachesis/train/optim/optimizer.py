@@ -241,22 +241,6 @@ def build_optimizer(
 ) -> PolicyOptimizer:
     """Make the optimizer over the parameters that require gradients. They must hold their weights already.
 
-    ``config.kind`` chooses the library's class, with states in float32 for all but plain 16-bit updates:
-
-    - ``adamw``: torch's AdamW, fused where the device has it. 8 bytes of state a parameter.
-    - ``adamw_8bit``: bitsandbytes' AdamW8bit, else torchao's. 2 bytes a parameter.
-    - ``adamw_cpu``: torch's AdamW on the CPU over float32 copies of the parameters there. A GPU then holds
-      weights and gradients only, and the CPU 16 bytes a parameter, gradients included. (torchao's
-      CPUOffloadOptimizer takes gradients during backward, before they can be clipped.) Where the parameters
-      are on the CPU already, this is ``adamw``.
-    - ``adafactor``: transformers' Adafactor with this schedule's rate (no relative steps, scaling by
-      parameter as ``scale_parameter`` says, no first moment; ``betas`` and ``eps`` do not apply). Rows and
-      columns of state only.
-    - ``muon``: torch's Muon for matrices (momentum 0.95, steps of AdamW's size by 0.2·√max(rows, columns); Keller
-      Jordan's Muon as scaled in arXiv 2502.16982), and AdamW for embeddings, the LM head, stacked experts and vectors.
-      4 bytes of state a parameter of a matrix.
-
-    ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
     ``config.weight_update`` says how 16-bit weights take small updates: see
     :mod:`lachesis.train.optim.weight_update`. Weight decay is not applied to tensors of fewer than two dimensions
     (biases, norms).
@@ -393,7 +377,28 @@ def _decay_groups(
 def _optimizer_factory(
     config: OptimizerConfig, *, device: torch.device, learning_rate: float
 ) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """Return the library's class with the configuration's hyperparameters, still without parameters."""
+    """Return the library's class with the configuration's hyperparameters, still without parameters.
+
+    ``config.kind`` chooses the library's class, with states in float32 for all but plain 16-bit updates:
+
+    - ``adamw``: torch's AdamW, fused where the device has it. 8 bytes of state a parameter.
+    - ``adamw_8bit``: bitsandbytes' AdamW8bit, else torchao's. 2 bytes a parameter.
+    - ``adamw_cpu``: torch's AdamW on the CPU over float32 copies of the parameters there. A GPU then holds
+      weights and gradients only, and the CPU 16 bytes a parameter, gradients included. (torchao's
+      CPUOffloadOptimizer takes gradients during backward, before they can be clipped.) Where the parameters
+      are on the CPU already, this is ``adamw``.
+    - ``adafactor``: transformers' Adafactor with this schedule's rate (no relative steps, scaling by
+      parameter as ``scale_parameter`` says, no first moment; ``betas`` and ``eps`` do not apply). Rows and
+      columns of state only.
+    - ``muon``: torch's Muon for matrices (momentum 0.95, steps of AdamW's size by 0.2·√max(rows, columns); Keller
+      Jordan's Muon as scaled in arXiv 2502.16982), and AdamW for embeddings, the LM head, stacked experts and vectors.
+      4 bytes of state a parameter of a matrix.
+
+    ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
+
+    Raises:
+        DependencyError: the kind needs a package that is not installed.
+    """
     if config.function is not None:
         return custom_optimizer_factory(config, learning_rate=learning_rate)
     if config.kind == "adafactor":
