@@ -75,7 +75,7 @@ def test_lines_show_how_the_run_goes(tmp_path: Path):
     assert not re.search(r"error|W\d{4} |Failed to load|Loading weights", shown), "nothing of libraries"
     for step in range(1, 13):
         assert re.search(rf"step {step}/12  reward 0\.\d{{3}}  accuracy \d+ % \(step \d+\)", shown), step
-    assert re.search(r"generation [\d.]+k? tok/s  training [\d.]+k? tok/s  \d+ s left", shown)
+    assert re.search(r"generation [\d.]+k? tok/s  training [\d.]+k? tok/s  [\d.]+ s left", shown)
     finding = "completions are cut off at 8 tokens before they end: raise sampling.max_completion_length, or reward"
     assert finding in " ".join(shown.split()), "with its remedy, however long"
     last = shown.strip().splitlines()[-1]
