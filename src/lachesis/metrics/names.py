@@ -64,6 +64,23 @@ def _described() -> Iterator[Metric]:
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
 
 
+# Title, unit and explanation of metrics of one engine, rank or GPU, which the rest of the name says.
+_FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
+    GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests under way."),
+    PREFIX_HITS_OF: ("{}", "share", "Share of the tokens of prompts that the engine {} had in its prefix cache."),
+    TRAINING_OF: ("rank {}", "s", "Forward and backward passes of rank {}, with its waits for other ranks amid them."),
+    RECEIVING_OF: ("{}", "s", "Time in which the engine {} received new weights and loaded them."),
+    SENDING_OF: ("rank {}", "s", "Time in which rank {} gathered weights for senders, and sent its own."),
+    SENT_BY: ("rank {}", "GB", "Weights that rank {} sent to the engines."),
+    GPU_UTILIZATION: (
+        "GPU {}",
+        "share",
+        "Share of the time in which GPU {} computed anything, by NVML.",
+    ),
+    GPU_MEMORY_IN_USE: ("GPU {}", "GB", "Memory of this GPU that all its processes take together, at most, by NVML."),
+}
+
+
 def describe(name: str) -> Metric:
     """Return the description of a metric.
 
@@ -82,34 +99,10 @@ def describe(name: str) -> Metric:
         environment = name.removeprefix(BY_ENVIRONMENT)
         title = f"Environment {environment}" if environment.isdecimal() else environment
         return Metric(name, title, "", f"Mean reward of what environment {environment} sent.")
-    if name.startswith(GENERATION_OF):
-        engine = name.removeprefix(GENERATION_OF)
-        return Metric(name, engine, "s", f"Time in which the engine {engine} had requests under way.")
-    if name.startswith(PREFIX_HITS_OF):
-        engine = name.removeprefix(PREFIX_HITS_OF)
-        what = f"Share of the tokens of prompts that the engine {engine} had in its prefix cache."
-        return Metric(name, engine, "share", what)
-    if name.startswith(TRAINING_OF):
-        rank = name.removeprefix(TRAINING_OF)
-        what = f"Forward and backward passes of rank {rank}, with its waits for other ranks amid them."
-        return Metric(name, f"rank {rank}", "s", what)
-    if name.startswith(RECEIVING_OF):
-        engine = name.removeprefix(RECEIVING_OF)
-        return Metric(name, engine, "s", f"Time in which the engine {engine} received new weights and loaded them.")
-    if name.startswith(SENDING_OF):
-        rank = name.removeprefix(SENDING_OF)
-        return Metric(
-            name, f"rank {rank}", "s", f"Time in which rank {rank} gathered weights for senders, and sent its own."
-        )
-    if name.startswith(SENT_BY):
-        rank = name.removeprefix(SENT_BY)
-        return Metric(name, f"rank {rank}", "GB", f"Weights that rank {rank} sent to the engines.")
-    if name.startswith(GPU_UTILIZATION):
-        what = "Share of the time in which this GPU computed anything, by NVML; its number is nvidia-smi's."
-        return Metric(name, f"GPU {name.removeprefix(GPU_UTILIZATION)}", "share", what)
-    if name.startswith(GPU_MEMORY_IN_USE):
-        what = "Memory of this GPU that all its processes take together, at most, by NVML."
-        return Metric(name, f"GPU {name.removeprefix(GPU_MEMORY_IN_USE)}", "GB", what)
+    for prefix, (title, unit, explanation) in _FAMILIES.items():
+        if name.startswith(prefix):
+            of = name.removeprefix(prefix)
+            return Metric(name, title.format(of), unit, explanation.format(of))
     function, _, statistic = name.removeprefix("rewards/").rpartition("/")
     if name.startswith("rewards/") and function and statistic == "mean":
         return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))

@@ -39,8 +39,3 @@ def common_length(one: Tokens, other: Tokens) -> int:
         else:
             high = middle
     return low
-
-
-def distinct_tokens(sequences: Sequence[Tokens]) -> int:
-    """Return the number of distinct tokens, where tokens with different prefixes are distinct."""
-    return sum(len(sequences[branch.index]) - branch.shared for branch in branches(sequences))

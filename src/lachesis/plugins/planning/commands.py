@@ -17,11 +17,11 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import card_lines
 from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
-from lachesis.plan.way import way_line
 from lachesis.plugins.planning.cost import scale_lines
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from lachesis.plugins.planning.fit import fit, fit_lines
 from lachesis.plugins.planning.node import Node, node_lines
+from lachesis.plugins.planning.way import way_line
 
 
 def _gigabytes(text: str) -> float:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from lachesis.config.schema import ModelConfig
-from lachesis.plan.way import way_line
+from lachesis.plugins.planning.way import way_line
 
-MODELS = Path(__file__).parents[3] / "docs" / "models.md"
+MODELS = Path(__file__).parents[4] / "docs" / "models.md"
 
 
 def test_what_is_expected_is_what_was_found_of_each_model_type():
