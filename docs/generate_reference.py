@@ -54,8 +54,7 @@ default, also `data.path` and `rewards.functions`.
 ADVANCED = {
     "model": "revision tokenizer matmul_dtype train_layers pad_token special_tokens packing compile",
     "adapter": "layers dropout",
-    "data": "transform more prepared_path processes order overlong_prompts "
-    "chat_template_kwargs",
+    "data": "transform more prepared_path processes order overlong_prompts chat_template_kwargs",
     "source": "rollout_func tool_parser tool_timeout_s tool_result_tokens rollout_timeout_s workdir env inherit_env "
     "columns nonzero_exit retries host max_sequence_length wait_s missing_logprobs refill_rounds rollout_s renderer "
     "interface turn_tokens",
