@@ -23,7 +23,8 @@ class AtroposSourceConfig(Section):
         default=2048, description="Longest prompt and completion together, as reported to the environments."
     )
     wait_s: PositiveFloat = Field(
-        default=3600.0, description="Longest wait for environments to fill a batch, in seconds."
+        default=3600.0,
+        description="Longest wait for environments to fill a batch, in seconds since the last group that came.",
     )
     missing_logprobs: Literal["warn", "error"] = Field(
         default="warn",

@@ -121,9 +121,12 @@ class AtroposSource(RolloutSource):
         )
 
     def _wait_for_batch(self, deadline: Deadline) -> Delivery:
-        """Ask until there is a batch; registers where the API does not know this trainer."""
+        """Ask until there is a batch; registers where the API does not know this trainer.
+
+        The limit counts from the last group that has come into the queue.
+        """
         retry = Retry(deadline, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-        waited, said_at = Deadline("", None), self.first_word_s
+        waited, said_at, most = Deadline("", None), self.first_word_s, -1
         while True:
             self.watch()
             trainer = self._trainer or self._register(deadline)
@@ -136,6 +139,10 @@ class AtroposSource(RolloutSource):
                 continue
             if delivery is not None:
                 return delivery
+            queued = self.client.queued(deadline=deadline)
+            if queued > most >= 0:
+                deadline.progressed()
+            most = max(most, queued)
             if waited.elapsed_s() >= said_at:
                 said_at = waited.elapsed_s() + _REPEAT_S
                 self._explain(waiting, waited.elapsed_s())

@@ -349,6 +349,26 @@ def test_a_wait_says_what_for_and_ends(api: Api, make: Make, caplog: pytest.LogC
     assert line.endswith("no environment has registered yet")
 
 
+def test_the_limit_of_a_wait_counts_from_the_last_group(
+    plain: tuple[PlainApi, str], make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """Each time the queue is looked at it has a group more; without that the third look would be too late."""
+    api, url = plain
+    sizes: list[int] = []
+    api.batches = []
+
+    def growing(client: RolloutApiClient, *, deadline: Deadline) -> int:
+        sizes.append(len(sizes) + 1)
+        if len(sizes) == 5:
+            api.batches.append([group(3)])
+        return sizes[-1]
+
+    monkeypatch.setattr(RolloutApiClient, "queued", growing)
+    source = make(url, wait_s=1.0)
+    monkeypatch.setattr("lachesis.plugins.atropos.source.source._FIRST_PAUSE_S", 0.6)
+    assert take(source) == ["3"]
+
+
 def test_sizes_that_do_not_fit_are_named(api: Api, make: Make, caplog: pytest.LogCaptureFixture):
     source = make(api.url, wait_s=0.4, first_word_s=0.0)
     source._register(deadline())
