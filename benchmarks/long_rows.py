@@ -28,8 +28,8 @@ from train_step import PEAK_BF16_FLOPS, measure, our_step, random_model
 from transformers import AutoConfig, PretrainedConfig
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.config.architectures import known_architecture
 from lachesis.config.schema import SPARING
+from lachesis.plan.shapes import known_architecture
 
 PROMPT_TOKENS, STEP_TOKENS = 256, 65_536
 # prime-rl's benchmarks of one H100, shares of the peak by its formula.

@@ -39,10 +39,10 @@ from torch import nn
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.common.world import find_world
-from lachesis.config.architectures import known_architecture
 from lachesis.config.schema import DistributedConfig, LachesisConfig
 from lachesis.plan.cards import process_bytes
 from lachesis.plan.plan import plan
+from lachesis.plan.shapes import known_architecture
 from lachesis.train.batch import split
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.strategy import SingleDevice, Strategy, decoder_layers
