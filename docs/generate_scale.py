@@ -54,26 +54,20 @@ The configuration is the one of a single machine. The [tutorial](tutorials/clust
 ```bash
 lachesis cluster slurm config.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 > job.sh
 sbatch job.sh
-lachesis cluster kubernetes config.yaml --nodes 4 --gpus-per-node 8 --image registry/lachesis:1 --claim data \\
-    --set run.dir=/shared/runs > run.yaml
-kubectl apply -f run.yaml
 ```
 
 - **Who does what.** vLLM's servers get the last nodes, the other nodes train with a rank for each GPU. A layout that
   cannot work is refused before anything is printed.
 - **Before it starts**, `lachesis cluster preflight` checks versions, GPUs, ports, an all-reduce, the disk and clocks,
   within 30 s, and names the node that does not fit.
-- **Shared disk.** Configuration, Python and run directory have to be on a disk that all nodes share; on Kubernetes
-  below `--mount`.
+- **Shared disk.** Configuration, Python and run directory have to be on a disk that all nodes share.
 - **Failures.** An engine is started again on its node. If a rank dies, the job is queued again up to three times
   (`--restarts`), and continues from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`) before its
   time limit it saves and is queued again. Errors that would come again end it at once.
-- **Secrets** are drawn when a Slurm job starts, and are in a Secret on Kubernetes (`--secret NAME` takes an existing
-  one).
+- **Secrets** are drawn when the job starts.
 - **Logs** of engines are in `runs/NAME-slurm/JOB/`, those of the run in `runs/NAME/logs/`.
 
-No real cluster has run these jobs. Tests run Slurm's file with processes of one machine, and hold the manifests against
-Kubernetes' published schema.
+No real cluster has run such a job. Tests run the file with processes of one machine.
 
 ### On a Ray cluster
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lachesis.plugins.sandbox.choice import Sandbox, open_sandbox
+from lachesis.plugins.sandbox.choice import open_sandbox
+from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import FunctionTests, Limits
 from tests.contracts.attacks import ATTACKS, CORRECT, NUMPY, TESTS
 from tests.walls import needs_namespaces
@@ -20,7 +21,7 @@ ENDLESS = {name for name in ATTACKS if name.startswith(("an endless", "endless",
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox() -> Iterator[LocalSandbox]:
     opened = open_sandbox("namespaces", count=1)
     yield opened
     opened.close()
@@ -31,7 +32,7 @@ def test_there_are_enough_attacks():
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_passes_any_test(sandbox: Sandbox, name: str):
+def test_no_attack_passes_any_test(sandbox: LocalSandbox, name: str):
     limits = Limits(cpu_s=1, wall_s=2, memory_bytes=256 << 20, processes=16) if name in ENDLESS else LIMITS
     verdicts = sandbox.test(FunctionTests(ATTACKS[name], TESTS, limits=limits))
     passed = [test for test, verdict in zip(TESTS, verdicts, strict=True) if verdict.passed]
@@ -39,14 +40,14 @@ def test_no_attack_passes_any_test(sandbox: Sandbox, name: str):
 
 
 @pytest.mark.parametrize("name", CORRECT)
-def test_right_programs_pass(sandbox: Sandbox, name: str):
+def test_right_programs_pass(sandbox: LocalSandbox, name: str):
     code, tests = CORRECT[name]
     verdicts = sandbox.test(FunctionTests(code, tests, limits=Limits(wall_s=60)))
     assert [verdict.reason for verdict in verdicts] == [""] * len(tests)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="numpy is not installed")
-def test_numpy_is_there_where_it_is_installed(sandbox: Sandbox):
+def test_numpy_is_there_where_it_is_installed(sandbox: LocalSandbox):
     code, tests = NUMPY
     assert [verdict.reason for verdict in sandbox.test(FunctionTests(code, tests, limits=Limits(wall_s=60)))] == [
         "",

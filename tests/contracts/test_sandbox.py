@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lachesis.plugins.sandbox import choice
-from lachesis.plugins.sandbox.choice import KINDS, Sandbox, open_sandbox
+from lachesis.plugins.sandbox.choice import KINDS, open_sandbox
 from lachesis.plugins.sandbox.escapes import Attempt, try_escapes
 from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict
@@ -26,7 +26,7 @@ from tests.walls import needs_namespaces
 pytestmark = needs_namespaces
 
 MIB = 1 << 20
-NEEDED = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+NEEDED = {"bubblewrap": "bwrap"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def sandbox() -> Iterator[LocalSandbox]:
     opened.close()
 
 
-def run(sandbox: Sandbox, source: str, stdin: bytes = b"", **limits: Any) -> Outcome:
+def run(sandbox: LocalSandbox, source: str, stdin: bytes = b"", **limits: Any) -> Outcome:
     return sandbox.run(Program(source=source, stdin=stdin, limits=Limits(**({"wall_s": 60.0} | limits))))
 
 
@@ -49,7 +49,7 @@ cat | {python} -I -c "$(echo "$4" | sed "s#'/lachesis'#'{root}'#")" | cat
 
 
 class TestWalls:
-    @pytest.mark.parametrize("kind", ["namespaces", "landlock", "bubblewrap", "nsjail"])
+    @pytest.mark.parametrize("kind", ["namespaces", "landlock", "bubblewrap"])
     def test_ten_escapes_are_held(self, kind: str):
         if kind in NEEDED and shutil.which(NEEDED[kind]) is None:
             pytest.skip(f"{NEEDED[kind]} is not installed")
@@ -92,7 +92,7 @@ class TestWalls:
             opened.close()
 
     def test_without_a_wall_it_refuses_and_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(choice, "_AUTOMATIC", ("bubblewrap", "nsjail"))
+        monkeypatch.setattr(choice, "_AUTOMATIC", ("bubblewrap",))
         monkeypatch.setenv("PATH", "/nowhere")
         with pytest.raises(SandboxError, match="no sandbox works here, so no code of the model is run") as caught:
             open_sandbox("auto")
@@ -100,7 +100,7 @@ class TestWalls:
         assert "rewards.sandbox: none" in caught.value.remedy
 
     def test_a_wall_that_lets_something_through_is_passed_over(self, monkeypatch: pytest.MonkeyPatch):
-        def tried(sandbox: Sandbox) -> list[Attempt]:
+        def tried(sandbox: LocalSandbox) -> list[Attempt]:
             return [Attempt("read files", held=sandbox.wall.name != "landlock")]
 
         monkeypatch.setattr(choice, "_AUTOMATIC", ("landlock", "namespaces"))

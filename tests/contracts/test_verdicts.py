@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.plugins.sandbox import local
-from lachesis.plugins.sandbox.choice import Sandbox, open_sandbox
+from lachesis.plugins.sandbox.choice import open_sandbox
 from lachesis.plugins.sandbox.judge import judge
 from lachesis.plugins.sandbox.link import LinkClosed, receive, send
 from lachesis.plugins.sandbox.local import LocalSandbox
@@ -33,14 +33,14 @@ HONEST = ("def solve(x): return x + 1", ("assert solve(1) == 2",))
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox() -> Iterator[LocalSandbox]:
     opened = open_sandbox("namespaces", count=1)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])
-def either(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+def either(request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
     opened = open_sandbox(request.param, count=1)
     yield opened
     opened.close()
@@ -51,14 +51,14 @@ def test_there_are_enough_attacks():
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_passes_any_test(sandbox: Sandbox, name: str):
+def test_no_attack_passes_any_test(sandbox: LocalSandbox, name: str):
     verdicts = sandbox.test(FunctionTests(ATTACKS[name], TESTS, limits=LIMITS))
     assert [verdict.passed for verdict in verdicts] == [False] * len(TESTS)
     assert all(verdict.reason for verdict in verdicts)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_program_brings_its_judge_down(either: Sandbox, name: str):
+def test_no_program_brings_its_judge_down(either: LocalSandbox, name: str):
     """It is judged, input after input, and gets nothing for it; the next program is judged as if it had not been."""
     tests = [InputTest("1\n", "one\n"), InputTest("2\n", "two\n")]
     assert run_tests(PROGRAMS[name], tests, time_limit_s=3, sandbox=either) == 0
@@ -66,7 +66,7 @@ def test_no_program_brings_its_judge_down(either: Sandbox, name: str):
     assert run_tests(code, calls, sandbox=either) == 1
 
 
-def test_each_run_finds_an_empty_directory_and_no_shared_memory(either: Sandbox):
+def test_each_run_finds_an_empty_directory_and_no_shared_memory(either: LocalSandbox):
     source = (
         "import os\nfound = os.listdir('.') + [n for n in os.listdir('/dev/shm') if n != '.scratch']\n"
         "os.makedirs('a/b')\nopen('a/b/c', 'w').close()\n"
@@ -81,7 +81,7 @@ def test_each_run_finds_an_empty_directory_and_no_shared_memory(either: Sandbox)
     assert [verdict.reason for verdict in verdicts] == [""] * 3
 
 
-def test_an_input_larger_than_a_message_is_given_whole(sandbox: Sandbox):
+def test_an_input_larger_than_a_message_is_given_whole(sandbox: LocalSandbox):
     """And the conversation goes on with the next program."""
     large = b"a" * (40 << 20)
     program = Program(source="import sys\nprint(len(sys.stdin.buffer.read()))", limits=Limits(wall_s=60))
@@ -92,7 +92,7 @@ def test_an_input_larger_than_a_message_is_given_whole(sandbox: Sandbox):
     assert verdict.passed, verdict.reason
 
 
-def test_an_input_that_is_too_large_for_any_judge_says_so(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+def test_an_input_that_is_too_large_for_any_judge_says_so(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local, "MAX_REQUEST_BYTES", 1000)
     with pytest.raises(SandboxError, match="too large"):
         sandbox.run(Program(source="pass", stdin=b"a" * 2000))
@@ -142,7 +142,9 @@ class TestJudgesThatDie:
         assert fresh.run(Program(source="print(1)", limits=Limits(wall_s=30))).stdout == b"1\n"
 
 
-def share_of(sandbox: Sandbox, code: str, calls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> float | Excluded:
+def share_of(
+    sandbox: LocalSandbox, code: str, calls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> float | Excluded:
     monkeypatch.setattr("lachesis.plugins.sandbox.rewards.execution.shared_sandbox", lambda: sandbox)
     return share_passed(code, calls)
 
@@ -233,7 +235,7 @@ class TestAnyAnswer:
         assert verdict.reason
 
 
-def test_assertions_that_the_code_catches_and_those_of_threads_count(sandbox: Sandbox):
+def test_assertions_that_the_code_catches_and_those_of_threads_count(sandbox: LocalSandbox):
     code = "def solve(f):\n    try: f(1)\n    except BaseException: pass\n    return 5"
     tests = (
         "def f(x):\n    assert x == 2\nassert solve(f) == 5",
@@ -255,18 +257,18 @@ VACUOUS = {
 
 
 @pytest.mark.parametrize("test", VACUOUS)
-def test_a_test_of_which_nothing_was_evaluated_by_us_is_not_passed(sandbox: Sandbox, test: str):
+def test_a_test_of_which_nothing_was_evaluated_by_us_is_not_passed(sandbox: LocalSandbox, test: str):
     (verdict,) = sandbox.test(FunctionTests(VACUOUS[test], (test,), limits=Limits(wall_s=30)))
     assert not verdict.passed and verdict.reason
 
 
-def test_loops_over_right_answers_pass(sandbox: Sandbox):
+def test_loops_over_right_answers_pass(sandbox: LocalSandbox):
     tests = ("for got, want in zip(solve(3), [1, 2]): assert got == want", "assert isclose(sqrt(4), 2.0)", "solve(1)")
     code = "import math\ndef solve(x): return [1, 2]\ndef sqrt(x): return math.sqrt(x)"
     assert [one.passed for one in sandbox.test(FunctionTests(code, tests, limits=Limits(wall_s=30)))] == [True] * 3
 
 
-def test_tests_that_are_coroutine_functions_are_run(sandbox: Sandbox):
+def test_tests_that_are_coroutine_functions_are_run(sandbox: LocalSandbox):
     source = "async def test_a():\n    assert solve() == 2\n"
     source += "class TestB:\n    async def test_b(self):\n        assert solve() == 1"
     tests = [test for test in cases_of({"test": source}) if isinstance(test, str)]
@@ -284,13 +286,13 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_memory_that_no_process_is_seen_to_have_is_refused(either: Sandbox, name: str):
+def test_memory_that_no_process_is_seen_to_have_is_refused(either: LocalSandbox, name: str):
     source = f"import ctypes, mmap, os\ntry:\n    exec({HIDDEN[name]!r})\nexcept OSError: print('refused')"
     outcome = either.run(Program(source=source, limits=Limits(wall_s=30)))
     assert outcome.stdout == b"refused\n", outcome
 
 
-def test_sockets_with_full_buffers_are_few(either: Sandbox):
+def test_sockets_with_full_buffers_are_few(either: LocalSandbox):
     source = (
         "import socket\npairs = []\ntry:\n    while True: pairs.append(socket.socketpair())\nexcept OSError: pass\n"
         "held = 0\nfor pair in pairs:\n    for one in pair:\n        one.setblocking(False)\n"
@@ -302,7 +304,7 @@ def test_sockets_with_full_buffers_are_few(either: Sandbox):
     assert 0 < int(outcome.stdout) <= 64
 
 
-def test_pools_of_processes_and_shared_values_still_work(sandbox: Sandbox):
+def test_pools_of_processes_and_shared_values_still_work(sandbox: LocalSandbox):
     source = (
         "import multiprocessing as m\nv = m.Value('i', 0)\n"
         "def add(n):\n    with v.get_lock(): v.value += n\n"

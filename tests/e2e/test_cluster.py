@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 import pytest
@@ -38,18 +37,6 @@ def test_two_ranks_and_an_engine_train_as_a_job_of_slurm(main: Main, tmp_path: P
     assert all(line.values[f"sent_gb/{rank}"] > 0 for line in steps for rank in (0, 1)), "both nodes send"
     assert "2 steps in" in ended.output
     assert "serving" in logs
-
-
-def test_a_file_with_secrets_is_its_users_alone(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = write_run(tmp_path, model={"device": "cpu"})
-    monkeypatch.chdir(tmp_path)
-    words = ["cluster", "kubernetes", str(config), "--image", "i", "--claim", "c", "--mount", str(tmp_path)]
-    for more, others, there in (([], 0, True), (["--secret", "ours"], stat.S_IRGRP | stat.S_IROTH, False)):
-        written = main(*words, *more, "--out", "run.yaml")
-        assert (written.code, written.out) == (0, "wrote run.yaml: 1 rank(s) on 1 node(s)\n"), written.err
-        assert Path("run.yaml").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == others
-        assert ("kind: Secret" in Path("run.yaml").read_text()) == there
-        assert main(*words, *more).out.count("kind: ") == Path("run.yaml").read_text().count("kind: ")
 
 
 def test_what_does_nothing_with_ray_is_refused(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

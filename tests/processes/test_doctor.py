@@ -25,7 +25,7 @@ class TestSandbox:
         assert not any(check.failed for check in checks.values())
 
     def test_without_a_wall_it_says_what_to_install_and_fails_nothing(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(choice, "_AUTOMATIC", ("nsjail",))
+        monkeypatch.setattr(choice, "_AUTOMATIC", ("bubblewrap",))
         monkeypatch.setenv("PATH", "/nowhere")
         (check,) = inspect_sandbox()
         assert check.message.startswith("none: no sandbox works here")

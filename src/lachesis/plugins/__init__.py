@@ -29,7 +29,6 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "tensorboard": "sinks.tensorboard:TensorBoardSink",
         "wandb": "sinks.wandb:WandbSink",
         "trackio": "sinks.trackio:TrackioSink",
-        "mlflow": "sinks.mlflow:MlflowSink",
     },
 }
 

@@ -89,7 +89,7 @@ def _services(
     config: LachesisConfig, *, run: RunDirectory, resume_step: int | None, completions: CompletionPicker | None
 ) -> list[Sink]:
     """Build the sinks of services for experiments that the configuration names."""
-    wandb, trackio, mlflow = config.logging.wandb, config.logging.trackio, config.logging.mlflow
+    wandb, trackio = config.logging.wandb, config.logging.trackio
     shared: dict[str, Any] = {
         "run_name": config.run.name,
         "settings": config.model_dump(mode="json"),
@@ -101,8 +101,6 @@ def _services(
         sinks.append(load("sinks", "wandb")(wandb, run_dir=run.path, **shared))
     if trackio is not None:
         sinks.append(load("sinks", "trackio")(trackio, **shared))
-    if mlflow is not None:
-        sinks.append(load("sinks", "mlflow")(mlflow, run_dir=run.path, **shared))
     return sinks
 
 

@@ -16,7 +16,7 @@ from lachesis.config.section import (
 )
 from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
 from lachesis.plugins.export.section import HubConfig
-from lachesis.plugins.sinks.section import MlflowConfig, TrackioConfig, WandbConfig
+from lachesis.plugins.sinks.section import TrackioConfig, WandbConfig
 
 
 class DeadlinesConfig(Section):
@@ -117,7 +117,7 @@ class LoggingConfig(Section):
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
         description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "
-        "as a table in Weights & Biases, Trackio and MLflow.",
+        "as a table in Weights & Biases and Trackio.",
     )
     tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
     report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
@@ -127,7 +127,6 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(default=False, description="Write TensorBoard events to tensorboard/.")
     wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")
     trackio: TrackioConfig | None = Field(default=None, description="Log to Trackio.")
-    mlflow: MlflowConfig | None = Field(default=None, description="Log to MLflow.")
     sinks: list[CustomPart] = Field(
         default_factory=list[CustomPart],
         description="Import paths or `FILE.py:NAME` of your own sinks, which are called for each step.",

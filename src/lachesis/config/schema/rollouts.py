@@ -201,8 +201,8 @@ class RewardsConfig(Section):
     sandbox: str = Field(
         default="auto",
         description="Wall around code of the model that rewards run: `auto` takes the best that works on the machine, "
-        "or none runs; `namespaces`, `bubblewrap`, `nsjail`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, "
-        "`e2b:TEMPLATE`; or `none`, without any wall.",
+        "or none runs; `namespaces`, `bubblewrap`, `landlock`, `docker:IMAGE`, `podman:IMAGE`; or "
+        "`none`, without any wall.",
     )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings, shown
+from lachesis.cli.base import Overrides, app, console, print_findings, shown
 from lachesis.common.errors import ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
@@ -83,51 +82,12 @@ def slurm(
         more=tuple(sbatch or []),
         ray=ray,
     )
-    _write(render_slurm(loaded, layout, job), layout, out)
-
-
-@cluster_app.command()
-def kubernetes(
-    config: Config,
-    image: Annotated[str, typer.Option(help="With lachesis, and for engines vLLM, in its `python`.")],
-    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that all pods can write to.")],
-    overrides: Overrides = None,
-    nodes: Nodes = 1,
-    gpus: Gpus = 0,
-    ranks: Ranks = None,
-    mount: Annotated[str, typer.Option(help="Where the volume is in each pod; run.dir has to be below.")] = "/shared",
-    namespace: Annotated[str | None, typer.Option(help="Of all objects; kubectl's own if unset.")] = None,
-    secret: Annotated[
-        str | None, typer.Option(help="Name of an existing Secret with both tokens; if unset a new one is printed.")
-    ] = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    master_port: MasterPort = MASTER_PORT,
-    notice: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long a pod may take to save a checkpoint and end.")
-    ] = 300,
-    restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
-    preflight_s: PreflightS = 600,
-    out: Out = None,
-) -> None:
-    """Print manifests: a Job of ranks, a StatefulSet of engines, Services, configuration and tokens."""
-    from lachesis.plugins.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
-
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
-    job = KubernetesJob(
-        image=image,
-        claim=claim,
-        mount=PurePosixPath(mount),
-        namespace=namespace,
-        secret=secret,
-        tokens=None if secret else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
-        options=(*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])),
-        master_port=master_port,
-        grace_s=notice,
-        restarts=restarts,
-        preflight_s=preflight_s,
-    )
-    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret else 0o600)
+    text = render_slurm(loaded, layout, job)
+    if out is None:
+        console.file.write(text)
+    else:
+        write_atomic(out, text)
+        console.print(f"wrote {shown(out)}: {layout.summary}")
 
 
 @cluster_app.command()
@@ -177,14 +137,6 @@ def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
         yield f"all-reduce of 16 MiB over the ranks: {verdict.collective_s * 1000:.1f} ms"
     if not verdict.findings:
         yield "the nodes fit together"
-
-
-def _write(text: str, layout: Layout, out: Path | None, *, mode: int = 0o666) -> None:
-    if out is None:
-        console.file.write(text)
-        return
-    write_atomic(out, text, mode=mode)
-    console.print(f"wrote {shown(out)}: {layout.summary}")
 
 
 def _derived(

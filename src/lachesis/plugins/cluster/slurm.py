@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import jinja2
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plugins.cluster.layout import FINAL, Layout, ray_keys
-from lachesis.plugins.cluster.templates import job_template
 
 # Of Ray's head.
 _RAY_PORT = 6379
@@ -59,7 +62,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
     """
     run_dir = config.run.directory
     engine = config.engine
-    return job_template("slurm.sh.j2").render(
+    return _template().render(
         name=config.run.name,
         summary=layout.summary,
         options=_sbatch_options(layout, job, run_dir=run_dir),
@@ -122,3 +125,23 @@ def _http_keys(config: LachesisConfig) -> str:
     """Return the keys of `engine` for servers that the job starts, except their addresses, as YAML between braces."""
     quorum = getattr(config.engine, "quorum", None)
     return f"wait_s: {config.deadlines.engine_start_s}" + ("" if quorum is None else f", quorum: {quorum}")
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """Read the template beside this module; its filter ``sh`` quotes a word, or several, for a shell."""
+    environment = jinja2.Environment(
+        autoescape=False,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # bash has its own use for {#
+        comment_end_string="#>",
+    )
+    environment.filters["sh"] = _quoted
+    return environment.from_string(Path(__file__).with_name("slurm.sh.j2").read_text(encoding="utf-8"))
+
+
+def _quoted(value: str | Sequence[str]) -> str:
+    return shlex.quote(value) if isinstance(value, str) else shlex.join(value)

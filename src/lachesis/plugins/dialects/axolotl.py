@@ -43,13 +43,6 @@ from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_na
 
 # Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
 EARLIER_SERVER_KEYS = ("gpu_memory_utilization", "max_model_len", "dtype")
-_TRACKER_PATHS = {
-    "trackio_project_name": "logging.trackio.project",
-    "trackio_run_name": "logging.trackio.name",
-    "mlflow_experiment_name": "logging.mlflow.experiment",
-    "mlflow_run_name": "logging.mlflow.name",
-    "mlflow_tracking_uri": "logging.mlflow.tracking_uri",
-}
 
 
 def _names() -> Iterator[Entry]:
@@ -255,16 +248,10 @@ def _put_run(translation: Translation) -> None:
     if translation.has("wandb_project") and translation.value("use_wandb", True):
         for key in ("project", "name", "mode", "entity"):
             translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
-    for switch, name, default in (
-        ("use_trackio", "trackio_project_name", "huggingface"),
-        ("use_mlflow", "mlflow_experiment_name", "Default"),
-    ):
-        if translation.value(switch):
-            translation.put(_TRACKER_PATHS[name], translation.value(name, default), name)
-            for other, path in _TRACKER_PATHS.items():
-                if other.startswith(name.partition("_")[0]) and other != name:
-                    translation.copy(other, path)
     if translation.value("use_trackio"):
+        name = "trackio_project_name"
+        translation.put("logging.trackio.project", translation.value(name, "huggingface"), name)
+        translation.copy("trackio_run_name", "logging.trackio.name")
         translation.copy("trackio_space_id", "logging.trackio.space")
 
 

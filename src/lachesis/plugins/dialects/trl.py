@@ -45,7 +45,7 @@ from lachesis.plugins.dialects.open_r1_rewards import put_open_r1_rewards
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 
 _PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 _UTILIZATION = 0.3  # of GRPOConfig
 _MANAGED = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
@@ -173,8 +173,10 @@ def _put_run(translation: Translation) -> None:
 def _put_reports(translation: Translation) -> None:
     reports = translation.value("report_to", "none")
     for report in reports if is_list(reports) else [reports]:
-        if report in ("mlflow", "trackio"):
-            _put_tracker(translation, report)
+        if report == "trackio":
+            translation.put("logging.trackio.project", translation.value("project", "huggingface"), "project")
+            translation.copy("trackio_space_id", "logging.trackio.space")
+            translation.copy("run_name", "logging.trackio.name")
         elif report == "tensorboard":
             translation.put("logging.tensorboard", True, "report_to")
         elif report == "wandb":
@@ -184,16 +186,6 @@ def _put_reports(translation: Translation) -> None:
                 translation.copy(theirs, f"logging.wandb.{key}")
         elif report != "none":
             translation.warning("report_to", f"Lachesis reports to {', '.join(TRACKERS)}, not to {report}")
-
-
-def _put_tracker(translation: Translation, tracker: str) -> None:
-    """MLflow's experiment is its own default there; Trackio's project is that of W&B."""
-    if tracker == "mlflow":
-        translation.put("logging.mlflow.experiment", "Default", "report_to")
-    else:
-        translation.put("logging.trackio.project", translation.value("project", "huggingface"), "project")
-        translation.copy("trackio_space_id", "logging.trackio.space")
-    translation.copy("run_name", f"logging.{tracker}.name")
 
 
 def _check_generation_batch(translation: Translation, *, processes: int) -> None:

@@ -1,4 +1,4 @@
-"""Walls by other programs' command lines, with a warden inside: bubblewrap, nsjail, docker and podman."""
+"""Walls by other programs' command lines, with a warden inside: bubblewrap, docker and podman."""
 
 from __future__ import annotations
 
@@ -92,21 +92,6 @@ def bubblewrap() -> Command:
         line += ["--symlink", target, place]
     line += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm", "--tmpfs", "/tmp", "--dir", "/lachesis"]
     return Command((*line, "--ro-bind", str(_ROOT), "/lachesis", "--chdir", "/"), _interpreter(), "/lachesis")
-
-
-def nsjail() -> Command:
-    """``nsjail`` in its mode for one command, with a read-only Python."""
-    view = python_view()
-    line = [_found("nsjail"), "-Mo", "--really_quiet", "--time_limit", "0", "--rlimit_as", "inf", "--rlimit_cpu", "inf"]
-    line += ["--rlimit_fsize", "inf", "--rlimit_nofile", "4096", "--rlimit_nproc", _CONTAINER_PROCESSES]
-    line += ["--tmpfsmount", "/tmp", "--tmpfsmount", "/dev/shm", "--cwd", "/"]
-    for path in view.readable:
-        line += ["-R", path]
-    for place, target in view.links:
-        line += ["--symlink", f"{target}:{place}"]
-    for device in ("null", "zero", "urandom", "random"):
-        line += ["-B", f"/dev/{device}"]
-    return Command((*line, "-R", f"{_ROOT}:/lachesis", "--"), _interpreter(), "/lachesis")
 
 
 def container(program: str, image: str) -> Callable[[], Command]:

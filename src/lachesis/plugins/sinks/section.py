@@ -45,13 +45,3 @@ class TrackioConfig(Section):
     space: str | None = Field(
         default=None, description="Hugging Face Space, as `owner/name`, that shows it; on this machine if unset."
     )
-
-
-class MlflowConfig(Section):
-    """MLflow."""
-
-    experiment: str = Field(description="Experiment name; created if it does not exist.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
-    tracking_uri: str | None = Field(
-        default=None, description="Server or directory; MLflow's own MLFLOW_TRACKING_URI and default if unset."
-    )

@@ -253,12 +253,10 @@ def test_a_server_that_listens_elsewhere_than_the_trainer_asks():
 
 
 def test_trackers_are_translated():
-    text = "use_trackio: true\ntrackio_space_id: me/space\nuse_mlflow: true\nmlflow_experiment_name: e\n"
-    logging = translated(f"{text}mlflow_tracking_uri: http://box\nmlflow_run_name: r").logging
-    assert logging.trackio is not None and logging.mlflow is not None
+    logging = translated("use_trackio: true\ntrackio_space_id: me/space").logging
+    assert logging.trackio is not None
     assert (logging.trackio.project, logging.trackio.space, logging.trackio.name) == ("huggingface", "me/space", None)
-    assert (logging.mlflow.experiment, logging.mlflow.name, logging.mlflow.tracking_uri) == ("e", "r", "http://box")
-    assert translated("mlflow_experiment_name: e").logging.mlflow is None
+    assert translated("trackio_run_name: r").logging.trackio is None
 
 
 def test_a_held_out_file_is_one_that_is_read():

@@ -107,10 +107,10 @@ def test_dtypes(text, dtype):
 
 
 def test_trackers_are_translated():
-    logging = translated("report_to: [trackio, mlflow]\nrun_name: r\ntrackio_space_id: me/space").logging
-    assert logging.trackio is not None and logging.mlflow is not None
+    logging = translated("report_to: [trackio, tensorboard]\nrun_name: r\ntrackio_space_id: me/space").logging
+    assert logging.trackio is not None
     assert (logging.trackio.project, logging.trackio.space, logging.trackio.name) == ("huggingface", "me/space", "r")
-    assert (logging.mlflow.experiment, logging.mlflow.name) == ("Default", "r")
+    assert logging.tensorboard
 
 
 @pytest.mark.parametrize(

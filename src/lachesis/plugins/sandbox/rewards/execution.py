@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lachesis.plugins.sandbox.choice import Sandbox, shared_sandbox
+from lachesis.plugins.sandbox.choice import shared_sandbox
+from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import FunctionTests, Limits, Program, SandboxError
 from lachesis.plugins.sandbox.rewards.code_tests import CodeTest, InputTest, same_output
 from lachesis.rollouts.rewards.functions import Excluded
@@ -21,7 +22,7 @@ def run_tests(
     imports: str = "",
     time_limit_s: float = TIME_LIMIT_S,
     memory_mb: int = MEMORY_LIMIT_MB,
-    sandbox: Sandbox | None = None,
+    sandbox: LocalSandbox | None = None,
 ) -> int:
     """Return how many of the tests pass; none if ``code`` raises or ends the process.
 
@@ -60,7 +61,7 @@ def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> 
         return Excluded("sandbox", str(error))
 
 
-def _count_inputs(sandbox: Sandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:
+def _count_inputs(sandbox: LocalSandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:
     """Return how often a script prints the expected output, which its process is never given."""
     if not tests:
         return 0
