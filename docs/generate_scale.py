@@ -42,7 +42,7 @@ models.
 | you have | do this |
 |---|---|
 | one node or less | [one GPU](start/one-gpu.md), [two GPUs](tutorials/two-gpus.md), [eight GPUs](start/eight-gpus.md) |
-| several nodes | `lachesis cluster`, or `lachesis run` on a Ray cluster |
+| several nodes | `lachesis cluster slurm` |
 | long sequences | `distributed.context_parallel_size` ([all splits](several-gpus.md#how-training-is-split)) |
 | layers that are too large | `distributed.tensor_parallel_size` |
 | a mixture of experts | `distributed.expert_parallel_size` |
@@ -68,19 +68,6 @@ sbatch job.sh
 - **Logs** of engines are in `runs/NAME-slurm/JOB/`, those of the run in `runs/NAME/logs/`.
 
 No real cluster has run such a job. Tests run the file with processes of one machine.
-
-### On a Ray cluster
-
-```bash
-RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
-```
-
-With `pip install 'lachesis[ray]'` on all nodes, `lachesis run` uses Ray where RAY_ADDRESS is set, or with
-`cluster.kind: ray` ([keys](configuration.md#cluster)). Ray places ranks, engines, rollout API and environment. An
-engine that is lost with its node comes up on another while the others continue. If a rank is lost, all ranks start
-again from the last checkpoint. Whoever reaches Ray's ports can run programs there: set `RAY_AUTH_MODE=token`. `lachesis
-cluster slurm --ray` prints a job that brings its own Ray cluster; a RayJob of KubeRay has `lachesis run CONFIG` as its
-entrypoint. Tests use three simulated nodes of one machine.
 
 ## Loading and saving
 

@@ -37,17 +37,3 @@ def test_two_ranks_and_an_engine_train_as_a_job_of_slurm(main: Main, tmp_path: P
     assert all(line.values[f"sent_gb/{rank}"] > 0 for line in steps for rank in (0, 1)), "both nodes send"
     assert "2 steps in" in ended.output
     assert "serving" in logs
-
-
-def test_what_does_nothing_with_ray_is_refused(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = write_run(tmp_path, model={"device": "cpu"})
-    monkeypatch.chdir(tmp_path)
-    for words, error in (
-        (["slurm", "--ray", "--master-port", "29501"], "--master-port does nothing with --ray"),
-        (["slurm", "--set", "cluster.kind=ray"], "cluster.kind is ray, and --ray is not given"),
-        (["slurm", "--ray", "--set", "cluster.kind=local"], "cluster.kind is local, and --ray is given"),
-    ):
-        refused = main("cluster", words[0], str(config), *words[1:])
-        assert (refused.code, refused.out) == (2, ""), refused.out
-        assert error in refused.err
-    assert "ray symmetric-run" in main("cluster", "slurm", str(config), "--ray").out

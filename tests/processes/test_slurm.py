@@ -28,43 +28,20 @@ esac
 """
 
 
-# As Ray's own: the command is run on the node of the address, once there are as many as are asked for.
-RAY = """#!/bin/bash
-touch "$(dirname "$0")/ray-$SLURMD_NODENAME"
-[[ $* =~ ^symmetric-run\\ --address\\ 127.0.0.1:6379\\ --min-nodes\\ ([0-9]+)\\ --num-gpus=[0-9]+\\ --\\  ]] || exit 2
-nodes=${BASH_REMATCH[1]}
-[[ $RAY_AUTH_MODE == token && $RAY_AUTH_TOKEN =~ ^[0-9a-f]{64}$ ]] || exit 3
-if [[ $SLURMD_NODENAME == 127.0.0.1 ]]; then
-    until (($(ls "$(dirname "$0")"/ray-* | wc -l) == nodes)); do sleep 0.05; done
-    until [[ $1 == -- ]]; do shift; done
-    shift
-    "$@"
-    exit $?
-fi
-exit "${WORKER_CODE:-0}"
-"""
-
-
 def run(
     tmp_path: Path,
     sections: dict[str, Any],
     machines: Machines,
     *arguments: str,
     rank: str = "",
-    ray: bool = False,
     **more: Any,
 ) -> Ended:
     """What the job's processes were told; ``rank`` is what a rank does."""
-    if ray:
-        (tmp_path / "ray").write_text(RAY)
-        (tmp_path / "ray").chmod(0o755)
     program = tmp_path / "python"
     program.write_text(f"{PROGRAM}\n{rank}\n")
     program.chmod(0o755)
     found = config(**{"run": {"steps": 2, "name": "it's", "dir": str(tmp_path)}, **sections})
-    job = SlurmJob(
-        config_path=tmp_path / "a b.yaml", directory=tmp_path, python=str(program), overrides=("a=b c",), ray=ray
-    )
+    job = SlurmJob(config_path=tmp_path / "a b.yaml", directory=tmp_path, python=str(program), overrides=("a=b c",))
     file = tmp_path / "job"
     file.write_text(render_slurm(found, derive_layout(found, machines), job))
     (tmp_path / "bin").mkdir()
@@ -185,22 +162,3 @@ def test_the_one_word_that_a_job_takes(tmp_path: Path):
     ended = run(tmp_path, CPU, Machines(1), "--again")
     assert_ended(ended, 2, restarts=0)
     assert "--again is none of --resume and --overwrite" in ended.output
-
-
-def test_with_ray_the_first_node_runs_all_and_the_others_only_ray(tmp_path: Path):
-    assert_ended(run(tmp_path, APART, Machines(3, 8), "--resume", ray=True), 0, restarts=0)
-    words, _ = told(tmp_path, "run-0-127.0.0.1-0")
-    asked = ["cluster.kind=ray", "cluster.nodes=3", "cluster.gpus_per_node=8", "cluster.preflight_s=30"]
-    flags = [word for key in ("a=b c", *asked) for word in ("--set", key)]
-    assert words == ["run", str(tmp_path / "a b.yaml"), *flags, "--resume"]
-    assert sorted(path.name for path in tmp_path.glob("ray-*")) == [f"ray-127.0.0.{number}" for number in (1, 2, 3)]
-    assert not list(tmp_path.glob("train-*")) and not list(tmp_path.glob("vllm-serve-*"))
-
-
-@pytest.mark.parametrize(("code", "restarts"), [(0, 0), (2, 0), (6, 3)])
-def test_a_node_that_ray_loses_leaves_the_verdict_to_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, restarts: int
-):
-    monkeypatch.setenv("WORKER_CODE", "143")
-    ended = run(tmp_path, CPU, Machines(2), rank=f"sleep 0.2; exit {code}", ray=True)
-    assert_ended(ended, code, restarts=restarts)

@@ -49,10 +49,9 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("serving", "embedded_server"): "one of the engines that it serves",
     ("sweep", "report"): "compares its runs on a page",
     ("trl", "export"): "a trainer saves and pushes its model",
-    ("atropos", "cluster"): "`lachesis run` places its processes by Ray",
     ("atropos", "dialects"): "its commands take the flags that the dialect translates",
     ("atropos", "environments"): "serves steps and verifiers over the rollout API",
-    ("cluster", "atropos"): "starts its API and environments on nodes",
+    ("cluster", "atropos"): "tells whether a job starts its API and environments",
 }
 # What any room may import, wherever it stands.
 ANYWHERE = ("config.schema", "config.section")

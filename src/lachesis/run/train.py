@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lachesis.common.errors import CheckpointError, ConfigError, EngineError, EngineLost
+from lachesis.common.errors import CheckpointError, EngineError, EngineLost
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole, SafeFormatter
@@ -111,10 +111,6 @@ def train(
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
             checkpoint is kept.
     """
-    if loaded.config.cluster.kind == "ray":
-        raise ConfigError(
-            "cluster.kind is ray, and this starts the run here", remedy="use `lachesis run CONFIG`, or leave it out"
-        )
     findings = [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]
     log_findings(findings)
     directory = loaded.config.run.directory

@@ -66,7 +66,6 @@ from lachesis.config.schema.rollouts import (
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
 from lachesis.config.section import BaseEngineConfig, CustomPart, EpisodesSourceConfig, Section
 from lachesis.plugins.atropos.section import ServicesConfig
-from lachesis.plugins.cluster.section import ClusterConfig
 from lachesis.plugins.environments.section import AgentSourceConfig, McpServerConfig
 
 # The share of the time that checkpoints take where an engine that dies takes the weights with it, and nothing is set.
@@ -96,7 +95,6 @@ class LachesisConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:

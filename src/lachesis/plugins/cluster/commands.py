@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lachesis.cli.base import Overrides, app, console, print_findings, shown
-from lachesis.common.errors import ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
@@ -35,7 +34,6 @@ PreflightS = Annotated[
     typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
 ]
 Out = Annotated[Path | None, typer.Option(help="The file to write; printed if unset.")]
-Ray = Annotated[bool, typer.Option("--ray", help="Have Ray place the run: lost engines come up on other nodes.")]
 MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
 
 
@@ -55,7 +53,6 @@ def slurm(
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
     preflight_s: PreflightS = 30,
-    ray: Ray = False,
     out: Out = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
@@ -64,9 +61,7 @@ def slurm(
     """Print a script for sbatch: ranks and engines on their nodes. Requeued, it resumes from the last checkpoint."""
     from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
 
-    if ray and master_port != MASTER_PORT:
-        raise ConfigError("--master-port does nothing with --ray, which draws ports itself", remedy="leave it out")
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
     job = SlurmJob(
         config_path=config.absolute(),
         overrides=tuple(overrides or []),
@@ -80,7 +75,6 @@ def slurm(
         restarts=restarts,
         preflight_s=preflight_s,
         more=tuple(sbatch or []),
-        ray=ray,
     )
     text = render_slurm(loaded, layout, job)
     if out is None:
@@ -139,16 +133,9 @@ def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
         yield "the nodes fit together"
 
 
-def _derived(
-    path: Path, overrides: list[str] | None, machines: Machines, *, ray: bool = False
-) -> tuple[LachesisConfig, Layout]:
+def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:
     """Return the checked configuration and the layout of its nodes; warnings go to standard error."""
     config = load_config(path, overrides=overrides or []).config
-    if config.cluster.kind != "auto" and ray != (config.cluster.kind == "ray"):
-        raise ConfigError(
-            f"cluster.kind is {config.cluster.kind}, and --ray is {'given' if ray else 'not given'}",
-            remedy="leave cluster.kind out, or let the two say the same",
-        )
     layout = derive_layout(config, machines)
     # Files of Axolotl and TRL multiply batches by the ranks.
     loaded = load_config(path, overrides=overrides or [], processes=layout.ranks if layout.ranks > 1 else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,32 +129,6 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
     return []
 
 
-def of_ranks(config: LachesisConfig, urls: Sequence[str]) -> LachesisConfig:
-    """Return the configuration of ranks whose inference servers are on separate nodes, at ``urls``.
-
-    The servers belong to this job alone, so an old claim on them is of a process that was killed.
-    """
-    quorum = config.engine.quorum if isinstance(config.engine, VllmEngineConfig) else None
-    wait_s = config.deadlines.engine_start_s
-    engine = HttpEngineConfig(urls=list(urls), wait_s=wait_s, quorum=quorum, takeover=True)
-    return config.model_copy(update={"engine": engine})
-
-
-def of_engine(config: LachesisConfig) -> LachesisConfig:
-    """Return the configuration of one of these servers, which sees only its own GPUs, numbered from 0."""
-    engine, changes = config.engine, {"host": "0.0.0.0"}
-    if isinstance(engine, VllmEngineConfig):
-        own = ",".join(map(str, range(engine.tensor_parallel_size)))
-        changes |= {"data_parallel_size": 1, "quorum": None, "devices": None if config.model.device == "cpu" else own}
-    return config.model_copy(update={"engine": engine.model_copy(update=changes)})
-
-
-def ray_keys(layout: Layout, *, preflight_s: float) -> list[str]:
-    """Return the ``key=value`` options by which `lachesis run` places this layout on the nodes of a Ray cluster."""
-    size = f"cluster.gpus_per_node={layout.gpus}" if layout.gpus else f"cluster.ranks_per_node={layout.ranks_per_node}"
-    return ["cluster.kind=ray", f"cluster.nodes={layout.nodes}", size, f"cluster.preflight_s={preflight_s:g}"]
-
-
 def _check_devices(config: LachesisConfig, machines: Machines) -> None:
     on_cpu = config.model.device == "cpu"
     if on_cpu and machines.gpus:
@@ -185,18 +158,13 @@ def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
             f"{key} has engine and trainer on one machine, and there are {machines.nodes} nodes",
             remedy="take --nodes 1, or set bridge.kind: broadcast (lora_nccl or lora_only with an adapter)",
         )
-    copies, size = config.cluster.engines, 1 if machines.gpus else 0
+    copies, size = 1, 1 if machines.gpus else 0
     if isinstance(engine, VllmEngineConfig):
         if engine.devices is not None:
             raise ConfigError(
                 f"engine.devices {engine.devices} names GPUs of one machine, and of {machines.nodes} nodes the "
                 "engines have some for themselves",
                 remedy="leave engine.devices out, or take --nodes 1",
-            )
-        if config.cluster.engines != 1:
-            raise ConfigError(
-                f"cluster.engines is {config.cluster.engines}, and it is of engine.kind embedded_server",
-                remedy="set engine.data_parallel_size, which is how many servers of vLLM there are",
             )
         copies, size = engine.data_parallel_size, engine.tensor_parallel_size if machines.gpus else 0
     if size > machines.gpus:

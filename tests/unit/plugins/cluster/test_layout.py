@@ -35,9 +35,9 @@ def config(**sections: Any) -> LachesisConfig:
             Layout("train", 1, 6, 8, None),
         ),
         (
-            CPU | BROADCAST | {"engine": {"kind": "embedded_server"}, "cluster": {"engines": 2}},
+            CPU | BROADCAST | {"engine": {"kind": "embedded_server"}},
             Machines(2),
-            Layout("train", 1, 1, 0, NodeServers(2, 1, 2, 0, 9001)),
+            Layout("train", 1, 1, 0, NodeServers(1, 1, 1, 0, 9001)),
         ),
         (SHARED, Machines(1, 1), Layout("train", 1, 1, 1, None)),
         (
@@ -62,11 +62,6 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
         ({}, Machines(1, 8, ranks=2), "--ranks-per-node is for model.device cpu"),
         (APART, Machines(2, 8), "of 2 none is left to train"),
         (APART, Machines(4, 2), "tensor_parallel_size 4 is more than the 2"),
-        (
-            APART | {"cluster": {"engines": 2}},
-            Machines(4, 8),
-            "it is of engine.kind embedded_server",
-        ),
         (
             {"engine": {"kind": "vllm", "devices": "0,1"}} | BROADCAST,
             Machines(2, 8),

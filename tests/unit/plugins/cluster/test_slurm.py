@@ -26,9 +26,8 @@ def rendered(sections: dict[str, Any], machines: Machines, **options: Any) -> st
     [({}, Machines(2, 8)), (CPU, Machines(1)), (APART, Machines(4, 8)), (APART | ATROPOS, Machines(3, 8))],
 )
 def test_it_is_bash(sections: dict[str, Any], machines: Machines):
-    for ray in (False, True):
-        text = rendered(sections, machines, overrides=("run.seed=1", "model.path=it's"), ray=ray)
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    text = rendered(sections, machines, overrides=("run.seed=1", "model.path=it's"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_what_the_configuration_says_is_asked_of_slurm():
@@ -39,8 +38,6 @@ def test_what_the_configuration_says_is_asked_of_slurm():
         "signal": "B:USR1@300", "open-mode": "append", "exclusive": "", "requeue": "", "qos": "high",
     }  # fmt: skip
     assert "gpus-per-node" not in batch_options(rendered(CPU, Machines(2)))
-    by_ray = batch_options(rendered(APART, Machines(4, 8), ray=True))
-    assert (by_ray["ntasks-per-node"], by_ray["no-kill"]) == ("1", ""), "a lost node does not end the job"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +10,6 @@ import typer
 
 from lachesis.cli.base import (
     ALL_WORDS,
-    EXIT_SIGNALLED,
     HELP_FLAGS,
     Overrides,
     Overwrite,
@@ -29,7 +24,6 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
-from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, load_argv
@@ -47,8 +41,7 @@ Starts the rollout API, the engine, an environment and the trainer, each with it
 directory, and stops them all at the end.
 
 With a configuration, source.kind is atropos, engine says what generates, and services what else to start:
-`lachesis explain services` lists its keys. Where RAY_ADDRESS is set, or with cluster.kind: ray, any configuration runs
-on the nodes of a Ray cluster: `lachesis explain cluster`.
+`lachesis explain services` lists its keys.
 
   --api-port PORT            Where the rollout API is started, in place of the port of source.url, which is 8002.
 
@@ -108,10 +101,8 @@ def run_everything(
         return console.print(RUN_HELP.format(names=", ".join(SHIPPED)))
     world = world_of_leader()
     from lachesis.plugins.atropos.services import Services, load_words
-    from lachesis.plugins.cluster.placement import takes_ray
 
-    load = partial(
-        load_words,
+    loaded = load_words(
         context.args,
         overrides=overrides or [],
         engine=engine,
@@ -119,37 +110,9 @@ def run_everything(
         environment_args=environment_args,
         api_port=api_port,
     )
-    loaded = load()
-    if takes_ray(loaded.config, os.environ):
-        options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
-        return _run_on_ray(context, lambda processes: load(processes=processes), **options)
     companions = Services(loaded.config)
     options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
     _train(context, loaded, world, **options, companions=companions)
-
-
-def _run_on_ray(
-    context: typer.Context,
-    load: Callable[[int | None], LoadedConfig],
-    *,
-    resume: bool,
-    overwrite: bool,
-    benchmark: bool,
-    ui: bool,
-) -> None:
-    """On a Ray cluster; this process places and watches."""
-    if benchmark or ui:
-        raise ConfigError(
-            f"{'--benchmark' if benchmark else '--ui'} is of a run on this machine, and Ray places this one",
-            remedy="leave it out: `lachesis watch RUN_DIR` shows the page, `lachesis report RUN_DIR` the times",
-        )
-    from lachesis.plugins.cluster.ray_run import run_on_ray
-
-    with stop_on_signals() as stop:
-        run_on_ray(load, resume=resume, overwrite=overwrite, say=console.print, stop_requested=lambda: bool(stop))
-    if stop:
-        console.print(f"stopped by a signal; resume with: {shlex.join(command_of(context))} --resume")
-        raise typer.Exit(EXIT_SIGNALLED + stop[0])
 
 
 def _train(

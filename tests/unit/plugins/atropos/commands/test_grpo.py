@@ -12,7 +12,6 @@ import typer
 
 from lachesis.cli import app
 from lachesis.cli.base import printed_log
-from lachesis.common.errors import ConfigError
 from lachesis.plugins.atropos.commands.grpo import DOCUMENTED, benchmark_lines, command_of
 from lachesis.plugins.dialects.atropos import TRAINER
 from lachesis.plugins.dialects.atropos_help import help_text
@@ -99,12 +98,3 @@ def test_the_benchmark_lists_all_times(tmp_path: Path):
     assert "data_fetch_times: mean 1.500 s" in text
     assert "[1.000, 2.000]" in text
     assert "gpu_memories: none" in text
-
-
-def test_ray_places_no_page_and_no_benchmark(tmp_path: Path):
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        "run: {steps: 1}\nmodel: {path: m}\ndata: {path: d}\ncluster: {kind: ray}\nrewards: {functions: [r.r]}\n"
-    )
-    with pytest.raises(ConfigError, match="--ui is of a run on this machine"):
-        app(["run", str(config), "--ui"], standalone_mode=False)
