@@ -265,10 +265,6 @@ class TestDoctor:
         outcome = main("doctor", write_run(tmp_path))
         assert outcome.code == 0
         assert outcome.err == ""
-        tried = {line[4:].split("  ")[1]: line[:4] for line in outcome.out.splitlines()}
-        assert {subject: tried[subject] for subject in ("servers", "ports", "bridge")} == {
-            "servers": "n/a ", "ports": "n/a ", "bridge": "ok  ",
-        }  # fmt: skip
         last = outcome.out.splitlines()[-1]
         found = re.fullmatch(r"ok +learning +reward (0\.\d\d) -> (\d\.\d\d) in 30 steps \(\d+ s\)", last)
         assert found, outcome.out

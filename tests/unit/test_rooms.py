@@ -41,7 +41,6 @@ PLUGINS = (
 PLUGIN_IMPORTS_PLUGIN = {
     ("benchmarks", "report"): "its intervals are those of a report",
     ("benchmarks", "export"): "merges a run's adapter",
-    ("checks", "atropos"): "asks an API whether it answers",
     ("checks", "sandbox"): "tries the walls",
     ("environments", "sandbox"): "agents run behind its wall, and it judges the files that they leave",
     ("export", "report"): "the card has a report's figures",

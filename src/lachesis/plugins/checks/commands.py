@@ -21,26 +21,18 @@ app.add_typer(rewards_app, name="rewards")
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
-    trials: Annotated[
-        bool,
-        typer.Option("--trials/--no-trials", help="Try what CONFIG needs: servers, ports, a transfer."),
-    ] = True,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
 ) -> None:
-    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
-
-    With CONFIG it also tries what a run needs: servers that answer, free ports, and a transfer of a tiny model's
-    weights over its bridge.
-    """
+    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns."""
     from lachesis.plugins.checks import doctor as checks
 
     hide_progress_bars()
     findings: list[checks.Check] = []
-    for finding in checks.examine(config, tried=trials, proof=proof):
+    for finding in checks.examine(config, proof=proof):
         findings.append(finding)
         if not as_json:
-            mark = ("fail", "red") if finding.failed else ("ok  ", "green") if finding.applies else ("n/a ", "dim")
+            mark = ("fail", "red") if finding.failed else ("ok  ", "green")
             console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if as_json:
         console.print(checks.as_json(findings))

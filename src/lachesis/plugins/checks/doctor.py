@@ -1,4 +1,4 @@
-"""The checks of `lachesis doctor`: installation, devices, a configuration, its needs, and a proof of learning."""
+"""The checks of `lachesis doctor`: installation, devices, a configuration, and a proof of learning."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +25,8 @@ from lachesis.common.imports import installed_version
 from lachesis.common.version import __version__
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
-from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.checks.findings import Check, attempted, failure
-from lachesis.plugins.checks.network import try_ports, try_servers
 from lachesis.plugins.checks.tiny_model import write_tiny_model
-from lachesis.plugins.checks.transfer import try_transfer
 from lachesis.run.train import train
 
 if TYPE_CHECKING:
@@ -56,6 +51,15 @@ def share_of_a(completions, **columns):
     texts = [completion[0]["content"] for completion in completions]
     return [text.count("a") / max(len(text), 1) for text in texts]
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check, a line of the answer."""
+
+    subject: str
+    message: str
+    failed: bool = False
 
 
 def inspect_installation() -> list[Check]:
@@ -176,12 +180,11 @@ def inspect_config(path: Path) -> list[Check]:
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 
 
-def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]:
+def examine(config: Path | None, *, proof: bool) -> Iterator[Check]:
     """Yield all checks, each as soon as it is done, because some take a minute.
 
     Args:
         config: a configuration to check as well.
-        tried: try what a valid configuration needs.
         proof: train a small model if nothing has failed.
     """
     failed = False
@@ -193,20 +196,9 @@ def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]
         of_config = inspect_config(config)
         yield from of_config
         failed |= any(finding.failed for finding in of_config)
-        if tried and not any(finding.failed for finding in of_config):
-            with busy("trying what the configuration needs"):
-                for finding in try_config(config):
-                    failed |= finding.failed
-                    yield finding
     if proof and not failed:
         with busy("training a small model"):
             yield prove_learning()
-
-
-def try_config(path: Path) -> Iterator[Check]:
-    """Try what a valid configuration needs of this machine and of others: servers, ports, a transfer."""
-    with quiet():
-        yield from trials(load_config(path).config)
 
 
 @contextmanager
@@ -259,13 +251,3 @@ def write_proof(directory: Path) -> Path:
 def _version_check(package: str) -> Check:
     version = installed_version(package)
     return Check(package, version or "not installed: run make install, or pip install lachesis", failed=version is None)
-
-
-def trials(config: LachesisConfig) -> Iterator[Check]:
-    """Yield one check after the other; a failure of one keeps no other from being tried."""
-    for subject, several in (("servers", try_servers), ("ports", try_ports)):
-        try:
-            yield from several(config)
-        except LachesisError as error:
-            yield failure(subject, error)
-    yield attempted("bridge", partial(try_transfer, config))

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 CONTEXT = 32
 
 
-def write_tiny_model(directory: Path, *, hidden_size: int = 32) -> None:
-    """Write model and tokenizer, the same each time; two heads share the ``hidden_size``."""
+def write_tiny_model(directory: Path) -> None:
+    """Write model and tokenizer, the same each time."""
     torch.manual_seed(0)
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcd"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -21,7 +21,7 @@ def write_tiny_model(directory: Path, *, hidden_size: int = 32) -> None:
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(vocabulary),
-            hidden_size=hidden_size,
+            hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=2,
