@@ -6,6 +6,7 @@ openrlhf/cli/train_ppo_ray.py.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,75 +14,18 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names, nonzero
 from lachesis.plugins.dialects.grpo import put_generation
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
+from lachesis.plugins.dialects.table import NAMES, Dialect, Entry, Translation, read_names
 
-# Of what OpenRLHF calls by two names the new one comes first.
-_SETS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
-    (("data.apply_chat_template", "apply_chat_template"), "data.conversations", None),
-    (("rollout.n_samples_per_prompt", "n_samples_per_prompt"), "sampling.num_generations", 1),
-    (("rollout.temperature", "temperature"), "sampling.temperature", 1.0),
-    (("rollout.top_p", "top_p"), "sampling.top_p", 1.0),
-    (("actor.adam.lr", "actor_learning_rate"), "optimizer.learning_rate", 1e-6),
-    (("actor.adam.betas", "adam_betas"), "optimizer.betas", [0.9, 0.95]),
-    (("actor.adam.eps",), "optimizer.eps", None),
-    (("actor.adam.weight_decay", "l2"), "optimizer.weight_decay", 0.0),
-    (("actor.lr_warmup_ratio", "lr_warmup_ratio"), "optimizer.warmup_ratio", 0.03),
-    (("actor.min_lr_ratio",), "optimizer.min_lr_ratio", 0.1),
-    (("train.max_epochs", "max_epochs"), "algorithm.num_iterations", 1),
-    (("actor.dual_clip", "dual_clip"), "algorithm.delta", None),
-    (("actor.entropy_coef", "entropy_loss_coef"), "algorithm.entropy_coef", None),
-    (("actor.aux_loss_coef", "aux_loss_coef"), "algorithm.router_aux_loss_coef", 0.0),
-    (("actor.gradient_checkpointing_enable", "gradient_checkpointing"), "model.gradient_checkpointing", None),
-    (("train.seed", "seed"), "run.seed", 42),
-)
-_TOGETHER: tuple[tuple[tuple[str, str], str], ...] = (
-    (("actor.model_name_or_path", "pretrain"), "model.path"),
-    (("data.prompt_dataset", "prompt_data"), "data.path"),
-    (("data.input_key", "input_key"), "data.prompt_column"),
-    (("data.prompt_split", "prompt_split"), "data.split"),
-    (("data.max_samples", "max_samples"), "data.split"),
-    (("data.max_len", "max_len"), "sampling.max_completion_length"),
-    (("data.prompt_max_len", "prompt_max_len"), "data.max_prompt_length"),
-    (("rollout.max_new_tokens", "generate_max_len"), "sampling.max_completion_length"),
-    (("rollout.batch_size", "rollout_batch_size"), "batch.steps_per_generation"),
-    (("train.batch_size", "train_batch_size"), "batch.prompts_per_step"),
-    (("train.num_episodes", "num_episodes"), "run.epochs"),
-    (("actor.eps_clip", "eps_clip"), "algorithm.epsilon"),
-    (("actor.eps_clip_low_high", "eps_clip_low_high"), "algorithm.epsilon_high"),
-    (("algo.kl.init_coef", "init_kl_coef"), "algorithm.beta"),
-    (("algo.kl.use_loss", "use_kl_loss"), "algorithm.kl_placement"),
-    (("algo.kl.estimator", "kl_estimator"), "algorithm.kl_estimator"),
-    (("algo.kl.target", "kl_target"), "algorithm.kl_target"),
-    (("algo.kl.horizon", "kl_horizon"), "algorithm.kl_horizon"),
-    (("algo.advantage.estimator", "advantage_estimator"), "algorithm.scale_rewards"),
-    (("algo.advantage.no_std_norm", "no_advantage_std_norm"), "algorithm.scale_rewards"),
-    (("actor.policy_loss_type", "policy_loss_type"), "algorithm.importance_sampling_level"),
-    (("actor.lr_scheduler", "lr_scheduler"), "optimizer.schedule"),
-    (("actor.max_norm", "max_norm"), "optimizer.max_grad_norm"),
-    (("ds.lora.rank", "lora_rank"), "adapter.r"),
-    (("ds.lora.alpha", "lora_alpha"), "adapter.alpha"),
-    (("ds.lora.target_modules", "target_modules"), "adapter.targets"),
-    (("ckpt.save_steps", "save_steps"), "checkpoint.every_steps"),
-    (("eval.steps", "eval_steps"), "evaluation.every_steps"),
-    (("algo.dynamic_filtering_enable", "dynamic_filtering"), "pipeline.refill_zero_signal"),
-    (("algo.dynamic_filtering_range", "dynamic_filtering_reward_range"), "pipeline.refill_zero_signal"),
-    (("vllm.num_engines", "vllm_num_engines"), "engine.kind"),
-    (("vllm.gpu_memory_utilization", "vllm_gpu_memory_utilization"), "engine.gpu_memory_utilization"),
-    (("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"), "engine.tensor_parallel_size"),
-    (("eval.dataset", "eval_dataset"), "data.eval_path"),
-    (("algo.advantage.is_correction_enable", "enable_vllm_is_correction"), "algorithm.sampler_correction"),
-    (("algo.advantage.is_correction_type", "vllm_is_correction_type"), "algorithm.sampler_correction"),
-    (("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"), "algorithm.sampler_correction_max"),
-)
+_TABLES: dict[str, Any] = tomllib.loads((NAMES / "openrlhf.toml").read_text(encoding="utf-8"))
 _ALL_SAMPLES = 100_000_000  # OpenRLHF's default
 _OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
 
 
 def _entries() -> Iterator[Entry]:
-    for names, path, default in _SETS:
+    for names, path, *default in _TABLES["sets"]:
         for place, name in enumerate(names):
-            yield Entry(name, path, **({} if default is None or place else {"default": default}))
-    for names, path in _TOGETHER:
+            yield Entry(name, path, **({"default": default[0]} if default and not place else {}))
+    for names, path in _TABLES["together"]:
         for name in names:
             yield Entry(name, path, "together")
     yield from read_names("openrlhf", "rest")
@@ -98,7 +42,7 @@ class _Reader:
 
     def name(self, new: str) -> str:
         """Return the name that the file has, the new one if it has neither."""
-        names = next((names for names, _ in _TOGETHER if names[0] == new), (new,))
+        names = next((names for names, _ in _TABLES["together"] if names[0] == new), (new,))
         return next((name for name in names if self.translation.has(name)), new)
 
     def value(self, new: str, default: Any = None) -> Any:

@@ -5,6 +5,7 @@ Defaults of verl's that differ from ours are written out: https://github.com/vol
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names
 from lachesis.plugins.dialects.grpo import put_generation
-from lachesis.plugins.dialects.table import Dialect, Translation, read_names
+from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
 
 _ACTOR = "actor_rollout_ref.actor."
 _OPTIM = f"{_ACTOR}optim."
@@ -30,22 +31,9 @@ _NORMALIZATIONS = {
 _GENERATED, _STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
 _SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
-# Sections that place processes, save memory, log or profile.
-_PLACEMENT = (
-    f"{_ACTOR}fsdp_config", f"{_ACTOR}megatron", f"{_ACTOR}checkpoint", f"{_ACTOR}profiler", f"{_ACTOR}veomni",
-    f"{_ACTOR}torchtitan", f"{_ACTOR}qat", f"{_ACTOR}megatron.override_transformer_config",
-    f"{_ACTOR}megatron.override_ddp_config", f"{_ACTOR}megatron.qat", f"{_ACTOR}fsdp_config.qat",
-    "actor_rollout_ref.ref", "actor_rollout_ref.profiler", f"{_MODEL}fused_kernel_options", f"{_MODEL}tiled_mlp",
-    f"{_MODEL}mtp", f"{_MODEL}lora", f"{_ROLLOUT}engine_kwargs", f"{_ROLLOUT}profiler", f"{_ROLLOUT}trace",
-    f"{_ROLLOUT}checkpoint_engine", f"{_ROLLOUT}prometheus", f"{_ROLLOUT}disaggregation", f"{_ROLLOUT}mtp",
-    f"{_ROLLOUT}qat", "critic", "reward_model.model", "reward_model.rollout", "reward_model.sandbox_fusion",
-    "reward.reward_model", "reward.sandbox_fusion", "reward.reward_manager", "sandbox_fusion", "algorithm.pf_ppo",
-    "ray_init", "ray_kwargs", "global_profiler", "transfer_queue", "resource_pool", "trainer.v1", "distillation",
-    "reward_model.reward_kwargs", "reward.reward_kwargs", "reward_model.overlong_buffer", "reward.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg",
-)  # fmt: skip
-
-VERL = Dialect("verl", list(read_names("verl")), open_sections=_PLACEMENT)
+_TABLES: dict[str, Any] = tomllib.loads((NAMES / "verl.toml").read_text(encoding="utf-8"))
+_SECTIONS = ("model", "data", "sampling", "loss", "optimizer", "run", "rewards")
+VERL = Dialect("verl", list(read_names("verl", *_SECTIONS)), open_sections=_TABLES["placement"])
 
 
 def translate(document: Document) -> Translation:
