@@ -31,6 +31,19 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "swift": ("rlhf", "sft", "pt"),
     "megatron": ("rlhf", "sft", "pt"),
 }
+_PREFERENCES = "which trains on preferences"
+_OTHER_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "cpo", "simpo", "bco", "xpo", "nash"), _PREFERENCES),
+    **dict.fromkeys(("sft", "pt", "pretrain"), "which trains on given answers"),
+    **dict.fromkeys(("rm", "prm", "trl reward", "reward_modeling"), "which trains a reward model"),
+    **dict.fromkeys(("gkd", "kd"), "which distils a teacher"),
+    "rloo": "which trains by RLOO with other defaults (algorithm.preset: rloo stands for it)",
+    "megatron rlhf": "which has other arguments than `swift rlhf`",
+}
+# An argument that a line which was not continued makes the first word of a command.
+_ARGUMENT = re.compile(
+    r"--[a-z][\w.-]*(=|$)|[+~]*(actor_rollout_ref|algorithm|data|trainer|critic|reward_model)\.[\w.]+="
+)
 # Files of verl's own, of which only the optimizer's defaults of one differ.
 _VERL_FILES = {"ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "dapo_trainer", "entropy_trainer"}
 _VERL_FILES |= {"dapo_megatron_trainer", "ppo_torchtitan_trainer", "_self_"}
@@ -114,12 +127,23 @@ def read_script(path: Path) -> Document:
 
 def _started(found: Sequence[Command], path: Path) -> Started:
     programs = [one for words in found if (one := _program(words)) is not None]
-    known = [one for one in programs if _TRAINERS.fullmatch(one.program)]
+    known = [one for one in programs if _TRAINERS.fullmatch(one.program) and _other_method(one) is None]
+    cut_off = next((words[0] for words in found if _ARGUMENT.match(words[0]) and (known or programs)), None)
+    if cut_off is not None:
+        raise ConfigError(
+            f"{readable(cut_off)} starts a new command: bash does not pass it to the trainer",
+            remedy="end the line before it with a backslash, and move comments and empty lines out of the command",
+        )
     if len({tuple(one.arguments) for one in known}) > 1:
         names = ", ".join(dict.fromkeys(one.program for one in known))
         raise ConfigError(f"starts {len(known)} trainings ({names})", remedy="give a script that starts one of them")
     if known:
         return known[0]
+    if (foreign := next((one for one in programs if _other_method(one) is not None), None)) is not None:
+        raise ConfigError(
+            f"starts {foreign.program}, {_other_method(foreign)}: Lachesis trains by GRPO and methods like it",
+            remedy="give a script that trains by GRPO, or write its model and data into a file of Lachesis's keys",
+        )
     other = max(programs, key=lambda one: len(one.arguments), default=None)
     if other is not None and _is_training(other.arguments):
         raise ConfigError(
@@ -131,6 +155,14 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     if not _is_training(longest) and not _MODEL_FLAGS.intersection(longest):
         raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
     return Started("", longest)
+
+
+def _other_method(started: Started) -> str | None:
+    """Return what a trainer does by its name or type if that is not GRPO or a method like it."""
+    stem = Path(started.program).stem if started.program.endswith(".py") else started.program.split(".")[-1]
+    name, told = stem.lower(), str(_flags(started.arguments).get("rlhf_type", ""))
+    words = {name, told, *re.split(r"[\W_]+", name)} if "grpo" not in f"{name} {told}" else {name}
+    return next((method for word, method in _OTHER_METHODS.items() if word in words), None)
 
 
 _KNOWN = (
@@ -208,6 +240,8 @@ def _overrides(started: Started, path: Path, document: Document) -> dict[str, An
             found[match[2]] = None if match[1] == "~" else _scalar(match[3])
         elif match := DELETION.fullmatch(word):
             found[match[1]] = None
+        elif unknown_in(word) is not None:
+            document.problems.append(f"{readable(word)}: has no value in the file; write what it stands for")
         elif word in ("--multirun", "-m"):
             document.problems.append("--multirun: it starts several runs; keep the values of one")
     for name in [name for name in found if "@" in name or "/" in name]:

@@ -18,6 +18,7 @@ from lachesis.common.errors import ConfigError
 
 Word = str
 Command = list[Word]
+_Line = tuple[list[str], str]
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -31,7 +32,14 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
 }
 # Whether the machine has an NPU, as scripts that run on both ask it; Lachesis runs on none.
 _PROBE = re.compile(r"\$\(.*(?:torch_npu|npu-smi).*\|\|\s*echo\s+(\w+)\s*\)", re.DOTALL)
+# Sums that another program computes: ``expr 16 / $N`` and ``echo "$N * 2" | bc``.
+_COMPUTED = re.compile(r"""\$\(\s*(?:expr\s+([^|&;]*)|echo\s+["']?([^"'|]*?)["']?\s*\|\s*bc)\s*\)""")
 _ARGUMENTS = frozenset({"@", "*"})
+_FUNCTION = re.compile(r"(?:function\s+)?([\w:.-]+)\s*\(\s*\)(?=\s|\{|$)|function\s+([\w:.-]+)")
+_ANY = re.compile(r"[(){}]")
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<=[\s(])\#[^\n]*|[(){}]""", re.DOTALL)
+# An argument of a script, which is read as it is started without any.
+_NO_ARGUMENT = re.compile(r"\x00\$\d\x00")
 
 
 def unknown_in(word: Word) -> str | None:
@@ -55,21 +63,48 @@ def commands(text: str, *, environment: Mapping[str, str]) -> list[Command]:
     Raises:
         ConfigError: a quotation is not closed.
     """
-    shell = _Shell(variables={"#": "0", **environment})
-    return list(_executed(shell, text))
+    return list(_executed(_Shell(variables=dict(environment)), _simple_commands(text)))
 
 
-def _executed(shell: _Shell, text: str) -> Iterator[Command]:
-    """Yield the commands of a text, those of ``bash -c TEXT`` and ``eval TEXT`` in place of these."""
-    for line, separator in _simple_commands(text):
+def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
+    """Yield the commands of a text, those of ``bash -c TEXT``, ``eval TEXT`` and functions in place of their names."""
+    for line, separator in lines:
+        if (function := _FUNCTION.match(" ".join(line))) is not None:
+            shell.functions[function[1] or function[2]] = _body(line, lines)
+            continue
         words = shell.execute(line, separator)
         inner = next((place for place, word in enumerate(words[:-1]) if re.fullmatch(r"-\w*c", word)), None)
         if words[:1] == ["eval"]:
-            yield from _executed(shell, " ".join(words[1:]))
+            yield from _executed(shell, _simple_commands(" ".join(words[1:])))
         elif inner and Path(words[inner - 1]).name in ("bash", "sh") and unknown_in(words[inner + 1]) is None:
-            yield from _executed(shell, words[inner + 1])
+            yield from _executed(shell, _simple_commands(words[inner + 1]))
+        elif words and words[0] in shell.functions:
+            yield from _called(shell, words)
         elif words:
             yield words
+
+
+def _body(line: Sequence[str], lines: Iterator[_Line]) -> list[_Line]:
+    """Take the commands between the braces of a function, whose first line is given, from those that follow."""
+    first = line[line.index("{") + 1 :] if "{" in line else []
+    body: list[_Line] = [(list(first), "\n")] if first else []
+    depth = int("{" in line)
+    for words, separator in lines:
+        opening = words[:1] == ["{"]
+        depth += opening - (words[:1] == ["}"])
+        if depth == 0 and words:
+            break
+        body.append((words[opening:], separator))
+    return body
+
+
+def _called(shell: _Shell, words: Command) -> Iterator[Command]:
+    """Yield the commands of a function, which is not called again while it runs."""
+    body, outside = shell.functions.pop(words[0]), shell.arguments
+    shell.arguments = words[1:]
+    yield from _executed(shell, iter(body))
+    shell.arguments = outside
+    shell.functions.setdefault(words[0], body)
 
 
 @dataclass(slots=True)
@@ -79,7 +114,8 @@ class _Branch:
     Attributes:
         taken: True or False if it is known that bash runs the commands here, None if only bash knows.
         earlier: the same of the branches before this one.
-        conditions: results of the commands between ``if`` and ``then``; None outside.
+        conditions: the result so far of the commands between ``if`` and ``then``, more than one if only bash knows it;
+            None outside.
         subject: the word of a ``case``.
         patterns: of it, those read so far where they stand; None among its commands.
     """
@@ -93,12 +129,19 @@ class _Branch:
 
 @dataclass(slots=True)
 class _Shell:
-    """Variables and arrays as they are after the commands so far, and the branches around the next one."""
+    """Variables and arrays as they are after the commands so far, and the branches around the next one.
+
+    Attributes:
+        functions: their commands, by name.
+        arguments: ``$1`` and those after it.
+    """
 
     variables: dict[str, str]
     arrays: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
     conditional: set[str] = field(default_factory=set[str])
     branches: list[_Branch] = field(default_factory=list[_Branch])
+    functions: dict[str, list[_Line]] = field(default_factory=dict[str, "list[_Line]"])
+    arguments: list[Word] = field(default_factory=list[Word])
     unset_is_empty: bool = False
     result: bool | None = None
     separator: str = ""
@@ -111,14 +154,18 @@ class _Shell:
         chained = self.result if self.separator == "&&" else _negated(self.result) if self.separator == "||" else True
         if self.separator == ";;" and self.branches:
             self.branches[-1].patterns = []
-        self.separator, self.result = separator, None
+        before, self.separator, self.result = self.separator, separator, None
         rest = self._keywords(list(raw))
         if not rest:
             return []
         branch = self.branches[-1] if self.branches else None
         if branch is not None and branch.conditions is not None:
-            branch.conditions.append(self._decide(rest))
-            self.result = branch.conditions[-1]
+            self.result = self._decide(rest)
+            earlier = branch.conditions[-1:] if before in ("&&", "||") else []
+            if "{" in raw and earlier == [False]:
+                branch.conditions.append(None)  # what is in braces does not run, whatever follows in them
+            else:
+                branch.conditions[-1:] = [_joined(before, [*earlier, self.result])]
             return []
         running = self._running(chained)
         if running is False:
@@ -126,6 +173,13 @@ class _Shell:
             return []
         if rest[0] in ("[", "[[", "test"):
             self.result = self._decide(rest)
+            return []
+        if rest[0] == "shift" or rest[:2] == ["set", "--"]:
+            given = [word for one in rest[1:] for word in self.expand(one)]
+            if running is None or (rest[0] == "shift" and not "".join(given).isdecimal() and given):
+                self.arguments = [_unknown(f"${number}") for number, _ in enumerate(self.arguments, 1)]
+            else:
+                self.arguments = self.arguments[int("".join(given) or 1) :] if rest[0] == "shift" else given[1:]
             return []
         if rest[0] in _DECLARATIONS:
             rest = [word for word in rest[1:] if not word.startswith("-")]
@@ -140,7 +194,7 @@ class _Shell:
         while rest:
             word, branch = rest[0], self.branches[-1] if self.branches else None
             if word in ("if", "while", "until"):
-                self.branches.append(_Branch(conditions=[] if word == "if" else None))
+                self.branches.append(_Branch(conditions=None if word == "until" else []))
             elif word == "for" and len(rest) > 1:
                 self.branches.append(_Branch())
                 self.conditional.add(rest[1])
@@ -153,9 +207,11 @@ class _Shell:
                     return rest
             elif word in ("fi", "esac", "done"):
                 self.branches.pop()
-            elif word == "then" and branch.conditions is not None:
-                found, branch.conditions = set(branch.conditions), None
-                self._enter(branch, found.pop() if len(found) == 1 else None)
+            elif word in ("then", "do") and branch.conditions is not None:
+                found, branch.conditions = branch.conditions, None
+                condition = found[0] if len(found) == 1 else None
+                # A loop that is entered may run more than once.
+                self._enter(branch, condition if word == "then" or condition is False else None)
             elif word == "elif":
                 branch.conditions = []
             elif word == "else":
@@ -246,7 +302,8 @@ class _Shell:
                 inside, quoted = (None if inside else '"'), True
             elif letter == "\\":
                 index += 1
-                current += raw[index] if index < len(raw) else ""
+                escaped = raw[index] if index < len(raw) else ""
+                current += ("\\" if inside and escaped not in '$`"\\\n' else "") + escaped.strip("\n")
             elif letter in "$`":
                 found, index = self._parameter(raw, index)
                 if isinstance(found, list):
@@ -284,6 +341,8 @@ class _Shell:
                 return self._value("PWD", inner), end + 1
             if inner.startswith("$(("):
                 return self._arithmetic(inner), end + 1
+            if (computed := _COMPUTED.fullmatch(inner)) is not None:
+                return self._arithmetic(f"$(({computed[1] or computed[2]}))"), end + 1
             probe = _PROBE.fullmatch(inner)
             return (probe[1] if probe else _unknown(inner)), end + 1
         if after == "{":
@@ -296,28 +355,40 @@ class _Shell:
 
     def _value(self, name: str, written: str) -> str | list[Word]:
         if name in _ARGUMENTS:
-            return []  # a script is read as it is started without arguments
-        if self.unset_is_empty and name not in self.conditional:
-            return self.variables.get(name, "")
-        if name in self.conditional or name not in self.variables:
-            return _unknown(written)
-        return self.variables[name]
+            return list(self.arguments)
+        value = self._known(name)
+        if value is None:
+            return "" if self.unset_is_empty and name not in self.conditional else _unknown(written)
+        return value
+
+    def _known(self, name: str) -> str | None:
+        """Return the value of a variable or argument, None where it has none or only bash knows it."""
+        if name == "#":
+            return str(len(self.arguments))
+        if name.isdigit():
+            return "".join(self.arguments[int(name) - 1 : int(name)]) if 0 < int(name) <= len(self.arguments) else None
+        first = "".join(self.arrays.get(name, ())[:1]) if name in self.arrays else None
+        value = None if name in self.conditional else self.variables.get(name, first)
+        return None if value is None or _NO_ARGUMENT.fullmatch(value) else value
 
     def _braced(self, inner: str, written: str) -> str | list[Word]:
         match = _BRACED.fullmatch(inner)
+        if inner.startswith("!") and (named := self._known(inner[1:])) is not None:
+            return self._value(named, written)
         if match is None:
             return _unknown(written)
         name, all_of, operator, rest = match[1], match[2], match[3] or "", match[4]
-        if name in self.arrays and (all_of or not operator):
-            return list(self.arrays[name]) if all_of else self.arrays[name][0]
+        if all_of and name in self.arrays and name not in self.conditional:
+            return list(self.arrays[name])
         if name in _ARGUMENTS:
-            return []
-        known = name in self.variables and name not in self.conditional
+            first = int(operator[1:]) if operator[1:].isdecimal() else 1
+            return self.arguments[max(first - 1, 0) :]
+        known = self._known(name)
         if operator.lstrip(":") == "+" and name not in self.conditional:
-            used = known and (self.variables[name] or ":" not in operator)
+            used = known or (known is not None and ":" not in operator)
             return " ".join(self.expand(rest, whole=True)) if used else ""
         if operator.lstrip(":") in ("-", "="):
-            missing = name not in self.conditional and not (known and (self.variables[name] or ":" not in operator))
+            missing = name not in self.conditional and not (known or (known is not None and ":" not in operator))
             if not missing:
                 return self._value(name, written)
             value = " ".join(self.expand(rest, whole=True))
@@ -328,7 +399,8 @@ class _Shell:
 
     def _arithmetic(self, written: str) -> str:
         """Return the value of ``$((...))`` over whole numbers, with + - * / % and parentheses."""
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: self.variables.get(m[1], m[0]), written[3:-2])
+        expanded = "".join(self.expand(written[3:-2], whole=True))
+        text = re.sub(r"[A-Za-z_]\w*", lambda name: self._known(name[0]) or name[0], expanded)
         if not re.fullmatch(r"[\d\s+\-*/%()]+", text) or "**" in text or len(text) > 200:
             return _unknown(written)
         try:
@@ -384,6 +456,14 @@ class _Sum:
         return self.text[self.index - 1]
 
 
+def _joined(separator: str, results: Sequence[bool | None]) -> bool | None:
+    """Return the result of commands that ``&&`` or ``||`` joins, None where it hangs on one that only bash knows."""
+    decisive = separator == "||"
+    if len(results) > 1 and decisive in results:
+        return decisive
+    return None if None in results else results[-1]
+
+
 def _negated(result: bool | None) -> bool | None:
     return None if result is None else not result
 
@@ -393,18 +473,21 @@ def _unknown(written: str) -> str:
 
 
 def _closing(raw: str, index: int, opening: str, closing: str) -> int:
-    """Return the index of the bracket that closes the one at ``index``; the last letter where none does."""
+    """Return the index of the bracket that closes the one at ``index``; the last letter where none does.
+
+    Brackets in quotes and comments of ``(...)`` do not count, unless a quote in it never ends.
+    """
     depth = 0
-    for place in range(index, len(raw)):
-        depth += (raw[place] == opening) - (raw[place] == closing)
+    for match in (_QUOTED if opening == "(" else _ANY).finditer(raw, index):
+        depth += (match[0] == opening) - (match[0] == closing)
         if depth == 0:
-            return place
+            return match.start()
     return len(raw) - 1
 
 
 def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
     """Yield the raw words of each simple command, quotes and dollar signs still in them, and what separates it."""
-    for words, separator in _split(re.sub(r"\\\r?\n", " ", text)):
+    for words, separator in _split(text.replace("\r\n", "\n")):
         command: list[str] = []
         skip = False
         for word in words:
@@ -446,7 +529,8 @@ def _split(text: str) -> Iterator[tuple[list[str], str]]:
         elif letter in "'\"":
             quote, current = letter, current + letter
         elif letter == "\\":
-            current += text[index : index + 2]
+            # The line goes on; not so behind a comment, which ends with its line.
+            current += "" if text[index + 1 : index + 2] == "\n" else text[index : index + 2]
             index += 1
         elif letter == "#" and not current:
             index = _line_end(text, index) - 1
@@ -463,7 +547,7 @@ def _split(text: str) -> Iterator[tuple[list[str], str]]:
             index = end
         elif letter == "(" and current.endswith("="):
             end = _closing(text, index, "(", ")")
-            current += re.sub(r"(?m)(^|\s)#.*$", " ", text[index : end + 1]).replace("\n", " ")
+            current += text[index : end + 1]
             index = end
         elif (
             letter == "\n"

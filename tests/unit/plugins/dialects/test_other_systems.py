@@ -291,6 +291,7 @@ def test_ms_swifts_arguments_have_its_own_defaults(tmp_path: Path, name: str):
         ("async_generate: true", "async_generate (line 6)"),
         ("new_thing: 1", "new_thing (line 6): no key"),
         ("tuner_type: dora", "expected full or lora"),
+        ("rlhf_type: dpo", "rlhf_type (line 6): Lachesis trains by GRPO"),
     ],
 )
 def test_what_ms_swift_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):
@@ -402,6 +403,42 @@ def test_a_trainer_of_verls_recipes_with_a_loss_of_its_own_is_refused(tmp_path: 
 def test_a_script_that_starts_two_trainings_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="starts 2 trainings"):
         ours(tmp_path, VERL.format("") + "\n" + VERL.format("trainer.total_epochs=2"))
+
+
+def test_arguments_behind_a_branch_that_only_bash_knows_are_named(tmp_path: Path):
+    script = f"if grep -q big f; then MORE='{ACTOR}optim.lr=1e-6'; fi\n{VERL.format('$MORE')}"
+    with pytest.raises(ConfigError, match=r"\$MORE: has no value in the file"):
+        ours(tmp_path, script)
+
+
+@pytest.mark.parametrize("between", ["\n# actor_rollout_ref.actor.optim.lr=3e-6 \\\n", "\n\n", " \\ \n"])
+def test_arguments_that_bash_does_not_hand_to_the_trainer_are_an_error(tmp_path: Path, between: str):
+    script = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo{between}  {ACTOR}optim.lr=1e-6"
+    with pytest.raises(ConfigError, match=r"actor\.optim\.lr=1e-6 starts a new command"):
+        ours(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("trl dpo --model_name_or_path m --beta 0.1", "starts trl dpo, which trains on preferences"),
+        ("trl rloo --model_name_or_path m --reward_funcs a", "algorithm.preset: rloo"),
+        ("accelerate launch sft.py --model_name_or_path m", "starts sft.py, which trains on given answers"),
+        ("deepspeed --module openrlhf.cli.train_rm --pretrain m", "openrlhf.cli.train_rm, which trains a reward model"),
+        ("swift rlhf --rlhf_type kto --model m", "starts swift rlhf, which trains on preferences"),
+        ("swift sft --model m", "starts swift sft"),
+        ("megatron rlhf --rlhf_type grpo --model m", "megatron rlhf, which has other arguments"),
+    ],
+)
+def test_a_trainer_by_another_method_is_refused_with_its_name(tmp_path: Path, line: str, said: str):
+    with pytest.raises(ConfigError) as caught:
+        ours(tmp_path, line)
+    assert said in caught.value.message
+
+
+def test_keys_of_trls_rloo_are_refused_by_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"normalize_advantages.*algorithm\.preset: rloo"):
+        ours(tmp_path, "trl grpo --model_name_or_path m --reward_funcs a.b --normalize_advantages true")
 
 
 def test_a_file_of_verls_is_read_below_the_words_of_a_script(tmp_path: Path):

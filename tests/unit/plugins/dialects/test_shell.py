@@ -38,6 +38,26 @@ SCRIPTS = {
     "a branch with a command": "if [ 1 -eq 2 ]; then run a; else run b; fi",
     "a text that is a command": "A=1\nCMD='run x '$A\neval $CMD\neval \"run b\"",
     "a heredoc in a variable": "A=1\nread -r -d '' B <<EOF\nx$A y\nz\nEOF\nrun $B",
+    "a comment between continued lines": "run a \\\n  # run b \\\nrun c",
+    "a comment between an array's continued lines": "A=(a \\\n  # b (and 'c \\\n  d)\nrun ${A[@]}",
+    "an array with a sharp and a bracket in quotes": 'A=(\'a #b\' "c)" d)\nrun "${A[@]}"',
+    "an empty array by its name": 'A=()\nrun a "$A" ${A} b',
+    "a space behind a backslash": "run a \\ \nrun b",
+    "a word over two lines": 'run a\\\nb "c\\\nd" \'e\\\nf\' "\\d\\$"',
+    "arithmetic with defaults": "B=3\nrun $(( ${A:-8} * $B + B )) $(expr 16 / $B) $(( (B) ))",
+    "a function": 'f() {\n  local A=$1 C=${2:-x}\n  run $A $C $# "${@:2}" "$@"\n}\nf 1\nf 2 \'b c\' d',
+    "a function with shift": 'function f {\n  run $1\n  shift\n  run $1 "$@"\n}\nA=1\nf $A b c',
+    "a function that is not called": "f() { run a; }\ng () { run b; }\ng",
+    "a function before its variables": "A=1\nf()\n{\n  run $A\n}\nA=2\nf",
+    "an argument without a value": "A=$1\nB=${1:-b}\nrun ${A:-x} $B",
+    "arguments that are set": "set -- a b\nrun $1 $2 $#",
+    "a loop that is not entered": "while [[ $# -gt 0 ]]; do A=$1; shift; done\nrun ${A:-none}",
+    "a variable's variable": 'A=B\nB="x y"\nrun "${!A}"',
+    "conditions that are joined": (
+        "A=1\nif [ $A = 1 ] && { [ $A = 2 ] || [ $A = 1 ]; }; then B=1; else B=2; fi\n"
+        "if [ $A = 2 ] || [ $A = 3 ]; then C=1; elif [ $A = 2 ] && [ $A = 1 ]; then C=2; else C=3; fi\n"
+        "if [ $A = 2 ] && grep -q x y; then D=1; else D=2; fi\nrun $B $C $D"
+    ),
     "not": "if ! [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A",
 }
 
@@ -62,6 +82,9 @@ def test_words_are_those_of_bash(script: str):
         ("for A in 1 2; do run $A; done", "$A"),
         ("A=1\nif [ $RANK = 0 ]; then A=2; fi\nrun $A", "$A"),
         ("run ${A%.json}", "${A%.json}"),
+        ("A=1\nif grep -q x f; then A=2; fi\nrun $((A * 2))", "$((A * 2))"),
+        ('A=(a)\nif grep -q x f; then A+=(b); fi\nrun "${A[@]}"', "${A[@]}"),
+        ("f() { if grep -q x f; then shift; fi; run $1; }\nf a b", "$1"),
     ],
 )
 def test_what_only_bash_can_know_stays_with_its_name(script: str, name: str):
