@@ -9,6 +9,7 @@ from pathlib import Path
 from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.names import (
     BY_ENVIRONMENT,
+    BY_SOURCE,
     GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
@@ -41,6 +42,7 @@ FAMILIES = (
     "rewards/NAME/mean",
     "rewards/NAME/std",
     f"{BY_ENVIRONMENT}NAME",
+    f"{BY_SOURCE}NAME/reward",
     f"{GENERATION_OF}HOST:PORT",
     f"{PREFIX_HITS_OF}HOST:PORT",
     f"{TRAINING_OF}N",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
+from lachesis.config.keys import Key, SectionInfo, all_sections, find_keys, value_in_words
 from lachesis.config.presets import PRESETS
+from lachesis.config.schema import MixedSourceConfig
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.plugins.dialects.table import UNSET, Dialect, Entry
@@ -138,7 +140,20 @@ def render() -> str:
         for key in section.keys
         if key.default is None and not key.kinds
     )
-    parts = [INTRODUCTION.replace("{required}", required), *(_section(section) for section in sections), _presets()]
+    pages = {section.path: _section(section) for section in sections}
+    pages["source"] += f"\n{_sources()}"
+    parts = [INTRODUCTION.replace("{required}", required), *pages.values(), _presets()]
+    return "\n".join(parts)
+
+
+def _sources() -> str:
+    """Return the list of several sources: the key, and the keys of an entry beside its sections."""
+    (whole,) = find_keys("sources")
+    of_entry = {section.path: section for section in all_sections(MixedSourceConfig)}
+    entry, algorithm = of_entry[""], of_entry["algorithm"]
+    keys = [replace(key, name=key.path) for key in (*entry.keys, *algorithm.keys)]
+    words = "The keys of an entry, beside its sections `source`, `data` and `rewards`, which are those of this page:"
+    parts = ["## `sources`", "", *_table(entry, [whole]), "", words, "", *_table(entry, keys), ""]
     return "\n".join(parts)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +22,7 @@ from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.plugins.mixture.source import Ingredient, SourceMixture
 from lachesis.rollouts.base import GroupwiseSource, RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
@@ -54,8 +55,9 @@ def build_local(
     reward: Reward = by_length,
     seed: int = 0,
     build: Callable[..., RolloutSource] = LocalSource,
+    numbers: Sequence[int] = range(PROMPTS),
 ) -> RolloutSource:
-    prompts = [Prompt(id=str(i), token_ids=(i + 3, 9), text=f"p{i}", columns={"answer": i}) for i in range(PROMPTS)]
+    prompts = [Prompt(id=str(i), token_ids=(i + 3, 9), text=f"p{i}", columns={"answer": i}) for i in numbers]
     return build(
         stream=PromptStream(prompts, seed=seed),
         engine=engine or FakeEngine(),
@@ -67,9 +69,27 @@ def build_local(
     )
 
 
+def build_mixture(*, max_unfinished: int | None = None, **options: Any) -> SourceMixture:
+    """Mix a source of four of the prompts with one of the three others."""
+    mine = {"first": range(4), "second": range(4, PROMPTS)}
+    streaming = {"second": {"build": partial(StreamingSource, min_groups=1)}}
+    return SourceMixture(
+        {
+            name: Ingredient(
+                cast(GroupwiseSource, build_local(numbers=numbers, **options, **streaming.get(name, {}))),
+                weight=len(numbers) / 10,
+                max_unfinished=max_unfinished,
+            )
+            for name, numbers in mine.items()
+        }
+    )
+
+
 SOURCES = [
     Factory("local", build_local),
     Factory("local, streaming", partial(build_local, build=partial(StreamingSource, min_groups=2))),
+    Factory("mixture", build_mixture),
+    Factory("mixture of one", lambda **options: SourceMixture({"only": Ingredient(build_local(**options))})),
 ]
 
 

@@ -26,6 +26,7 @@ PLUGINS = (
     "embedded_server",
     "environments",
     "export",
+    "mixture",
     "planning",
     "report",
     "reward_models",

@@ -34,6 +34,8 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool =
         },
         "samples": [_encode_sample(sample, prompt=prompt, texts=texts, whole=whole) for sample in group.samples],
     }
+    if prompt.source:
+        line["prompt"]["source"] = prompt.source
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
     if group.logged:
@@ -85,6 +87,7 @@ def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
         text=fields["text"],
         messages=None if messages is None else tuple(messages),
         columns=fields["columns"],
+        source=fields.get("source", ""),
     )
 
 

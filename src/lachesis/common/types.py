@@ -38,7 +38,7 @@ class Prompt:
     """One dataset row, ready to be sampled from.
 
     ``columns`` holds every column that reward functions may ask for. ``messages`` is set if the row was a
-    conversation; ``text`` is always the rendered prompt.
+    conversation; ``text`` is always the rendered prompt. ``source`` names one of several sources.
     """
 
     id: str
@@ -46,6 +46,7 @@ class Prompt:
     text: str
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,8 @@ class EvalResult:
 
     ``accuracy`` is the share of successes among all ``samples`` of all ``problems`` (avg@k), ``pass_at_k`` the
     share of problems with at least one success; None with one sample, where both are the same. ``benchmarks`` has the
-    figures of each named benchmark.
+    figures of each named benchmark, ``by_source`` accuracy, mean reward and number of problems of each of several
+    sources.
     """
 
     step: int
@@ -269,6 +271,7 @@ class EvalResult:
     samples: int = 1
     pass_at_k: float | None = None
     benchmarks: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, slots=True)

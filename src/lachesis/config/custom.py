@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.contracts import entry_point_group
 from lachesis.common.json_values import is_array
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, MixedSourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,15 @@ BY_SHORT: Mapping[str, Kind] = {kind.short: kind for kind in KINDS if kind.name 
 
 def custom_parts(config: LachesisConfig) -> Iterator[tuple[Kind, str, Any]]:
     """Yield each part that a configuration names: its kind, its key with its index in a list, and the key's value."""
-    for kind in KINDS:
+    yield from _named(config, KINDS)
+    for index, source in enumerate(config.sources):
+        kinds = [kind for kind in KINDS if kind.key.startswith(("rewards.", "source.")) or kind.name == "advantage"]
+        for kind, key, value in _named(source, kinds):
+            yield kind, f"sources[{index}].{key}", value
+
+
+def _named(config: LachesisConfig | MixedSourceConfig, kinds: Sequence[Kind]) -> Iterator[tuple[Kind, str, Any]]:
+    for kind in kinds:
         section, _, name = kind.key.partition(".")
         value = getattr(getattr(config, section), name, None)
         if is_array(value):
@@ -61,5 +69,5 @@ def custom_parts(config: LachesisConfig) -> Iterator[tuple[Kind, str, Any]]:
         elif value is not None:
             yield kind, kind.key, value
     for name in ("source", "engine"):
-        if builds := getattr(config, name).builds:
+        if builds := getattr(getattr(config, name, None), "builds", None):
             yield Kind(name, f"{name}.kind", name), f"{name}.kind", builds

@@ -17,10 +17,11 @@ from lachesis.common.errors import nearest
 from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.engines import HOST
+from lachesis.config.schema.rollouts import SOURCE_NAME
 from lachesis.plugins.export.section import REPOSITORY
 
 # Texts of a form, by its pattern.
-_FORMS = {HOST: "name or address of a host", REPOSITORY: "name of a repository"}
+_FORMS = {HOST: "name or address of a host", REPOSITORY: "name of a repository", SOURCE_NAME: "name"}
 _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _ANYWHERE_CUTOFF = 0.75
 

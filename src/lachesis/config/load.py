@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
@@ -21,7 +21,7 @@ from lachesis.config.installed import schema_of
 from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, MixedSourceConfig
 
 if TYPE_CHECKING:
     from lachesis.plugins.dialects import DialectName
@@ -237,9 +237,17 @@ def row_sections(dialect: DialectName) -> frozenset[str]:
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data with the default ``kind`` in each tagged section (all at the top level) that has none."""
+    """Return the data with the default ``kind`` in each tagged section that has none.
+
+    All are at the top level, or at that of one of several sources.
+    """
     kinds = {section.path: section.default_kind for section in all_sections() if section.discriminated}
-    return {
+    whole: dict[str, Any] = {
         name: {"kind": kinds[name], **value} if kinds.get(name) is not None and isinstance(value, dict) else value
         for name, value in data.items()
     }
+    if is_list(sources := whole.get("sources")):
+        whole["sources"] = [
+            _with_default_kinds(without_nulls(one, [MixedSourceConfig])) if is_object(one) else one for one in sources
+        ]
+    return whole

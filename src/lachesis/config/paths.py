@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lachesis.common.json_values import is_list
-from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, McpServerConfig, Section
+from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, McpServerConfig, MixedSourceConfig, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -62,16 +62,9 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         "run": _resolved(run, setup=places.function),
         "adapter": _resolved(config.adapter, path=places.model) if config.adapter.kind == "lora" else config.adapter,
         "model": _resolved(config.model, path=model, tokenizer=places.model, chat_template=places.template),
-        "data": _resolved(
-            config.data,
-            path=places.data,
-            eval_path=places.data,
-            transform=places.function,
-            prepared_path=places.path,
-            more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
-        ),
+        **_source_sections(config, places),
+        "sources": [one.model_copy(update=_mixed_sections(one, places)) for one in config.sources],
         "sft": _resolved(config.sft, path=places.data),
-        "rewards": _resolved(config.rewards, functions=places.reward),
         "algorithm": _resolved(
             config.algorithm,
             loss=places.part,
@@ -81,6 +74,23 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         "optimizer": _resolved(config.optimizer, function=places.part, schedule_function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
         "engine": _resolved(config.engine, function=places.part, urls=places.address),
+        "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),
+    }
+    return config.model_copy(update=sections)
+
+
+def _source_sections(config: LachesisConfig | MixedSourceConfig, places: _Places) -> dict[str, Section]:
+    """Return the sections that say where groups come from, of a run or of one of its sources."""
+    return {
+        "data": _resolved(
+            config.data,
+            path=places.data,
+            eval_path=places.data,
+            transform=places.function,
+            prepared_path=places.path,
+            more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
+        ),
+        "rewards": _resolved(config.rewards, functions=places.reward),
         "source": _resolved(
             config.source,
             rollout_func=places.part,
@@ -92,9 +102,11 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             workdir=places.path,
             readable=places.path,
         ),
-        "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),
     }
-    return config.model_copy(update=sections)
+
+
+def _mixed_sections(one: MixedSourceConfig, places: _Places) -> dict[str, Section]:
+    return _source_sections(one, places) | {"algorithm": _resolved(one.algorithm, advantage=places.part)}
 
 
 def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +13,7 @@ from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
 from lachesis.config.schema import LachesisConfig
+from lachesis.plugins import load
 
 # A dotted key of ours, perhaps with an item of its list; not a part of a longer path or of a file's name.
 _PATH = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(\[\d+\])?(?![\w/-]|\.\w)")
@@ -51,20 +52,39 @@ def located(message: str, document: Document) -> str:
 
 def missing_problems(document: Document) -> list[str]:
     """Return problems for keys that a run needs beyond the schema's: its length; data and rewards of a local source."""
-    needed = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
-    if _kind("source", document, LachesisConfig) in ("local", "agent"):
-        needed += [("data", "path"), ("rewards", "functions")]
-    unwritten = [place for place in needed if _lookup(document.data, place) in (None, [])]
-    found = ["".join(_missing(find_keys(".".join(place))[0], document)) for place in unwritten]
+    length: list[Place] = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
+    several = bool(document.data.get("sources"))
+    found = unwritten(length if several else [*length, *needed(document)], document)
+    found += load("sources", "mixture_problems")(document) if several else []
     if all(_lookup(document.data, ("run", name)) is not None for name in ("steps", "epochs")):
         found.append("run.steps and run.epochs both say how long the run is; keep one")
     return found
 
 
+def needed(document: Document) -> list[Place]:
+    """Return the keys that a source needs, by its kind."""
+    local = _kind("source", document, LachesisConfig) in ("local", "agent")
+    return [("data", "path"), ("rewards", "functions")] if local else []
+
+
+def unwritten(keys: Sequence[Place], document: Document) -> list[str]:
+    """Return a problem for each of these keys that the document does not have."""
+    absent = [key for key in keys if _lookup(document.data, key) in (None, [])]
+    return ["".join(_missing(find_keys(dotted(key))[0], document)) for key in absent]
+
+
 def schema_problems(error: ValidationError, document: Document, root: type[BaseModel] = LachesisConfig) -> list[str]:
     """Return every problem in the document's own keys and lines: one per key, or one per item of its list."""
+    details = error.errors(include_url=False)
+    inside = [one for one in details if root is LachesisConfig and one["loc"][:1] == ("sources",) and one["loc"][2:]]
+    found = problems_of([one for one in details if one not in inside], document, root)
+    return found + load("sources", "mixture_problems")(document, inside) if inside else found
+
+
+def problems_of(details: Sequence[Mapping[str, Any]], document: Document, root: type[BaseModel]) -> list[str]:
+    """Return the problems that the validator of ``root`` has found, as :func:`schema_problems`."""
     found: dict[str, str] = {}
-    for detail in error.errors(include_url=False):
+    for detail in details:
         place, index = _place(detail["loc"], root)
         if item := _in_a_mapping_of_a_list(detail, place=place, document=document):
             found.setdefault(*item)

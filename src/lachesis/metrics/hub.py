@@ -17,7 +17,7 @@ from typing import Any
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
-from lachesis.metrics.names import BY_ENVIRONMENT
+from lachesis.metrics.names import BY_ENVIRONMENT, BY_SOURCE
 from lachesis.metrics.values import Max, Mean, Metrics, MetricValue, Sum, merge_metrics, reduce_metrics
 
 logger = logging.getLogger("lachesis")
@@ -233,9 +233,24 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
     They are of what was generated for it, also where a replayed group took its place: groups that are chosen for
     their rewards would have the curve rise without any learning. ``reward_std`` is the mean over groups of the
     deviation (n - 1) within the group. Where any sample is older than the weights, ``staleness/N`` is the share of
-    those whose first token is N versions old.
+    those whose first token is N versions old. Of each of several sources there is the same as ``source/NAME/METRIC``.
     """
     groups = [group.generated for group in groups]
+    samples = [sample for group in groups for sample in group.samples]
+    metrics = _measured(groups, version)
+    for i, name in enumerate(reward_names):
+        values = [v for s in samples if i < len(s.rewards) and (v := s.rewards[i]) is not None]
+        metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
+        if len(values) > 1:
+            metrics[f"rewards/{name}/std"] = Mean(_stdev(values))
+    for source in dict.fromkeys(group.prompt.source for group in groups if group.prompt.source):
+        measured = _measured([group for group in groups if group.prompt.source == source], version)
+        metrics |= {f"{BY_SOURCE}{source}/{metric}": value for metric, value in measured.items()}
+    return metrics | _rewards_by_environment(groups)
+
+
+def _measured(groups: Sequence[Group], version: int) -> dict[str, MetricValue]:
+    """Return what is measured of all groups of a batch, and of those of each source that has a name."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     deviations = [deviation for group in groups if (deviation := _deviation(group)) is not None]
@@ -253,12 +268,7 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
     }
     if max(ages, default=0) > 0:
         metrics |= {f"staleness/{n}": Mean(ages.count(n), len(ages)) for n in range(max(ages) + 1)}
-    for i, name in enumerate(reward_names):
-        values = [v for s in samples if i < len(s.rewards) and (v := s.rewards[i]) is not None]
-        metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
-        if len(values) > 1:
-            metrics[f"rewards/{name}/std"] = Mean(_stdev(values))
-    return metrics | _rewards_by_environment(groups)
+    return metrics
 
 
 def _rewards_by_environment(groups: Sequence[Group]) -> dict[str, MetricValue]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from lachesis.common.types import EvalResult
 # Beginning of the name of the mean reward of one environment of the rollout API; its name there follows, or its number
 # where the API tells no names.
 BY_ENVIRONMENT = "reward_of_environment/"
+# Beginning of the metrics of one of several sources, whose name and the name of the metric follow.
+BY_SOURCE = "source/"
 # Beginnings of the seconds of one engine, whose host and port follow, and of one rank, whose number follows.
 GENERATION_OF, TRAINING_OF = "generation_time/", "train_time/"
 # Hits in the prefix caches of all engines, and the beginning of those of one of several.
@@ -84,13 +86,19 @@ _FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
 def describe(name: str) -> Metric:
     """Return the description of a metric.
 
-    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``generation_time/HOST:PORT``,
-    ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``, ``receive_time/HOST:PORT``, ``send_time/RANK``,
-    ``sent_gb/RANK``, ``gpu_utilization/N``, ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
+    ``rewards/NAME/mean|std``, ``source/NAME/METRIC``, ``staleness/N``, ``reward_of_environment/NAME``,
+    ``generation_time/HOST:PORT``, ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``,
+    ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK``, ``gpu_utilization/N``,
+    ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
     if known is not None:
         return known
+    if name.startswith(BY_SOURCE):
+        source, _, measured = name.removeprefix(BY_SOURCE).partition("/")
+        whole = describe(measured)
+        words = f"Of the groups of the source {source} alone: {whole.explanation}"
+        return replace(whole, name=name, title=f"{whole.title}: {source}", explanation=words)
     distance = name.removeprefix("staleness/")
     if name.startswith("staleness/") and distance.isdecimal():
         what = f"Share of the completions whose first token is {distance} updates behind the policy."
@@ -129,6 +137,11 @@ def evaluation_values(result: EvalResult) -> dict[str, float]:
         "evaluation/mean_length": result.mean_length,
         "evaluation/seconds": result.seconds,
         **{f"evaluation/{name}/{key}": value for name, of in result.benchmarks.items() for key, value in of.items()},
+        **{
+            f"{BY_SOURCE}{source}/evaluation/{name}": value
+            for source, values in result.by_source.items()
+            for name, value in values.items()
+        },
     }
 
 

@@ -12,7 +12,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group, Prompt
 from lachesis.pipeline.filters import failed_entirely, has_signal
-from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.base import RolloutSource, prompt_key
 
 
 @dataclass(eq=False)
@@ -130,10 +130,10 @@ class Reroll:
 
     def note(self, groups: list[Group]) -> None:
         """Remember the prompts of the groups that failed entirely, each once."""
-        known = {prompt.id for prompt in self._waiting}
+        known = {prompt_key(prompt) for prompt in self._waiting}
         for group in groups:
-            if failed_entirely(group) and group.prompt.id not in known:
-                known.add(group.prompt.id)
+            if failed_entirely(group) and prompt_key(group.prompt) not in known:
+                known.add(prompt_key(group.prompt))
                 self._waiting.append(group.prompt)
 
     def requeue_into(self, source: RolloutSource) -> int:

@@ -15,7 +15,7 @@ from lachesis.metrics.meters import Seconds, TimeAverage
 from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
-from lachesis.rollouts.base import GroupwiseSource
+from lachesis.rollouts.base import GroupwiseSource, prompt_key
 from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.prompt_source import MOST_EMPTY_BATCHES, all_failed
 
@@ -157,8 +157,9 @@ class AsynchronousFeed(Feed[BatchT]):
         found = False
         for place in places:
             draw, oldest = place.draw, self._line.oldest(place)
-            group = self.kept.admit(draw.request, draw.prompt.id, since=place.batch, oldest=oldest)
+            group = self.kept.admit(draw.request, prompt_key(draw.prompt), since=place.batch, oldest=oldest)
             if group is not None:
+                self.source.recalled(draw)
                 self._place(place, replace(group, prompt=draw.prompt))
                 found = True
         return found

@@ -13,6 +13,9 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "sources": {
         "atropos": "atropos.source.feed:build_feed",
         "agent": "environments.agents.build:build_agents",
+        "mixture": "mixture.build:load_mixture",
+        "mixture_findings": "mixture.rules:findings",
+        "mixture_problems": "mixture.problems:problems",
         "rollout_func": "environments.rollout_func:build_players",
         "steps": "environments.steps.build:build_players",
         "verifiers": "environments.verifiers.build:build_players",

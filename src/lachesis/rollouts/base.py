@@ -72,6 +72,11 @@ class Draw:
     request: int
 
 
+def prompt_key(prompt: Prompt) -> str:
+    """Return the id of a prompt, which is unique within a source, with the name of the source if it has one."""
+    return f"{prompt.source}/{prompt.id}" if prompt.source else prompt.id
+
+
 # Is told of a draw, by its place in the call: the scored group, or why its group was dropped. In any thread, so it has
 # to be quick; what it raises ends the call.
 Done = Callable[[int, Group | RewardError], None]
@@ -79,6 +84,11 @@ Done = Callable[[int, Group | RewardError], None]
 
 class GroupwiseSource(RolloutSource):
     """A source whose groups are independent: drawn in order, and finished in any order."""
+
+    @property
+    def queues(self) -> bool:
+        """Return True if calls that overlap wait for each other where the engine takes one at a time."""
+        return False
 
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:
@@ -89,6 +99,10 @@ class GroupwiseSource(RolloutSource):
 
         A source does nothing whose rollouts are finished only with their groups.
         """
+        return None
+
+    def recalled(self, draw: Draw) -> None:
+        """Note that a draw needs no rollout: an earlier process has finished its group."""
         return None
 
     @abstractmethod

@@ -20,35 +20,14 @@ from lachesis.rollouts.rewards.attempts import Item
 MOST_EMPTY_BATCHES = 10
 
 
-@dataclass(kw_only=True, eq=False)
-class PromptSource(GroupwiseSource):
-    """A source that draws prompts from a stream and makes ``num_generations`` rollouts of each.
+class DrawingSource(GroupwiseSource):
+    """A source that numbers its requests and makes whole batches of what it draws.
 
-    The rollouts of a prompt depend on the weights, the run's seed and the number of requests before it, so a resumed
-    run samples what the uninterrupted one would have. A call of :meth:`next_groups` that raises leaves the source as
-    it was before: its prompts and request numbers come again.
-
-    Args:
-        stream: the prompts, in the order of training.
-        num_generations: rollouts of each prompt.
-        seed: the run's; the seeds of requests derive from it.
-        generation_s: limit of generating the rollouts of one call, in seconds, within the deadline of the caller.
+    A call of :meth:`next_groups` that raises leaves the source as it was before: its prompts and request numbers come
+    again.
     """
 
-    stream: PromptStream
-    num_generations: int
-    seed: int
-    generation_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self._requests = self._step = 0
-        self._counts = Tally()
-        self._generating = BusyTime()
-
-    def draw(self, count: int) -> list[Draw]:
-        first = self._requests
-        self._requests += count
-        return [Draw(prompt, first + i) for i, prompt in enumerate(self.stream.take(count))]
+    _requests = 0
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """Return the groups of the next ``count`` prompts, less those that were dropped.
@@ -72,9 +51,46 @@ class PromptSource(GroupwiseSource):
                 deadline.check("every group so far was dropped")
             raise self._all_failed(len(taken), errors[-1])
         except BaseException:
-            self.stream.put_back(taken)
+            self.requeue(taken)
             self._requests = first_request
             raise
+
+    def _all_failed(self, count: int, last: RewardError) -> RewardError:
+        return all_failed(count, last)
+
+
+@dataclass(kw_only=True, eq=False)
+class PromptSource(DrawingSource):
+    """A source that draws prompts from a stream and makes ``num_generations`` rollouts of each.
+
+    The rollouts of a prompt depend on the weights, the run's seed and the number of requests before it, so a resumed
+    run samples what the uninterrupted one would have.
+
+    Args:
+        stream: the prompts, in the order of training.
+        num_generations: rollouts of each prompt.
+        seed: the run's; the seeds of requests derive from it.
+        generation_s: limit of generating the rollouts of one call, in seconds, within the deadline of the caller.
+    """
+
+    stream: PromptStream
+    num_generations: int
+    seed: int
+    generation_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._requests = self._step = 0
+        self._counts = Tally()
+        self._generating = BusyTime()
+
+    def measure(self, generating: BusyTime) -> None:
+        """Count the time of generation there, with that of other sources."""
+        self._generating = generating
+
+    def draw(self, count: int) -> list[Draw]:
+        first = self._requests
+        self._requests += count
+        return [Draw(prompt, first + i) for i, prompt in enumerate(self.stream.take(count))]
 
     def _note_pass_rates(self, items: Sequence[Item], outcomes: Sequence[Group | RewardError]) -> None:
         """Note pass rates; count problems that were skipped, and the tokens that as many of these groups would have."""
@@ -86,9 +102,6 @@ class PromptSource(GroupwiseSource):
             tokens = sum(len(sample.completion_ids) for item in items for sample in item.group.samples)
             saved = skipped * tokens / max(1, len(items))
             self._counts.add(curriculum_skipped=skipped, curriculum_tokens_saved=saved)
-
-    def _all_failed(self, count: int, last: RewardError) -> RewardError:
-        return all_failed(count, last)
 
     def _request_seed(self, draw: Draw) -> int:
         return request_seed(self.seed, draw.request)

@@ -23,7 +23,6 @@ from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.record_store import RecordStore
@@ -123,8 +122,14 @@ def feed_from(
     policy: Policy,
     kept: PartialRollouts | None,
     teach: Teach = list,
+    advantages: Callable[[Sequence[Group]], list[Group]] | None = None,
+    signal: Callable[[Group], bool] | None = None,
 ) -> Feed[Batch]:
-    """Build the feed of packed batches from the groups of a source."""
+    """Build the feed of packed batches from the groups of a source.
+
+    ``advantages`` and ``signal`` take the place of :func:`advantage_assigner` and :func:`signal_function`.
+    """
+    signal = signal or signal_function(config)
     pipeline = config.pipeline
     pack_groups = partial(pack_rollouts, config=config, policy=policy)
     collector = Collector(
@@ -132,13 +137,13 @@ def feed_from(
         count=prompts_per_generation(config),
         refill_rounds=pipeline.refill_zero_signal,
         reroll=build_reroll(config),
-        signal=signal_function(config),
+        signal=signal,
     )
     finisher = Finisher(
-        advantages=advantage_assigner(config, policy=policy),
+        advantages=advantages or advantage_assigner(config, policy=policy),
         pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
         teach=teach,
-        replay=build_replay(config),
+        replay=build_replay(config, signal),
     )
     feed: Feed[Batch] = SynchronousFeed(
         collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
@@ -151,7 +156,7 @@ def feed_from(
             ahead=ahead,
             batch_deadline_s=config.deadlines.batch_s,
             # An engine that shares the trainer's process does one call after the other; players see to that themselves.
-            at_once=None if isinstance(source, EpisodeSource) or config.engine.place != "trainer" else 1,
+            at_once=None if source.queues or config.engine.place != "trainer" else 1,
             kept=kept,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
@@ -200,9 +205,9 @@ def repeated(
     )
 
 
-def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
+def build_replay(config: LachesisConfig, signal: Callable[[Group], bool]) -> ReplayBuffer | None:
     size = config.pipeline.replay_size
-    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
+    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal) if size else None
 
 
 def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[Sequence[Group]], list[Group]]:

@@ -122,7 +122,7 @@ def parts(
 
 def _feeds(config: LachesisConfig) -> bool:
     """Return True if there is a source of groups. Raises ConfigError if there is half of one."""
-    if config.source.kind == "atropos":
+    if config.source.kind == "atropos" or config.sources:
         return True
     has_data, has_rewards = config.data.path is not None, bool(config.rewards.functions)
     if has_data != has_rewards:

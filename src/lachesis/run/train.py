@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +32,7 @@ from lachesis.metrics.hub import DISK_FULL, HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
+from lachesis.plugins import load
 from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.partial_rollouts import PartialRollouts
@@ -345,10 +347,13 @@ def build_parts(
         LachesisError: one of its subclasses, for whatever is wrong with the input.
     """
     leadership = context.leadership
-    problems, held_out = load_data(config)
+    mixture = load("sources", "mixture")(config, closing=closing) if config.sources else None
+    problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
     config = with_steps(config, problems=len(problems))
     config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
-    rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
+    rewarder = None
+    if mixture is None:
+        rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
     place = run_place(run)
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
@@ -366,17 +371,17 @@ def build_parts(
         closing.callback(side.close)
         bridge = side.bridge
         policy = bridge.prepare(partial(early.finish, weights=side.weights))
-        rollouts = build_rollouts(
-            config,
-            problems=problems,
-            policy=policy,
-            side=side,
-            rewarder=rewarder,
-            kept=build_kept(config, run.files["kept"]) if keep else None,
-            teach=build_teach(config, tokenizer=policy.tokenizer, closing=closing),
-            place=place,
-            context=context,
-        )
+        shared: dict[str, Any] = {
+            "policy": policy,
+            "kept": build_kept(config, run.files["kept"]) if keep else None,
+            "teach": build_teach(config, tokenizer=policy.tokenizer, closing=closing),
+        }
+        kept_evaluation = partial(keep_evaluation, place.directory) if config.logging.tape else None
+        if mixture is not None:
+            rollouts = mixture.build(engine=bridge.engine, keep=kept_evaluation, **shared)
+        else:
+            shared |= {"problems": problems, "side": side, "rewarder": rewarder, "place": place, "context": context}
+            rollouts = build_rollouts(config, **shared)
         feed = with_start(rollouts.feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
@@ -385,11 +390,12 @@ def build_parts(
             policy=policy,
             engine=bridge.engine,
             rewarder=rewarder,
-            keep=partial(keep_evaluation, place.directory) if config.logging.tape else None,
+            keep=kept_evaluation,
             evaluator=rollouts.evaluator,
         )
         closing.callback(evaluation.close)
-        findings = template_findings(config, problems, policy.tokenizer)
+        find = partial(template_findings, config, problems) if mixture is None else mixture.findings
+        findings = find(policy.tokenizer)
         return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept, findings)
 
 

@@ -7,15 +7,17 @@ that was asked for, a ``warning`` one that works otherwise than most would expec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from lachesis.common.types import Finding
 from lachesis.config.problems import config_error
-from lachesis.config.rules.base import Rule
+from lachesis.config.rules.base import Rule, found_by
 from lachesis.config.rules.inputs import INPUT_RULES
 from lachesis.config.rules.pipeline import PIPELINE_RULES
 from lachesis.config.rules.serving import SERVING_RULES
 from lachesis.config.rules.training import TRAINING_RULES, learning_rate
 from lachesis.config.schema import LachesisConfig
+from lachesis.plugins import load
 
 __all__ = ["RULES", "check", "learning_rate"]
 
@@ -35,11 +37,8 @@ def check(
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.
     """
-    findings = [
-        Finding(level=level, rule=rule.__name__.removeprefix("_"), message=message)
-        for rule in RULES
-        for level, message in rule(config)
-    ]
+    find = partial(found_by, RULES)
+    findings = list(load("sources", "mixture_findings")(config, find) if config.sources else find(config))
     problems = [located(finding.message) for finding in findings if finding.level == "problem"]
     if problems:
         raise config_error(f"{name} cannot work", problems)

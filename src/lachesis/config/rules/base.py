@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from lachesis.common.types import Level
+from lachesis.common.types import Finding, Level
 from lachesis.config.schema import LachesisConfig, Section
 
 Said = tuple[Level, str]
@@ -27,6 +27,13 @@ def warning(message: str) -> Said:
 def note(message: str) -> Said:
     """Return a note: a fact worth knowing."""
     return "note", message
+
+
+def found_by(rules: Iterable[Rule], config: LachesisConfig) -> Iterator[Finding]:
+    """Yield what the rules say of a configuration, under their names."""
+    for rule in rules:
+        for level, message in rule(config):
+            yield Finding(level=level, rule=rule.__name__.removeprefix("_"), message=message)
 
 
 def changed(config: LachesisConfig, section: str, *names: str) -> list[str]:

@@ -58,6 +58,7 @@ from lachesis.config.schema.rollouts import (
     DataConfig,
     DatasetConfig,
     LocalSourceConfig,
+    MixedSourceConfig,
     PipelineConfig,
     RewardsConfig,
     SamplingConfig,
@@ -80,6 +81,11 @@ class LachesisConfig(Section):
     adapter: AdapterConfig = Field(default_factory=NoAdapterConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     source: SourceConfig = Field(default_factory=LocalSourceConfig)
+    sources: list[MixedSourceConfig] = Field(
+        default_factory=list[MixedSourceConfig],
+        description="Several sources in one run, each with a name and its share of the prompts, in place of `source`, "
+        "`data` and `rewards`, which each of them has for itself.",
+    )
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     engine: EngineConfig = Field(default_factory=EmbeddedEngineConfig)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lachesis.common.types import SamplingParams
+from lachesis.config.schema.training import Aggregation, Baseline, ScaleRewards
 from lachesis.config.section import (
     CustomPart,
     Fraction,
@@ -23,6 +24,9 @@ from lachesis.plugins.environments.section import (
     StepsSourceConfig,
     VerifiersSourceConfig,
 )
+
+# Names that are parts of metrics and of paths.
+SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
 DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
 
@@ -208,6 +212,41 @@ class RewardsConfig(Section):
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."
     )
     model_batch_size: PositiveInt = Field(default=16, description="Texts in one forward pass of a reward model.")
+
+
+class SourceAlgorithmConfig(Section):
+    """The advantages of one of several sources; what is unset is that of `algorithm`."""
+
+    advantage: CustomPart | None = Field(default=None, description="As `algorithm.advantage`.")
+    scale_rewards: ScaleRewards | None = Field(
+        default=None, description="As `algorithm.scale_rewards`; `batch` and `tokens` are those of this source alone."
+    )
+    baseline: Baseline | None = Field(default=None, description="As `algorithm.baseline`.")
+    aggregation: Aggregation | None = Field(default=None, description="As `algorithm.aggregation`.")
+
+
+class MixedSourceConfig(Section):
+    """One of several sources of a run, with sections of its own."""
+
+    name: str = Field(
+        pattern=SOURCE_NAME, description="Its name in metrics, findings and pages: letters, digits, `_`, `-` and `.`."
+    )
+    weight: PositiveFloat = Field(
+        default=1.0, description="Its share of the prompts, relative to the weights of the others."
+    )
+    max_unfinished: PositiveInt | None = Field(
+        default=None,
+        description="With `pipeline.async_prefetch`: while this source has so many groups unfinished, the others have "
+        "its turns, and the shares are those of what is fast. Unset keeps the shares: batches wait for a slow source "
+        "once its groups would become older than `pipeline.max_staleness`.",
+    )
+    max_completion_length: PositiveInt | None = Field(
+        default=None, description="As `sampling.max_completion_length`, which is also its upper bound."
+    )
+    source: SourceConfig = Field(default_factory=LocalSourceConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    algorithm: SourceAlgorithmConfig = Field(default_factory=SourceAlgorithmConfig)
 
 
 class SamplingConfig(Section):

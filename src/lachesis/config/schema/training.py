@@ -30,6 +30,11 @@ LossTypeName = Literal[
 ]  # fmt: skip
 
 
+ScaleRewards = Literal["group", "batch", "none", "mean", "tokens", "signal"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+
 class TeacherConfig(Section):
     """A teacher that the policy's own samples are shown to (on-policy distillation), beside the rewards."""
 
@@ -164,16 +169,16 @@ class AlgorithmConfig(Section):
     )
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
-    scale_rewards: Literal["group", "batch", "none", "mean", "tokens", "signal"] = Field(
+    scale_rewards: ScaleRewards = Field(
         default="group",
         description="What advantages are divided by: the group's deviation, the batch's, nothing; the group's mean "
         "(MaxRL); `tokens` whitens over all tokens (REINFORCE++); `signal` is the share in groups that differ (GPG).",
     )
-    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = Field(
+    baseline: Baseline = Field(
         default="group_mean",
         description="Baseline of a reward: its group's mean, the others' (RLOO), one by length (OPO), or nothing.",
     )
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+    aggregation: Aggregation = Field(
         default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."
     )
     mask_truncated: bool = Field(

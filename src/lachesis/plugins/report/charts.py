@@ -10,6 +10,7 @@ from typing import Any
 
 from lachesis.metrics.names import (
     BY_ENVIRONMENT,
+    BY_SOURCE,
     GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
@@ -99,7 +100,10 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
     by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
-    several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
+    by_source = ChartPlan(
+        tuple(name for name in _beginning_with(BY_SOURCE, log) if name.endswith("/reward")), title="Rewards by source"
+    )
+    several = [plan for plan in (by_function, by_environment, by_source) if len(plan.names) > 1]
     processes = (
         ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
         ChartPlan((PREFIX_HITS, *_beginning_with(PREFIX_HITS_OF, log)), floor=0.0, ceiling=1.0),

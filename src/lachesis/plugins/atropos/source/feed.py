@@ -16,7 +16,7 @@ from lachesis.plugins.atropos.source.convert import Conversion
 from lachesis.plugins.atropos.source.source import EngineWatch, build_atropos_source, keep_given_advantages
 from lachesis.process.threads import Watch
 from lachesis.rollouts.generation import text_decoder
-from lachesis.run.feeds import Teach, advantage_assigner, build_replay, repeated
+from lachesis.run.feeds import Teach, advantage_assigner, build_replay, repeated, signal_function
 from lachesis.train.batch import Batch
 from lachesis.train.iterations import undivided
 from lachesis.train.model.loading import context_length, eos_token_ids
@@ -72,7 +72,7 @@ def build_feed(
             advantages=keep_given_advantages(advantage_assigner(config, policy=policy)),
             pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
             teach=teach,
-            replay=build_replay(config),
+            replay=build_replay(config, signal_function(config)),
         ),
         batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
     )

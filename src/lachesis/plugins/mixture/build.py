@@ -1,0 +1,208 @@
+"""Runs over several sources: data, rewards and players of each, and one feed from the mixture of their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Finding, Group, Prompt, Sample
+from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
+from lachesis.engines.base import Engine
+from lachesis.plugins.mixture.configs import single_configs
+from lachesis.plugins.mixture.evaluate import MixedEvaluator
+from lachesis.plugins.mixture.source import Ingredient, SourceMixture
+from lachesis.rollouts.base import GroupwiseSource
+from lachesis.rollouts.evaluate import Evaluates
+from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.run.feeds import Rollouts, Teach, advantage_assigner, feed_from, signal_function
+from lachesis.run.parts import build_evaluation
+from lachesis.run.sources import build_episodes, build_source, load_data, rewarder_of, template_findings
+from lachesis.train.policy import Policy
+
+Keep = Callable[[int, Sequence[Group]], None]
+"""Function that is given the step and the scored groups of an evaluation."""
+
+Assign = Callable[[Sequence[Group]], list[Group]]
+"""Function that sets the advantages of a step's groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """One of several sources with its data, and what scores its samples; ``config`` is that of a run of it alone."""
+
+    config: LachesisConfig
+    problems: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    rewarder: Rewarder | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMixture:
+    """The sources of a run by name, before there is a policy."""
+
+    config: LachesisConfig
+    sources: Mapping[str, LoadedSource]
+    closing: ExitStack
+
+    @property
+    def problems(self) -> list[Prompt]:
+        """Return the problems of all sources to train on."""
+        return [problem for one in self.sources.values() for problem in one.problems]
+
+    def findings(self, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+        """Return what is to be said of the prompts of each source."""
+        return [
+            replace(finding, message=f"source {name}: {finding.message}")
+            for name, one in self.sources.items()
+            for finding in template_findings(one.config, one.problems, tokenizer)
+        ]
+
+    def build(
+        self, *, policy: Policy, engine: Engine, kept: KeptRollouts | None, teach: Teach, keep: Keep | None
+    ) -> Rollouts:
+        """Build the feed of packed batches from the mixture of the sources, and their evaluation.
+
+        Args:
+            policy: the trained model.
+            engine: that generates.
+            kept: store of finished rollouts.
+            teach: adds the logprobs of a teacher outside the trainer to groups.
+            keep: is given what each evaluation has generated, of all sources.
+        """
+        evaluated: list[Group] = []
+        built = {
+            name: _build_one(
+                one, policy=policy, engine=engine, keep=partial(_note, evaluated, name), closing=self.closing
+            )
+            for name, one in self.sources.items()
+        }
+        signals = {name: signal_function(one.config) for name, one in self.sources.items()}
+        feed = feed_from(
+            SourceMixture(
+                {
+                    entry.name: Ingredient(built[entry.name].source, entry.weight, entry.max_unfinished)
+                    for entry in self.config.sources
+                }
+            ),
+            self.config,
+            policy=policy,
+            kept=kept,
+            teach=teach,
+            advantages=assign_by_source(
+                {name: advantage_assigner(one.config, policy=policy) for name, one in self.sources.items()},
+                {name: len(one.rewards) for name, one in built.items()},
+            ),
+            signal=lambda group: signals[group.prompt.source](group),
+        )
+
+        def keep_all(step: int) -> None:
+            if keep is not None:
+                keep(step, tuple(evaluated))
+            evaluated.clear()
+
+        evaluators = {name: one.evaluator for name, one in built.items() if one.evaluator is not None}
+        names = [f"{source}/{name}" for source, one in built.items() for name in one.rewards]
+        return Rollouts(feed, names, kept, MixedEvaluator(evaluators, keep_all) if evaluators else None)
+
+
+def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture:
+    """Load the data and the rewards of each of ``sources``. ``closing`` gets what has to be closed.
+
+    Raises as :func:`load_data`.
+    """
+    loaded: dict[str, LoadedSource] = {}
+    for name, single in single_configs(config).items():
+        problems, held_out = load_data(single)
+        rewarder = rewarder_of(single, problems=problems, held_out=held_out, closing=closing)
+        loaded[name] = LoadedSource(single, problems, held_out, rewarder)
+    return LoadedMixture(config, loaded, closing)
+
+
+class _Built(NamedTuple):
+    """A source, the names of its rewards, and what evaluates on its held-out problems, if it has any."""
+
+    source: GroupwiseSource
+    rewards: Sequence[str]
+    evaluator: Evaluates | None
+
+
+def _build_one(
+    one: LoadedSource,
+    *,
+    policy: Policy,
+    engine: Engine,
+    keep: Keep,
+    closing: ExitStack,
+) -> _Built:
+    if isinstance(one.config.source, EpisodesSourceConfig):
+        episodes, evaluator = build_episodes(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
+        return _Built(episodes, episodes.players.reward_names, evaluator)
+    assert one.rewarder is not None, "a dataset is scored by functions"
+    build = partial(build_source, problems=one.problems)
+    source = build(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
+    evaluate = partial(build_evaluation, held_out=one.held_out, keep=keep)
+    evaluation = evaluate(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
+    closing.callback(evaluation.close)
+    return _Built(source, one.rewarder.names, evaluation.evaluator)
+
+
+def _note(evaluated: list[Group], name: str, step: int, groups: Sequence[Group]) -> None:
+    evaluated += [replace(group, prompt=replace(group.prompt, source=name)) for group in groups]
+
+
+def assign_by_source(assigners: Mapping[str, Assign], rewards: Mapping[str, int]) -> Assign:
+    """Return a function that sets the advantages of each source's groups by that source's options.
+
+    Normalizations over the batch are over the groups of the source. Where all functions of a source abstained, the
+    advantages of its groups are 0. Afterwards each sample has a reward for the functions of all sources, in their
+    order: ``None`` for those of others.
+
+    Args:
+        assigners: of each source.
+        rewards: number of reward functions of each source.
+    """
+
+    def assign(groups: Sequence[Group]) -> list[Group]:
+        done: dict[int, Group] = {}
+        if not any(_is_scored(group) for group in groups):
+            raise RewardError(
+                f"the reward functions of all sources abstained on all {len(groups)} groups of this step",
+                remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+            )
+        for name, assigner in assigners.items():
+            places = [place for place, group in enumerate(groups) if group.prompt.source == name]
+            mine = [groups[place] for place in places]
+            scored = any(map(_is_scored, mine))
+            done |= zip(places, assigner(mine) if scored else map(_without_signal, mine), strict=True)
+        return [_padded(done[place], rewards) for place in range(len(groups))]
+
+    return assign
+
+
+def _is_scored(group: Group) -> bool:
+    return any(value is not None for sample in group.samples for value in sample.rewards)
+
+
+def _without_signal(group: Group) -> Group:
+    samples = [sample.judged(rewards=sample.rewards, reward=sample.reward, advantage=0.0) for sample in group.samples]
+    return replace(group, samples=tuple(samples))
+
+
+def _padded(group: Group, rewards: Mapping[str, int]) -> Group:
+    names = list(rewards)
+    mine = names.index(group.prompt.source)
+    before, after = sum(rewards[name] for name in names[:mine]), sum(rewards[name] for name in names[mine + 1 :])
+
+    def whole(sample: Sample) -> Sample:
+        row = (*(None,) * before, *sample.rewards, *(None,) * after)
+        return sample.judged(rewards=row, reward=sample.reward, advantage=sample.advantage)
+
+    replaced = None if group.replaces is None else _padded(group.replaces, rewards)
+    return replace(group, samples=tuple(map(whole, group.samples)), replaces=replaced)

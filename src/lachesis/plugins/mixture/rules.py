@@ -1,0 +1,116 @@
+"""Rules about several sources in one run: what cannot be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from lachesis.common.types import Finding
+from lachesis.config.rules.base import Rule, Said, found_by, note, problem
+from lachesis.config.schema import DataConfig, LachesisConfig, LocalSourceConfig, MixedSourceConfig, RewardsConfig
+from lachesis.config.steps import prompts_per_generation
+from lachesis.plugins.mixture.configs import checked_configs
+
+Find = Callable[[LachesisConfig], Iterator[Finding]]
+"""Function that checks the configuration of a run of one source."""
+
+
+def _sections(config: LachesisConfig) -> Iterator[Said]:
+    """Refuse sections of one source beside a list of several."""
+    unset = {"source": LocalSourceConfig(), "data": DataConfig(), "rewards": RewardsConfig()}
+    if config.sources and (written := [name for name, empty in unset.items() if getattr(config, name) != empty]):
+        yield problem(
+            f"{' and '.join(written)} and sources both say where groups come from; move {' and '.join(written)} into "
+            f"an entry of sources, or remove sources"
+        )
+
+
+def _names(config: LachesisConfig) -> Iterator[Said]:
+    first: dict[str, str] = {}
+    for place, one in _places(config):
+        if first.setdefault(one.name, place) != place:
+            yield problem(f"{first[one.name]} and {place} have the same name, {one.name}; rename one of them")
+
+
+def _whole_batches(config: LachesisConfig) -> Iterator[Said]:
+    """Refuse what takes the whole batch for itself, or the whole process, beside another source."""
+    places = list(_places(config))
+    for place, one in places:
+        if one.source.kind == "atropos":
+            others = [f"{other} ({this.name})" for other, this in places if other != place]
+            beside = f"and {' and '.join(others)} would have no share of them" if others else "as a run of one source"
+            yield problem(
+                f"{place} ({one.name}) has source.kind atropos, whose rollout API makes whole batches, {beside}; set "
+                "source.kind: atropos in place of sources, or use its environments as source.kind steps or verifiers"
+            )
+    walls = {one.rewards.sandbox: f"{place} ({one.name})" for place, one in places if one.rewards.sandbox != "auto"}
+    if len(walls) > 1:
+        said = " and ".join(f"{place} has rewards.sandbox {wall}" for wall, place in walls.items())
+        yield problem(f"{said}, and a run has one for all its rewards; give all of them the same")
+
+
+def _epochs(config: LachesisConfig) -> Iterator[Said]:
+    for section, steps in (("run", "steps"), ("checkpoint", "every_steps"), ("evaluation", "every_steps")):
+        key = "epochs" if section == "run" else "every_epochs"
+        if config.sources and getattr(getattr(config, section), key) is not None:
+            yield problem(
+                f"{section}.{key} counts the problems of one dataset, and sources has {len(config.sources)} entries; "
+                f"set {section}.{steps}"
+            )
+
+
+def _limits(config: LachesisConfig) -> Iterator[Said]:
+    longest, prompts = config.sampling.max_completion_length, prompts_per_generation(config)
+    total = sum(one.weight for one in config.sources)
+    for place, one in _places(config):
+        if one.max_completion_length is not None and one.max_completion_length > longest:
+            yield problem(
+                f"{place}.max_completion_length {one.max_completion_length} is more than "
+                f"sampling.max_completion_length {longest}, which is the limit of all; raise that one"
+            )
+        if one.max_unfinished is not None and not config.pipeline.async_prefetch:
+            yield problem(
+                f"{place}.max_unfinished has others take the turns of a slow source, and without "
+                "pipeline.async_prefetch each batch is generated as a whole; set that, or remove it"
+            )
+        if (mine := prompts * one.weight / total) < 1:
+            yield note(
+                f"{place} ({one.name}) has {mine:.2g} of the {prompts} prompts that are generated at once: a group in "
+                f"one of {1 / mine:.3g} batches"
+            )
+
+
+def _places(config: LachesisConfig) -> Iterator[tuple[str, MixedSourceConfig]]:
+    for index, one in enumerate(config.sources):
+        yield f"sources[{index}]", one
+
+
+def _kl(config: LachesisConfig) -> Iterator[Said]:
+    """Refuse a KL term in the reward, whose weight adapts to all groups of a step at once."""
+    if config.sources and config.algorithm.kl_placement != "loss":
+        yield problem(
+            f"algorithm.kl_placement is {config.algorithm.kl_placement}, which penalizes the rewards of a step "
+            "together, and sources computes the advantages of each by itself; set it to loss"
+        )
+
+
+SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _epochs, _limits, _kl)
+
+
+def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
+    """Yield what is found of the list, and of each source as if it were the only one.
+
+    What is found of all sources is said once; else the message begins with the place of the source.
+
+    Args:
+        config: with ``sources``.
+        find: the rules of a run of one source.
+    """
+    yield from found_by(SOURCES_RULES, config)
+    said = [(place, list(find(single))) for place, single in checked_configs(config)]
+    everywhere = [one for one in said[0][1] if all(one in found for _, found in said)]
+    yield from everywhere
+    for place, found in said:
+        for one in found:
+            if one not in everywhere:
+                yield replace(one, message=f"{place}: {one.message}")

@@ -1,0 +1,68 @@
+"""One run over three sources: each of them is learned, and a stopped run goes on token by token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.rollouts.base import prompt_key
+from tests.e2e.runs import metrics, run_here
+from tests.paths import EXAMPLES
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, with the one whose model and tool it takes, in a directory of their own."""
+    without = shutil.ignore_patterns(".cache", "__pycache__", "runs")
+    directory = tmp_path_factory.mktemp("examples")
+    for name in ("tools", "mixture"):
+        shutil.copytree(EXAMPLES / name, directory / name, ignore=without)
+    return directory / "mixture" / "config.yaml"
+
+
+def drawn(run_dir: Path) -> dict[int, list[tuple[str, list[tuple[int, ...]]]]]:
+    """The prompts of each step, and the tokens of their rollouts."""
+    return {
+        step: [(prompt_key(one.prompt), [sample.completion_ids for sample in one.samples]) for one in read_groups(file)]
+        for step, file in sorted(tape_files(run_dir / "rollouts").items())
+    }
+
+
+def test_each_source_is_learned_and_told_by_its_name(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = run_here(example).run_dir
+    log = metrics(run_dir)
+    for name in ("even", "calculator", "high"):
+        rewards = [line.values[f"source/{name}/reward"] for line in log.steps]
+        assert fmean(rewards[-10:]) - fmean(rewards[:10]) >= 0.2, f"{name}: {rewards}"
+    for line in log.steps:
+        groups = {name: line.values[f"source/{name}/groups"] for name in ("even", "calculator", "high")}
+        assert groups == {"even": 4, "calculator": 8, "high": 4}
+    first, last = log.evaluations[0].by_source, log.evaluations[-1].by_source
+    assert {name: result["problems"] for name, result in last.items()} == {"even": 16, "calculator": 16, "high": 8}
+    assert last["even"]["accuracy"] > first["even"]["accuracy"]
+    assert {"rewards/even/even/mean", "rewards/calculator/right/mean"} <= log.steps[-1].values.keys()
+    names = Counter(key.partition("/")[0] for groups in drawn(run_dir).values() for key, _ in groups)
+    assert names.keys() == {"even", "calculator", "high"}
+    (evaluated,) = (run_dir / "evaluations").glob("*40.jsonl")
+    assert {json.loads(line)["prompt"]["source"] for line in evaluated.read_text().splitlines()} == {
+        "even",
+        "calculator",
+    }
+
+
+def test_a_stopped_run_goes_on_token_by_token(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    shared = ["run.steps=6", "evaluation.every_steps=0", "batch.prompts_per_step=6"]
+    straight = run_here(example, *shared, "run.name=straight").run_dir
+    stopped = run_here(example, *shared, "run.name=stopped", stop_after=3)
+    assert not stopped.finished
+    resumed = run_here(example, *shared, "run.name=stopped", resume=True)
+    assert resumed.finished
+    assert drawn(resumed.run_dir) == drawn(straight)

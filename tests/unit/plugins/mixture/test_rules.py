@@ -1,0 +1,86 @@
+"""What is said of several sources in one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.plugins.mixture.configs import single_configs
+
+MATH = {"name": "math", "data": {"path": "math.jsonl"}, "rewards": {"functions": ["rewards.exact"]}}
+GAME = {"name": "game", "source": {"kind": "steps", "environment": "game.py:Game", "max_tasks": 10}}
+
+
+def build(*sources: dict[str, Any], **sections: Any) -> LachesisConfig:
+    run = {"run": {"steps": 10}, "model": {"path": "org/model"}}
+    whole = [{**one, "source": {"kind": "local", **one.get("source", {})}} for one in sources]
+    return LachesisConfig.model_validate({**run, "sources": whole, **sections})
+
+
+def test_sources_that_fit_together_are_silent():
+    assert check(build(MATH, GAME)) == []
+
+
+def test_each_is_configured_as_a_run_of_its_own():
+    own = {"max_completion_length": 8, "algorithm": {"scale_rewards": "none"}, "weight": 3}
+    config = build({**MATH, **own}, GAME, sampling={"max_completion_length": 64}, algorithm={"baseline": "none"})
+    math, game = single_configs(config).values()
+    assert math.data.path == "math.jsonl" and game.data.path is None
+    assert (math.sampling.max_completion_length, game.sampling.max_completion_length) == (8, 64)
+    assert (math.algorithm.scale_rewards, game.algorithm.scale_rewards) == ("none", "group")
+    assert math.algorithm.baseline == game.algorithm.baseline == "none"
+
+
+@pytest.mark.parametrize(
+    ("sources", "sections", "said"),
+    [
+        ([MATH], {"data": {"path": "other.jsonl"}}, "data and sources both say where groups come from"),
+        ([MATH, MATH], {}, r"sources\[0\] and sources\[1\] have the same name, math"),
+        (
+            [MATH, {"name": "api", "source": {"kind": "atropos"}}],
+            {},
+            r"sources\[1\] \(api\) has source.kind atropos, whose rollout API makes whole batches, and sources\[0\] "
+            r"\(math\)",
+        ),
+        (
+            [
+                {**MATH, "rewards": {**MATH["rewards"], "sandbox": "none"}},
+                {**MATH, "name": "code", "rewards": {**MATH["rewards"], "sandbox": "landlock"}},
+            ],
+            {},
+            r"sources\[0\] \(math\) has rewards.sandbox none and sources\[1\] \(code\) has rewards.sandbox landlock",
+        ),
+        ([MATH, GAME], {"run": {"epochs": 2}}, "run.epochs counts the problems of one dataset, and sources has 2"),
+        ([{**MATH, "max_completion_length": 9}], {"sampling": {"max_completion_length": 8}}, "which is the limit"),
+        ([{**MATH, "max_unfinished": 2}], {}, "without pipeline.async_prefetch each batch is generated as a whole"),
+        ([GAME, {**MATH, "data": {"path": "a", "order_epochs": 1}}], {}, r"sources\[1\]: data.order_epochs"),
+        ([MATH, GAME], {"algorithm": {"kl_placement": "reward", "beta": 0.1}}, "algorithm.kl_placement is reward"),
+        ([MATH, GAME], {"evaluation": {"every_steps": 5}}, "there are no held-out problems"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(sources: list[dict[str, Any]], sections: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        check(build(*sources, **sections))
+
+
+def test_a_problem_of_all_is_said_once():
+    with pytest.raises(ConfigError) as caught:
+        check(build(MATH, GAME, sampling={"min_tokens": 300}))
+    assert caught.value.message.count("sampling.min_tokens") == 1
+    assert "sources" not in caught.value.message
+
+
+def test_held_out_problems_of_one_source_are_enough():
+    held_out = {**MATH, "data": {"path": "math.jsonl", "eval_size": 4}}
+    config = build(held_out, GAME, evaluation={"every_steps": 5, "patience": 3}, checkpoint={"keep_best": True})
+    assert [finding.message for finding in check(config) if finding.level != "note"] == []
+
+
+def test_a_small_share_is_told():
+    (note,) = check(build({**MATH, "weight": 15}, GAME, batch={"prompts_per_step": 4}))
+    assert note.message.startswith("sources[1] (game) has 0.25 of the 4 prompts")
+    assert note.message.endswith("a group in one of 4 batches")
