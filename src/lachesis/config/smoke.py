@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lachesis.config.load import LoadedConfig
+from lachesis.config.single_sources import single_configs
 
 STEPS = 2
 PROBLEMS = 4
@@ -15,7 +16,8 @@ def trial(loaded: LoadedConfig) -> LoadedConfig:
     """Return the configuration cut to two steps and few held-out problems, without uploads, under another name."""
     config = loaded.config
     run = config.run.model_copy(update={"steps": STEPS, "epochs": None, "name": f"{config.run.name}{NAME}"})
-    most = min(PROBLEMS, config.evaluation.max_problems or PROBLEMS) if config.data.evaluates else None
+    evaluates = any(one.data.evaluates for one in single_configs(config).values())
+    most = min(PROBLEMS, config.evaluation.max_problems or PROBLEMS) if evaluates else None
     changes = {
         "run": run,
         "evaluation": config.evaluation.model_copy(

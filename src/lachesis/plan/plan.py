@@ -12,6 +12,7 @@ from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
+from lachesis.config.single_sources import single_configs
 from lachesis.config.steps import (
     nearest_divisors,
     nearest_multiples,
@@ -181,7 +182,7 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None, prompt_tokens: in
     completion = config.sampling.max_completion_length
     context = shape.context if shape is not None else None
     room = max(1, context - completion) if context is not None else _ASSUMED_PROMPT
-    limit = config.data.max_prompt_length
+    limit = _prompt_limit(config)
     prompt = min(room, limit or room, prompt_tokens or limit or _ASSUMED_PROMPT)
     longest = prompt + completion
     if config.source.kind == "atropos":
@@ -197,6 +198,12 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None, prompt_tokens: in
     if config.engine.kind == "vllm":  # shared out among the copies of the model
         in_flight = -(-in_flight // config.engine.data_parallel_size)
     return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest, keys=keys)
+
+
+def _prompt_limit(config: LachesisConfig) -> int | None:
+    """Return the largest ``data.max_prompt_length`` of all sources; None if one has none."""
+    limits = [one.data.max_prompt_length for one in single_configs(config).values()]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
 def _keys_per_token(config: LachesisConfig, *, prompt: int, completion: int, tokens: int) -> float:
@@ -237,7 +244,7 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
         evaluations=None
         if total is None
         else 2 + ((total - 1) // evaluate if evaluate else 0)
-        if config.data.evaluates
+        if any(one.data.evaluates for one in single_configs(config).values())
         else 0,
         start_steps=start,
         answers=config.sft.batch_size if start else 0,
@@ -358,7 +365,7 @@ def _prompt_notes(
             f"sampling.max_completion_length {completion} leaves no room for a prompt in the model's context of "
             f"{shape.context} tokens, so the run would be refused; lower it"
         )
-    elif config.data.max_prompt_length is None and prompt_tokens is None:
+    elif _prompt_limit(config) is None and prompt_tokens is None:
         prompt = lengths.longest - completion
         yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
 

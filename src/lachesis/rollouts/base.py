@@ -85,10 +85,8 @@ Done = Callable[[int, Group | RewardError], None]
 class GroupwiseSource(RolloutSource):
     """A source whose groups are independent: drawn in order, and finished in any order."""
 
-    @property
-    def queues(self) -> bool:
-        """Return True if calls that overlap wait for each other where the engine takes one at a time."""
-        return False
+    # True if calls that overlap wait for each other where the engine takes one at a time.
+    queues = False
 
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:

@@ -49,8 +49,6 @@ Outcome: TypeAlias = Group | RewardError
 logger = logging.getLogger(__name__)
 
 _FAILURES = "rollout_failures"
-# What a kept rollout needs to join its group; one without is of an earlier version, and is played again.
-_EXTRAS = {"metrics", "columns"}
 
 
 def why_unusable(sample: Sample) -> str:
@@ -305,9 +303,8 @@ class Episodes:
             refill: whether others are played in the place of those that fail.
         """
         kept = kept or PartialGroup()
-        whole = {number: one for number, one in kept.rollouts.items() if one.extras.keys() >= _EXTRAS}
-        before = {number: _of_before(one) for number, one in sorted(whole.items())[:count]}
-        numbers = [number for number in range(count) if number not in whole][: count - len(before)]
+        before = {number: _of_before(one) for number, one in sorted(kept.rollouts.items())[:count]}
+        numbers = [number for number in range(count) if number not in kept.rollouts][: count - len(before)]
         rounds = self._refill_rounds if refill else 0
 
         async def chain(number: int, play: Play) -> tuple[int, Played] | None:
@@ -410,6 +407,7 @@ class EpisodeSource(PromptSource):
             otherwise those that are there, while others are still played.
     """
 
+    queues = True
     players: Players
     max_concurrent: int | None = None
     refill_rounds: int = 0
@@ -431,10 +429,6 @@ class EpisodeSource(PromptSource):
             if self.players.columns is not None:
                 self.rewarder.check_columns({*self.stream.columns, *self.players.columns})
             self._scoring = Scoring(Judge(self.rewarder, fewest=self._fewest, counts=self._counts))
-
-    @property
-    def queues(self) -> bool:
-        return True
 
     def keep(self, kept: PartialRollouts) -> None:
         """Keep rollouts that are scored by themselves: others are whole with their group."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,11 +68,7 @@ def build_rollouts(
 ) -> Rollouts:
     """Build the feed of packed batches from the source that the configuration names."""
     engine = side.bridge.engine
-    if isinstance(config.source, EpisodesSourceConfig):
-        episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
-        feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
-        return Rollouts(feed, episodes.players.reward_names, kept, evaluator)
-    if config.source.kind == "atropos" or rewarder is None:
+    if config.source.kind == "atropos":
         feed = load("sources", "atropos")(
             config,
             policy=policy,
@@ -83,10 +80,9 @@ def build_rollouts(
             teach=teach,
         )
         return Rollouts(feed, (), kept)
-    feed = build_feed(
-        config, problems=problems, policy=policy, engine=engine, rewarder=rewarder, kept=kept, teach=teach
-    )
-    return Rollouts(feed, rewarder.names, kept)
+    built = build_groups(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
+    feed = feed_from(built.source, config, policy=policy, kept=kept, teach=teach)
+    return Rollouts(feed, built.reward_names, kept, built.evaluator)
 
 
 def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]) -> None:
@@ -100,19 +96,29 @@ def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]
         context.companions.watch()
 
 
-def build_feed(
+class GroupsBuilt(NamedTuple):
+    """Source of groups, the names of its rewards, and its evaluator in place of the held-out problems."""
+
+    source: GroupwiseSource
+    reward_names: Sequence[str]
+    evaluator: Evaluates | None
+
+
+def build_groups(
     config: LachesisConfig,
     *,
     problems: Sequence[Prompt],
     policy: Policy,
     engine: Engine,
-    rewarder: Rewarder,
-    kept: PartialRollouts | None,
-    teach: Teach = list,
-) -> Feed[Batch]:
-    """Build the feed of packed batches from problems."""
+    rewarder: Rewarder | None,
+) -> GroupsBuilt:
+    """Build the source of a dataset or of an environment."""
+    if isinstance(config.source, EpisodesSourceConfig):
+        episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
+        return GroupsBuilt(episodes, episodes.players.reward_names, evaluator)
+    assert rewarder is not None, "a dataset is scored by functions"
     source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
-    return feed_from(source, config, policy=policy, kept=kept, teach=teach)
+    return GroupsBuilt(source, rewarder.names, None)
 
 
 def feed_from(

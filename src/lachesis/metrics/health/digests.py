@@ -27,6 +27,7 @@ def _digest(group: Group, answer: str | None, answers: Sequence[str | None]) -> 
     samples = [sample for sample in group.samples if sample.reward is not None]
     others = {other for other in answers if other is not None and other != answer}
     return GroupDigest(
+        source=group.prompt.source,
         prompt=hash(group.prompt.token_ids or group.prompt.text),
         rewards=tuple(sample.reward for sample in samples if sample.reward is not None),
         lengths=tuple(len(sample.completion_ids) for sample in samples),

@@ -20,10 +20,21 @@ WORSE = 1.5
 # So many steps a rule has to be silent until what it said counts as resolved.
 QUIET = 5
 
+# Rules that one of several sources may break while the run as a whole looks well.
+OF_A_SOURCE = {"reward_stays_low", "zero_variance", "truncated_often"}
+
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
-    """Return the alarms of a step by rule, without silent rules. Pure."""
+    """Return the alarms of a step by rule, without silent rules. Pure.
+
+    Some rules are also asked of each of several sources, unless they speak of all together: ``RULE/SOURCE``.
+    """
     found = {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
+    for source in dict.fromkeys(group.prompt.source for group in seen.groups if group.prompt.source):
+        alone = seen.of_source(source)
+        for name in OF_A_SOURCE - found.keys():
+            if (alarm := RULES[name](alone)) is not None:
+                found[f"{name}/{source}"] = replace(alarm, message=f"source {source}: {alarm.message}")
     if not seen.limits.environments:
         return found
     return {name: replace(alarm, message=for_environments(alarm.message)) for name, alarm in found.items()}

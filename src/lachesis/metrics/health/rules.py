@@ -43,7 +43,8 @@ def rule(function: Rule) -> Rule:
 
 def urgency(rule: str, level: Level) -> tuple[int, int]:
     """Return a key that sorts the worst findings first, and of one level causes first; custom rules come last."""
-    return -LEVELS.index(level), list(RULES).index(rule) if rule in RULES else len(RULES)
+    name = rule.partition("/")[0]  # a source may follow
+    return -LEVELS.index(level), list(RULES).index(name) if name in RULES else len(RULES)
 
 
 # --- prompts and rewards -------------------------------------------------------------------------------------

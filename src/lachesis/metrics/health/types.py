@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from lachesis.common.types import EvalResult, Group, Level
+from lachesis.metrics.names import BY_SOURCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class GroupDigest:
     are equal, and ``nats`` how unlikely the first tokens were, in the mean: an estimate of the entropy that they were
     sampled with. ``prompt`` and ``answer`` tell equal prompts, and equal answers of their rows. ``answer_told`` says
     whether the prompt contains the answer of its row, and ``others_told`` which share of the other answers of the step;
-    ``None`` where rows have no answer.
+    ``None`` where rows have no answer. ``source`` names one of several sources.
     """
 
     prompt: int
@@ -59,6 +61,7 @@ class GroupDigest:
     answer: int | None = None
     answer_told: bool | None = None
     others_told: float | None = None
+    source: str = ""
 
     @property
     def flat(self) -> bool:
@@ -83,6 +86,17 @@ class Observation:
     evaluations: Sequence[EvalResult] = ()
     batches: Sequence[Sequence[GroupDigest]] = ()
     limits: HealthLimits = field(default_factory=HealthLimits)
+
+    def of_source(self, source: str) -> Observation:
+        """Return what concerns one of several sources: its groups, and its metrics without its name."""
+        measured = partial(_values_of_source, source=source)
+        return replace(
+            self,
+            values=measured(self.values),
+            history=tuple(map(measured, self.history)),
+            groups=[group for group in self.groups if group.prompt.source == source],
+            batches=[own for batch in self.batches if (own := [group for group in batch if group.source == source])],
+        )
 
     def above(self, name: str, limit: float) -> float | None:
         """Return this step's value if it was measured and is above ``limit``, or is NaN."""
@@ -111,6 +125,16 @@ class Observation:
         """Return the smallest and the largest remembered reward of a completion; 0 and 1 if there is none."""
         rewards = [reward for batch in self.batches for group in batch for reward in group.rewards]
         return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
+
+
+def _values_of_source(values: Mapping[str, float], *, source: str) -> dict[str, float]:
+    prefixes = {f"{BY_SOURCE}{source}/": "", f"rewards/{source}/": "rewards/"}
+    return {
+        f"{kept}{name.removeprefix(prefix)}": value
+        for name, value in values.items()
+        for prefix, kept in prefixes.items()
+        if name.startswith(prefix)
+    }
 
 
 @dataclass(frozen=True, slots=True)

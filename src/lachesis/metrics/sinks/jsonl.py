@@ -66,13 +66,13 @@ class JsonlSink(Sink):
                 # JSON has no NaN.
                 "values": {name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 "findings": [_fields(finding) for finding in record.findings],
-                "evaluation": None if record.evaluation is None else _evaluation(record.evaluation),
+                "evaluation": None if record.evaluation is None else asdict(record.evaluation),
                 **({} if rewards is None else {"rewards": asdict(rewards)}),
             }
         )
 
     def evaluation(self, result: EvalResult) -> None:
-        self._append({"type": "evaluation", "time": self._clock(), **_evaluation(result)})
+        self._append({"type": "evaluation", "time": self._clock(), **asdict(result)})
 
     def close(self) -> None:
         self._file.close()
@@ -80,11 +80,6 @@ class JsonlSink(Sink):
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-
-
-def _evaluation(result: EvalResult) -> dict[str, Any]:
-    """Return the fields of an evaluation, with ``by_source`` only where there are several sources."""
-    return {name: value for name, value in asdict(result).items() if name != "by_source" or value}
 
 
 def _fields(finding: Finding) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ from rich.text import Text
 
 from lachesis.cli.base import Overrides, app, console, print_findings
 from lachesis.common.chatter import hide_progress_bars
+from lachesis.common.types import Finding
 from lachesis.config.load import load_config
+from lachesis.config.single_sources import single_configs
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
 rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)
@@ -81,20 +84,27 @@ def rewards_check(
     from lachesis.train.model.loading import load_tokenizer
 
     set_up(loaded)  # which may make the model, and with it the tokenizer
-    checked = check_rewards(
-        build_reward_functions(loaded),
-        load_data(loaded)[0],
-        weights=loaded.rewards.weights,
-        rows=rows,
-        gold_column=gold,
-        gold_format=gold_format,
-        tokenizer=load_tokenizer(loaded.model),
-        timeout_s=loaded.rewards.timeout_s,
-        num_workers=reward_workers(loaded),
-        text_completions=loaded.rewards.text_completions,
-    )
-    console.print(f"{'':<24}" + "".join(f"{variant:>11}" for variant in VARIANTS))
-    for name, scores in checked.scores.items():
-        values = ["-" if scores[variant] is None else f"{scores[variant]:.3g}" for variant in VARIANTS]
-        console.print(f"{name:<24}" + "".join(f"{value:>11}" for value in values))
-    print_findings(checked.findings)
+    findings: list[Finding] = []
+    for source, single in single_configs(loaded).items():
+        if source and not single.rewards.functions:
+            console.print(f"source {source}: its environment gives the rewards")
+            continue
+        checked = check_rewards(
+            build_reward_functions(single),
+            load_data(single)[0],
+            weights=single.rewards.weights,
+            rows=rows,
+            gold_column=gold,
+            gold_format=gold_format,
+            tokenizer=load_tokenizer(single.model),
+            timeout_s=single.rewards.timeout_s,
+            num_workers=reward_workers(single),
+            text_completions=single.rewards.text_completions,
+        )
+        console.print(f"{f'source {source}' if source else '':<24}" + "".join(f"{name:>11}" for name in VARIANTS))
+        for name, scores in checked.scores.items():
+            values = ["-" if scores[variant] is None else f"{scores[variant]:.3g}" for variant in VARIANTS]
+            console.print(f"{name:<24}" + "".join(f"{value:>11}" for value in values))
+        words = f"source {source}: " if source else ""
+        findings += [replace(finding, message=f"{words}{finding.message}") for finding in checked.findings]
+    print_findings(findings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import compress
@@ -321,16 +320,7 @@ class FunctionPlayers(Players):
         async def all_of_them() -> list[list[Completion]]:
             return await asyncio.gather(*map(self.calls.completions, requests))
 
-        answers: Future[list[list[Completion]]] = Future()
-
-        def begin() -> None:  # the coroutine is made where it runs: on a loop that has ended it would stay unawaited
-            loop.create_task(all_of_them()).add_done_callback(partial(_hand_over, answers))
-
-        try:
-            loop.call_soon_threadsafe(begin)
-        except RuntimeError as error:
-            raise EngineError("the run has ended, and the rollout function goes on", remedy="end it too") from error
-        return answers.result()
+        return asyncio.run_coroutine_threadsafe(all_of_them(), loop).result()
 
     def _as_sample(self, fields: Fields, index: int, text: str, versions: VersionSpan) -> Sample:
         ids = fields.completion_ids[index]
@@ -489,13 +479,3 @@ def _fault(name: str, what: str) -> EngineError:
         f"the rollout function {name!r}: {what}",
         remedy="return prompt_ids, completion_ids and logprobs with one entry for each prompt that it was given",
     )
-
-
-def _hand_over(answers: Future[Any], task: asyncio.Task[Any]) -> None:
-    """Give what a task came to to the thread that waits for it."""
-    if task.cancelled():
-        answers.set_exception(EngineError("the run has ended while the rollout function was sampling"))
-    elif error := task.exception():
-        answers.set_exception(error)
-    else:
-        answers.set_result(task.result())

@@ -6,24 +6,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.errors import RewardError
 from lachesis.common.types import Finding, Group, Prompt, Sample
-from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.single_sources import single_configs
 from lachesis.engines.base import Engine
-from lachesis.plugins.mixture.configs import single_configs
 from lachesis.plugins.mixture.evaluate import MixedEvaluator
 from lachesis.plugins.mixture.source import Ingredient, SourceMixture
-from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.run.feeds import Rollouts, Teach, advantage_assigner, feed_from, signal_function
+from lachesis.run.feeds import (
+    GroupsBuilt,
+    Rollouts,
+    Teach,
+    advantage_assigner,
+    build_groups,
+    feed_from,
+    signal_function,
+)
 from lachesis.run.parts import build_evaluation
-from lachesis.run.sources import build_episodes, build_source, load_data, rewarder_of, template_findings
+from lachesis.run.sources import load_data, rewarder_of, template_findings
 from lachesis.train.policy import Policy
 
 Keep = Callable[[int, Sequence[Group]], None]
@@ -65,7 +72,7 @@ class LoadedMixture:
         ]
 
     def build(
-        self, *, policy: Policy, engine: Engine, kept: KeptRollouts | None, teach: Teach, keep: Keep | None
+        self, *, policy: Policy, engine: Engine, kept: PartialRollouts | None, teach: Teach, keep: Keep | None
     ) -> Rollouts:
         """Build the feed of packed batches from the mixture of the sources, and their evaluation.
 
@@ -77,18 +84,23 @@ class LoadedMixture:
             keep: is given what each evaluation has generated, of all sources.
         """
         evaluated: list[Group] = []
-        built = {
-            name: _build_one(
-                one, policy=policy, engine=engine, keep=partial(_note, evaluated, name), closing=self.closing
-            )
-            for name, one in self.sources.items()
-        }
+        built: dict[str, GroupsBuilt] = {}
+        evaluators: dict[str, Evaluates] = {}
+        for name, one in self.sources.items():
+            shared: dict[str, Any] = {"policy": policy, "engine": engine, "rewarder": one.rewarder}
+            built[name] = build_groups(one.config, problems=one.problems, **shared)
+            note, own = partial(_note, evaluated, name), built[name].evaluator
+            evaluation = build_evaluation(one.config, held_out=one.held_out, keep=note, evaluator=own, **shared)
+            self.closing.callback(evaluation.close)
+            if evaluation.evaluator is not None:
+                evaluators[name] = evaluation.evaluator
+        entries = {one.name: one for one in self.config.sources}
         signals = {name: signal_function(one.config) for name, one in self.sources.items()}
         feed = feed_from(
             SourceMixture(
                 {
-                    entry.name: Ingredient(built[entry.name].source, entry.weight, entry.max_unfinished)
-                    for entry in self.config.sources
+                    name: Ingredient(one.source, entries[name].weight, entries[name].max_unfinished)
+                    for name, one in built.items()
                 }
             ),
             self.config,
@@ -97,7 +109,7 @@ class LoadedMixture:
             teach=teach,
             advantages=assign_by_source(
                 {name: advantage_assigner(one.config, policy=policy) for name, one in self.sources.items()},
-                {name: len(one.rewards) for name, one in built.items()},
+                {name: len(one.reward_names) for name, one in built.items()},
             ),
             signal=lambda group: signals[group.prompt.source](group),
         )
@@ -107,8 +119,7 @@ class LoadedMixture:
                 keep(step, tuple(evaluated))
             evaluated.clear()
 
-        evaluators = {name: one.evaluator for name, one in built.items() if one.evaluator is not None}
-        names = [f"{source}/{name}" for source, one in built.items() for name in one.rewards]
+        names = [f"{source}/{name}" for source, one in built.items() for name in one.reward_names]
         return Rollouts(feed, names, kept, MixedEvaluator(evaluators, keep_all) if evaluators else None)
 
 
@@ -123,34 +134,6 @@ def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture
         rewarder = rewarder_of(single, problems=problems, held_out=held_out, closing=closing)
         loaded[name] = LoadedSource(single, problems, held_out, rewarder)
     return LoadedMixture(config, loaded, closing)
-
-
-class _Built(NamedTuple):
-    """A source, the names of its rewards, and what evaluates on its held-out problems, if it has any."""
-
-    source: GroupwiseSource
-    rewards: Sequence[str]
-    evaluator: Evaluates | None
-
-
-def _build_one(
-    one: LoadedSource,
-    *,
-    policy: Policy,
-    engine: Engine,
-    keep: Keep,
-    closing: ExitStack,
-) -> _Built:
-    if isinstance(one.config.source, EpisodesSourceConfig):
-        episodes, evaluator = build_episodes(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
-        return _Built(episodes, episodes.players.reward_names, evaluator)
-    assert one.rewarder is not None, "a dataset is scored by functions"
-    build = partial(build_source, problems=one.problems)
-    source = build(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
-    evaluate = partial(build_evaluation, held_out=one.held_out, keep=keep)
-    evaluation = evaluate(one.config, policy=policy, engine=engine, rewarder=one.rewarder)
-    closing.callback(evaluation.close)
-    return _Built(source, one.rewarder.names, evaluation.evaluator)
 
 
 def _note(evaluated: list[Group], name: str, step: int, groups: Sequence[Group]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, Said, found_by, note, problem
 from lachesis.config.schema import DataConfig, LachesisConfig, LocalSourceConfig, MixedSourceConfig, RewardsConfig
+from lachesis.config.single_sources import checked_configs
 from lachesis.config.steps import prompts_per_generation
-from lachesis.plugins.mixture.configs import checked_configs
 
 Find = Callable[[LachesisConfig], Iterator[Finding]]
 """Function that checks the configuration of a run of one source."""

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -18,12 +19,12 @@ from lachesis.metrics.meters import BusyTime
 from lachesis.metrics.names import BY_SOURCE
 from lachesis.process.threads import DaemonThread
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
-from lachesis.rollouts.partial_rollouts import KeptRollouts
+from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.prompt_source import DrawingSource, PromptSource
 
 _REWARD_METRICS = "reward_metrics/"
 # What is told of each source, beside the sum of all.
-_TOLD = ("dropped_groups", "reward_errors", "rollout_failures")
+_TOLD = ("dropped_groups", "reward_errors", "rollout_failures", "curriculum_skipped", "curriculum_tokens_saved")
 
 
 class Shares:
@@ -88,6 +89,7 @@ class SourceMixture(DrawingSource):
         self._step = 0
         self._lock = threading.Lock()
         self._unfinished: dict[int, str] = {}  # the source of each request that is drawn and not finished
+        self.queues = any(source.queues for source in self._sources())
         generating = BusyTime()
         for one in self._sources():
             if isinstance(one, PromptSource):
@@ -95,11 +97,6 @@ class SourceMixture(DrawingSource):
 
     def _sources(self) -> list[GroupwiseSource]:
         return [one.source for one in self.ingredients.values()]
-
-    @property
-    def queues(self) -> bool:
-        """Return True if one of the sources does; calls of the others then wait at the engine itself."""
-        return any(source.queues for source in self._sources())
 
     def draw(self, count: int) -> list[Draw]:
         with self._lock:
@@ -128,7 +125,7 @@ class SourceMixture(DrawingSource):
         with self._lock:
             self._unfinished.pop(draw.request, None)
 
-    def keep(self, kept: KeptRollouts) -> None:
+    def keep(self, kept: PartialRollouts) -> None:
         for source in self._sources():
             source.keep(kept)
 
@@ -144,11 +141,32 @@ class SourceMixture(DrawingSource):
             for name, mine in places.items():
                 thread = DaemonThread(f"lachesis-source-{name}")
                 closing.callback(thread.abandon)
-                told = _Told(self, name, [draws[place] for place in mine], mine, done)
-                calls.append(thread.submit(told.roll_out, {"deadline": deadline}))
+                share = {"draws": [draws[place] for place in mine], "deadline": deadline}
+                tell = partial(self._tell, draws, mine, done)
+                calls.append(thread.submit(partial(self._roll_out, name), {**share, "done": tell}))
             wait(calls)
             for call in calls:
                 call.result()
+
+    def _roll_out(self, name: str, *, draws: Sequence[Draw], deadline: Deadline, done: Done) -> None:
+        """Have one source roll out its draws. An error that is of the source says so."""
+        try:
+            self.ingredients[name].source.roll_out(draws, deadline=deadline, done=done)
+        except (RewardError, DataError, DeadlineExceeded) as error:
+            error.message = f"source {name}: {error.message}"
+            raise
+
+    def _tell(
+        self, draws: Sequence[Draw], places: Sequence[int], done: Done, index: int, outcome: Group | RewardError
+    ) -> None:
+        """Tell ``done`` of one draw of a source, at its place among those of all."""
+        draw = draws[places[index]]
+        self.recalled(draw)
+        if isinstance(outcome, Group):
+            outcome = replace(outcome, prompt=replace(outcome.prompt, source=draw.prompt.source))
+        else:
+            outcome = RewardError(f"source {draw.prompt.source}: {outcome.message}", remedy=outcome.remedy)
+        done(places[index], outcome)
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
         """Make these prompts the next ones, whatever the shares; False if a source cannot take its own back."""
@@ -229,30 +247,3 @@ class SourceMixture(DrawingSource):
         with ExitStack() as closing:
             for source in self._sources():
                 closing.callback(source.close)
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """Draws of one source in a call of the mixture, at their places there."""
-
-    mixture: SourceMixture
-    name: str
-    draws: Sequence[Draw]
-    places: Sequence[int]
-    done: Done
-
-    def roll_out(self, deadline: Deadline) -> None:
-        """Roll them out. An error that is of the source says so."""
-        try:
-            self.mixture.ingredients[self.name].source.roll_out(self.draws, deadline=deadline, done=self._tell)
-        except (RewardError, DataError, DeadlineExceeded) as error:
-            error.message = f"source {self.name}: {error.message}"
-            raise
-
-    def _tell(self, index: int, outcome: Group | RewardError) -> None:
-        self.mixture.recalled(self.draws[index])
-        if isinstance(outcome, Group):
-            outcome = replace(outcome, prompt=replace(outcome.prompt, source=self.name))
-        else:
-            outcome = RewardError(f"source {self.name}: {outcome.message}", remedy=outcome.remedy)
-        self.done(self.places[index], outcome)

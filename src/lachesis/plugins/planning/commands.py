@@ -14,6 +14,9 @@ from lachesis.config.custom import custom_parts
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.single_sources import single_configs
+from lachesis.config.steps import prompts_per_generation
+from lachesis.metrics.names import format_share
 from lachesis.plan.cards import card_lines
 from lachesis.plan.plan import plan, plan_lines
 from lachesis.plan.shapes import find_shape
@@ -58,11 +61,13 @@ def plan_command(
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
-    sample = sample_data(loaded.config)
-    longest = None if sample is None else sample.longest
-    if sample is not None:
-        check_reward_columns(loaded.config, sample)
-        console.print(f"the longest prompt of the first {sample.rows:,} rows has about {longest:,} tokens", style="dim")
+    singles = single_configs(loaded.config)
+    samples = {name: sample for name, one in singles.items() if (sample := sample_data(one)) is not None}
+    longest = max((sample.longest for sample in samples.values()), default=None)
+    for name, sample in samples.items():
+        check_reward_columns(singles[name], sample)
+        words = f"of the first {sample.rows:,} rows{f' of {name}' if name else ''} has about {sample.longest:,} tokens"
+        console.print(f"the longest prompt {words}", style="dim")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found, prompt_tokens=longest)):
         console.print(line)
     if found is not None and (way := way_line(loaded.config.model, kind=found.shape.kind)):
@@ -78,7 +83,7 @@ def plan_command(
     if node is not None:
         for line in node_lines(loaded.config, node, found=found, name=config):
             console.print(line, soft_wrap=True)
-    for line in _custom_lines(loaded.config):
+    for line in (*_share_lines(loaded.config), *_custom_lines(loaded.config)):
         console.print(line)
     if fit_gb is not None:
         for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
@@ -94,6 +99,16 @@ def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedCo
             f"plan takes one file, and {words[1]!r} is more", remedy="see `lachesis plan --help` for its options"
         )
     return load_config(Path(words[0]), overrides=overrides, processes=devices if devices > 1 else None)
+
+
+def _share_lines(config: LachesisConfig) -> list[str]:
+    """Return lines about the share that each of several sources has of the prompts of a generation."""
+    total, prompts = sum(one.weight for one in config.sources), prompts_per_generation(config)
+    lines = [
+        f"  {one.name:<14}{prompts * one.weight / total:.3g} of {prompts} prompts ({format_share(one.weight / total)})"
+        for one in config.sources
+    ]
+    return ["sources", *lines] if lines else []
 
 
 def _custom_lines(config: LachesisConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -94,16 +94,24 @@ CHARTS = (
     ChartPlan(("gpu_memory_gb", "gpu_memory_reserved_gb"), floor=0.0),
 )
 
+# Metrics that are drawn of each of several sources.
+OF_A_SOURCE: Mapping[str, dict[str, Any]] = {
+    "reward": {"title": "Rewards by source", "floor": 0.0},
+    "zero_std_fraction": {"title": "Zero-variance groups by source", "floor": 0.0, "ceiling": 1.0},
+    "truncated_fraction": {"title": "Truncated completions by source", "floor": 0.0, "least": 0.01},
+}
+
 
 def charts(log: MetricsLog) -> list[dict[str, Any]]:
     """Return all charts that have data."""
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
     by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
-    by_source = ChartPlan(
-        tuple(name for name in _beginning_with(BY_SOURCE, log) if name.endswith("/reward")), title="Rewards by source"
-    )
-    several = [plan for plan in (by_function, by_environment, by_source) if len(plan.names) > 1]
+    by_source = [
+        ChartPlan(tuple(name for name in _beginning_with(BY_SOURCE, log) if name.endswith(f"/{metric}")), **options)
+        for metric, options in OF_A_SOURCE.items()
+    ]
+    several = [plan for plan in (by_function, by_environment, *by_source) if len(plan.names) > 1]
     processes = (
         ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
         ChartPlan((PREFIX_HITS, *_beginning_with(PREFIX_HITS_OF, log)), floor=0.0, ceiling=1.0),

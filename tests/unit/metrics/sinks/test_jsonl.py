@@ -41,7 +41,7 @@ def test_lines_have_the_documented_form(tmp_path: Path) -> None:
         "findings": [{"level": "warning", "rule": "kl_high", "message": "mean_kl is “high”"}],
         "evaluation": {
             "step": 1, "accuracy": 0.5, "mean_reward": 0.5, "problems": 512, "mean_length": 3.5, "seconds": 0.4,
-            "samples": 1, "pass_at_k": None, "benchmarks": {},
+            "samples": 1, "pass_at_k": None, "benchmarks": {}, "by_source": {},
         },
     }  # fmt: skip
     log = read_metrics(path)

@@ -9,7 +9,7 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.plugins.mixture.configs import single_configs
+from lachesis.config.single_sources import single_configs
 
 MATH = {"name": "math", "data": {"path": "math.jsonl"}, "rewards": {"functions": ["rewards.exact"]}}
 GAME = {"name": "game", "source": {"kind": "steps", "environment": "game.py:Game", "max_tasks": 10}}
@@ -57,7 +57,11 @@ def test_each_is_configured_as_a_run_of_its_own():
         ([MATH, GAME], {"run": {"epochs": 2}}, "run.epochs counts the problems of one dataset, and sources has 2"),
         ([{**MATH, "max_completion_length": 9}], {"sampling": {"max_completion_length": 8}}, "which is the limit"),
         ([{**MATH, "max_unfinished": 2}], {}, "without pipeline.async_prefetch each batch is generated as a whole"),
-        ([GAME, {**MATH, "data": {"path": "a", "order_epochs": 1}}], {}, r"sources\[1\]: data.order_epochs"),
+        (
+            [GAME, {**MATH, "data": {"path": "a", "eval_path": "b", "eval_size": 5}}],
+            {},
+            r"sources\[1\]: data.eval_path and data.eval_size both say",
+        ),
         ([MATH, GAME], {"algorithm": {"kl_placement": "reward", "beta": 0.1}}, "algorithm.kl_placement is reward"),
         ([MATH, GAME], {"evaluation": {"every_steps": 5}}, "there are no held-out problems"),
     ],

@@ -1,4 +1,4 @@
-"""Runs over several sources: the configuration of each, as that of a run of this source alone."""
+"""Configuration of each source of a run, as that of a run of this source alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from lachesis.config.schema import EvaluationConfig, LachesisConfig, MixedSource
 
 
 def single_configs(config: LachesisConfig) -> Mapping[str, LachesisConfig]:
-    """Return the configuration of each source by name, in which nothing is of another source."""
-    return {one.name: _single(config, one) for one in config.sources}
+    """Return the configuration of each source by name, in which nothing is of another source or of all together.
+
+    A run without ``sources`` has its own alone, under an empty name.
+    """
+    if not config.sources:
+        return {"": config}
+    own = config.evaluation.model_copy(update={"benchmarks": []})
+    return {one.name: _single(config, one).model_copy(update={"evaluation": own}) for one in config.sources}
 
 
 def _single(config: LachesisConfig, one: MixedSourceConfig) -> LachesisConfig:
