@@ -142,8 +142,9 @@ the largest difference, in nats, from transformers' own, one sequence at a time.
 of any parameter's gradient, relative to its size. *LoRA* is the same as *logprobs* for an adapter on `all-linear`.
 
 Models for images and text (Gemma 3 and 4, Qwen2-VL to Qwen3.5, Mistral 3, Llava, SmolVLM, InternVL, Llama 4) are
-trained on text: what they have beside the language model is frozen, and saved as it is under the
-checkpoint's own names.
+trained on text, or on text and images ([images](data-and-rewards.md#images)) one row for each sequence. What they have
+beside the language model is frozen, and saved as it is under the checkpoint's own names; `model.vision: trained` trains
+it too.
 
 | model type | trains | logprobs | gradients | LoRA |
 |---|---|---|---|---|

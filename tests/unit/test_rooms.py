@@ -37,6 +37,7 @@ PLUGINS = (
     "teachers",
     "tinker",
     "trl",
+    "vision",
 )
 # Plug-ins that use another, and why.
 PLUGIN_IMPORTS_PLUGIN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
+    from lachesis.common.prompt_images import PromptImages
     from lachesis.common.routed_experts import RoutedExperts
     from lachesis.common.teacher_logprobs import TeacherLogprobs
 
@@ -22,7 +24,7 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool =
 
     Args:
         texts: add the text of each completion token as ``pieces``.
-        whole: include data with many numbers for each token: the teacher's logprobs and the experts used.
+        whole: include data with many numbers: the teacher's logprobs, the experts used, and images.
     """
     prompt = group.prompt
     line: dict[str, Any] = {
@@ -38,6 +40,8 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool =
         line["prompt"]["source"] = prompt.source
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
+    if whole and prompt.images is not None:
+        line["prompt"]["images"] = _encode_images(prompt.images)
     if group.logged:
         line["logged"] = {str(name): json_safe(list(values)) for name, values in group.logged.items()}
     if group.replaces is not None:
@@ -88,7 +92,34 @@ def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
         messages=None if messages is None else tuple(messages),
         columns=fields["columns"],
         source=fields.get("source", ""),
+        images=_decode_images(fields["images"]) if fields.get("images") else None,
     )
+
+
+def _encode_images(images: PromptImages) -> list[dict[str, Any]]:
+    """Return both of the record's mappings of arrays, each array as dtype, shape and bytes in base 64."""
+    return [
+        {
+            name: [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]
+            for name, array in arrays.items()
+        }
+        for arrays in (images.inputs, images.token_types)
+    ]
+
+
+def _decode_images(fields: Sequence[Mapping[str, Any]]) -> PromptImages:
+    import numpy as np  # most readers of groups can do without these
+
+    from lachesis.common.prompt_images import PromptImages
+
+    inputs, token_types = (
+        {
+            name: np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)
+            for name, (dtype, shape, text) in arrays.items()
+        }
+        for arrays in fields
+    )
+    return PromptImages(inputs, token_types)
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
@@ -135,7 +166,7 @@ def json_safe(value: Any) -> Any:
         return [json_safe(item) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: json_safe(item) for key, item in value.items()}
-    return repr(value)
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else repr(value)
 
 
 def _finite(values: Sequence[float | None]) -> Sequence[float | None]:

@@ -33,14 +33,16 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
             place.HF_HUB_OFFLINE = value
 
 
-def language_model_class(config: Any) -> Any:
+def language_model_class(config: Any, *, images: bool = False) -> Any:
     """Return transformers' automatic class for a language model of this configuration.
 
     That is ``AutoModelForCausalLM``, or the class of models for images and text where there is none of text alone
-    (Qwen3-VL, Mistral 3): these take text alone as well.
+    (Qwen3-VL, Mistral 3): these take text alone as well. With ``images`` it is the latter.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if images:
+        return AutoModelForImageTextToText
     # Models with code of their own name their class themselves.
     known = [
         one._model_mapping  # pyright: ignore[reportPrivateUsage]
@@ -48,6 +50,13 @@ def language_model_class(config: Any) -> Any:
     ]
     of_images = type(config) not in known[0] and type(config) in known[1]
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+
+
+def can_see(config: Any) -> bool:
+    """Return True if transformers has a model for images and text of this configuration."""
+    from transformers import AutoModelForImageTextToText
+
+    return type(config) in AutoModelForImageTextToText._model_mapping  # pyright: ignore[reportPrivateUsage]
 
 
 def config_here(model: str, *, revision: str | None = None) -> Path | None:

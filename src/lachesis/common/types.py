@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
+    from lachesis.common.prompt_images import PromptImages
     from lachesis.common.routed_experts import RoutedExperts
     from lachesis.common.teacher_logprobs import TeacherLogprobs
 
@@ -38,7 +39,8 @@ class Prompt:
     """One dataset row, ready to be sampled from.
 
     ``columns`` holds every column that reward functions may ask for. ``messages`` is set if the row was a
-    conversation; ``text`` is always the rendered prompt. ``source`` names one of several sources.
+    conversation; ``text`` is always the rendered prompt. ``source`` names one of several sources. With ``images``,
+    ``token_ids`` has all of their placeholders.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class GenerationRequest:
     n: int = 1
     seed: int = 0
     conversation: str = ""
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

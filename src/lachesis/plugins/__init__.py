@@ -21,6 +21,12 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "verifiers": "environments.verifiers.build:build_players",
     },
     "benchmarks": {"suite": "benchmarks.suite:build_suite"},
+    "vision": {
+        "inputs": "vision.inputs:image_inputs",
+        "reader": "vision.reading:build_reader",
+        "settle": "vision.settle:settle",
+        "placeholders": "vision.settle:placeholders",
+    },
     "teachers": {"url": "teachers.teacher:build_teach"},
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",

@@ -137,7 +137,7 @@ def generation_requests(
 ) -> list[GenerationRequest]:
     """Return requests for ``num_generations`` completions of each prompt, each with its seed."""
     return [
-        GenerationRequest(prompt_ids=prompt.token_ids, params=params, n=num_generations, seed=seed)
+        GenerationRequest(prompt.token_ids, params, num_generations, seed, images=prompt.images)
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
 

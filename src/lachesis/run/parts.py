@@ -74,6 +74,7 @@ def policy_of(
     loaded: LoadedModel, config: LachesisConfig, *, strategy: Strategy, make: Callable[..., Policy] = Policy
 ) -> Policy:
     """Make a loaded model learn; arguments as :func:`build_policy`."""
+    packing = "padded" if config.model.sees_images else config.model.packing
     length, loss, taught = config.sampling.max_completion_length, config.algorithm.loss, config.algorithm.teacher
     policy = make(
         loaded,
@@ -87,13 +88,16 @@ def policy_of(
         ),
         options=config.algorithm,
         max_completion_length=length,
-        packing=config.model.packing,
+        packing=packing,
         compile_layers=compiles(config, device=strategy.device(loaded.transformer)),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
         teacher=load_teacher(taught, config.model, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded)
         if taught and taught.kind == "model"
         else None,
     )
+    if config.model.sees_images:
+        told = f"{policy.plan.told}; it is shown images, a row for each sequence, and its vision tower is"
+        policy.plan = replace(policy.plan, told=f"{told} {config.model.vision}")
     policy.pack = partial(pack_batch, config=config, policy=policy)
     policy.optimizer.start = Start(config.sft_steps, config.sft.learning_rate)
     return policy

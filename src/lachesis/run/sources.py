@@ -37,7 +37,7 @@ from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewar
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.template import Continuation
-from lachesis.train.model.loading import context_length, eos_token_ids, load_tokenizer
+from lachesis.train.model.loading import context_length, eos_token_ids, load_tokenizer, takes_images
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
         )
     data = config.data
     tokenizer = load_tokenizer(config.model)
-    load = partial(
+    read = partial(
         load_problems,
         tokenizer=tokenizer,
         system_prompt=data.system_prompt,
@@ -141,10 +141,11 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
         prepared_path=data.prepared_path,
         processes=data.processes,
         transform_config=axolotl_names(config),
+        images=load("vision", "reader")(config.model, tokenizer) if takes_images(config.model) else None,
     )
     tools = tool_schemas(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
     told = {"tools": [dict(tool) for tool in tools]} if tools else {}
-    return partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
+    return partial(read, chat_template_kwargs=data.chat_template_kwargs | told)
 
 
 def reward_workers(config: LachesisConfig) -> int | None:
@@ -328,6 +329,9 @@ def call_batcher(config: LachesisConfig, engine: Engine) -> CallBatcher:
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     """Return the sampling parameters with the configuration's end token, which a server does not know."""
     params = replace(config.sampling.params(), routed_experts=config.algorithm.router_replay)
+    if config.model.sees_images:
+        ends = load("vision", "placeholders")(policy.transformer.config)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
     token = config.model.special_tokens.get("eos_token")
     if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):
         return params

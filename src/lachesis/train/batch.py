@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import TrainingError
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.teacher_logprobs import NO_TOKEN, TeacherLogprobs
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
@@ -65,6 +66,7 @@ class MicroBatch:
             said anything.
         routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where they are not known; ``None``
             where none is.
+        images: those of each segment's prompt; empty where no prompt has any.
     """
 
     input_ids: Tensor
@@ -88,6 +90,7 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     teacher_sampled: Tensor | None = None
     routed: Tensor | None = None
+    images: tuple[PromptImages | None, ...] = ()
 
     @property
     def num_inputs(self) -> int:
@@ -204,7 +207,13 @@ def pack(
             or a sample is malformed.
     """
     rows = [
-        Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number, shares(group))
+        Row(
+            sample,
+            replayed_old_logprobs if group.replayed else old_logprobs,
+            number,
+            shares(group),
+            group.prompt.images,
+        )
         for number, group in enumerate(groups)
         for sample in group.samples
     ]
@@ -278,6 +287,7 @@ class _Stream:
         self.teacher_weights: list[float] = []
         self.teacher: list[Said] = []  # of each prediction
         self.routes: list[Stretch] = []
+        self.images: list[PromptImages | None] = []  # of each segment
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
@@ -360,6 +370,7 @@ def _collate(units: Sequence[Unit]) -> MicroBatch:
                 path = [*context, *stream.add_segment(whole.ids[shared:], context=context)]
                 # What sequences share goes through the experts that the first of them had.
                 stream.routes.append(Stretch(whole.rows[0].sample.routed, shared, len(whole.ids)))
+                stream.images.append(whole.rows[0].images)
             # In the order of the tree no later sequence shares more than the next one does.
             following = unit.parts[place + 1].shared if place + 1 < len(unit.parts) else 0
             stream.add_sequence(sequence, path=path, overlap=max(shared, following), known=known)
@@ -409,6 +420,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         teacher_weights=real(stream.teacher_weights),
         **teacher_tensors(stream.teacher),
         routed=routed_tensor(stream.routes),
+        images=tuple(stream.images) if any(stream.images) else (),
     )
 
 

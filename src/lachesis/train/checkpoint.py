@@ -254,6 +254,7 @@ def save_model(
     *,
     weights: Mapping[str, Tensor] | None = None,
     write: Callable[[Path], None] | None = None,
+    companions: Sequence[Path] = (),
 ) -> None:
     """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
 
@@ -263,6 +264,7 @@ def save_model(
     Args:
         weights: whole tensors by the model's names, if its own parameters are sharded.
         write: writes the whole content of the directory instead of the model's and the tokenizer's own methods.
+        companions: files that are copied beside a whole model.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, the directory holds something else, or a tensor in the
@@ -277,6 +279,8 @@ def save_model(
     with _disk_errors(directory, needed=None):
         clean_leftovers(directory.parent)
         with atomic_directory(directory) as temporary:
+            for path in companions:
+                shutil.copyfile(path, temporary / path.name)
             if write is not None:
                 write(temporary)
                 return

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Sample
 from lachesis.train.prefix_tree import branches
 
@@ -37,12 +38,13 @@ class Shares(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Sample of the batch, with the origin of its old logprobs, its group's number and its loss weights."""
+    """Sample of the batch, with the origin of its old logprobs, its group's number, loss weights and images."""
 
     sample: Sample
     old_logprobs: OldLogprobs
     group: int
     shares: Shares = Shares()
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,12 @@ class _Budget(NamedTuple):
 def trees(rows: Sequence[Row]) -> Iterator[Unit]:
     """Yield a prefix tree for each group, and one for those that have a prompt in common."""
     grown: dict[int, dict[tuple, list[Row]]] = {}
-    tree_of: dict[int | tuple[int, ...], int] = {}
+    tree_of: dict[int | tuple[tuple[int, ...], int], int] = {}
     for row in rows:
         sample = row.sample
-        tree = tree_of.get(row.group, tree_of.get(sample.prompt_ids, row.group))
-        tree_of[row.group] = tree_of[sample.prompt_ids] = tree
+        prompt = (sample.prompt_ids, id(row.images))  # pictures of one size have equal tokens
+        tree = tree_of.get(row.group, tree_of.get(prompt, row.group))
+        tree_of[row.group] = tree_of[prompt] = tree
         # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
         key = (sample.prompt_ids, sample.completion_ids, sample.mask, sample.temperature)
         grown.setdefault(tree, {}).setdefault(key, []).append(row)

@@ -224,6 +224,7 @@ class Policy(PolicyState, SendsWeights):
             Path(directory),
             weights=self.weights() if sharded and adapted else None,
             write=None if adapted else self._write_files if sharded else self.loaded.writer(),
+            companions=() if adapted else self.loaded.processors,
         )
 
     def _write_files(self, directory: Path) -> None:

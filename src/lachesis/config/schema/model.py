@@ -92,6 +92,11 @@ class ModelConfig(Section):
         description="`packed` trains on one stream without padding and with each prompt once a group; `padded` "
         "is for architectures whose attention cannot be replaced; `auto` chooses.",
     )
+    vision: Literal["text", "frozen", "trained"] | None = Field(
+        default=None,
+        description="`frozen` shows the model the data's images and trains its language model, `trained` also what "
+        "reads the images; `text` trains on text alone, and refuses images. Unset: `frozen` if the data has images.",
+    )
     pad_token: str | None = Field(
         default=None, description="Pad token; one that is in the vocabulary. Unset: the tokenizer's, or its end token."
     )
@@ -102,6 +107,11 @@ class ModelConfig(Section):
     chat_template: str | None = Field(
         default=None, description="Jinja chat template (text or file) that replaces the tokenizer's own."
     )
+
+    @property
+    def sees_images(self) -> bool:
+        """Return True if the model is shown images."""
+        return self.vision in ("frozen", "trained")
 
     @property
     def kept_activations(self) -> Activations:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lachesis.common.errors import EngineError
+from lachesis.common.prompt_images import PromptImages
 from lachesis.engines.embedded.adapters import is_adapted
+from lachesis.plugins import load
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,6 +74,7 @@ class Decoder:
         traits: of that model.
         prompts: N token sequences, of one length unless ``traits.pads``.
         pad_token_id: what to pad with; it is masked, so any token of the vocabulary serves.
+        images: of each prompt, if any has some.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Decoder:
         traits: ModelTraits,
         prompts: Sequence[Sequence[int]],
         pad_token_id: int,
+        images: Sequence[PromptImages | None] = (),
     ) -> None:
         self._model = model
         self._traits = traits
@@ -88,11 +93,26 @@ class Decoder:
         padded = [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         self._ids = torch.tensor(padded, device=model.device)
         self._mask: Tensor | None = None
-        if min(lengths) < width:
+        if min(lengths) < width or any(images):
             length = torch.tensor(lengths, device=model.device)
             self._mask = (torch.arange(width, device=model.device) >= width - length[:, None]).long()
         self._cache: DynamicCache | None = None
         self._caches = traits.cache_argument is not None
+        self._seen: dict[str, Tensor] = {}
+        self._ahead: Tensor | None = None
+        if any(images):
+            self._see(images)
+
+    def _see(self, images: Sequence[PromptImages | None]) -> None:
+        """Keep the images' inputs for the prefill, and how far positions are off the number of tokens: [N, 1]."""
+        if not self._caches:
+            raise EngineError(
+                f"{type(self._model).__name__} has no cache that could be used, and prompts have images",
+                remedy="train it on text, or choose another model for images and text",
+            )
+        assert self._mask is not None
+        found = load("vision", "inputs")(self._model, images, ids=self._ids, valid=self._mask.bool())
+        self._seen, self._ahead = found.arguments, found.ahead
 
     def prefill(self, *, last_only: bool = True) -> Tensor:
         """Logits [N, V] after the prompts, or [N, P, V] at all their positions."""
@@ -106,6 +126,8 @@ class Decoder:
             self._ids = self._ids.index_select(0, rows)
         if self._mask is not None:
             self._mask = self._mask.index_select(0, rows)
+        if self._ahead is not None:
+            self._ahead = self._ahead.index_select(0, rows)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token [N] to each sequence; logits [N, V] after it."""
@@ -139,7 +161,11 @@ class Decoder:
         # Without padding the model needs neither mask nor positions, and saves the work of building a mask.
         if self._mask is not None:
             positions = (self._mask.cumsum(1) - 1).clamp_(min=0)
-            arguments |= {"attention_mask": self._mask, "position_ids": positions[:, -ids.shape[1] :]}
+            if self._ahead is not None:  # a position each for time, height and width, as of text
+                positions = (positions + self._ahead).expand(3, -1, -1)
+            arguments |= {"attention_mask": self._mask, "position_ids": positions[..., -ids.shape[1] :]}
+        arguments |= self._seen
+        self._seen = {}
         output = self._model(**arguments)
         if name is not None and self._caches:
             cache = getattr(output, name, None)

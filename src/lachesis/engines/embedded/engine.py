@@ -261,7 +261,8 @@ class EmbeddedEngine(Engine):
         uniforms = draw_uniforms(keys, rows.max_tokens)
         live, node = rows.all, rows.share
         prompts = [share.request.prompt_ids for share in shares]
-        decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
+        images = [share.request.images for share in shares]
+        decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id, images=images)
         recorder = self._recorder if any(one.routed_experts for one in params) else None
         passes = RoutedPasses(decoder, rows, shares, recorder=recorder)
         logits = passes.prefill()

@@ -73,6 +73,10 @@ def _fitting(columns: Collection[str]) -> list[str]:
     return fitting
 
 
+# Columns with the images of a prompt, in the order in which they are looked for.
+IMAGE_COLUMNS = ("images", "image")
+_IMAGES_AS = "rename it to images if it has images"
+_WITHOUT = "set model.path to a model for images and text"
 # Columns of vision-language data sets, files that they name, first bytes of files, and kinds of parts in messages.
 _MEDIA_COLUMN = re.compile(r"(^|_)(image|img|picture|photo|screenshot|video|audio)s?(_|\d*$)", re.IGNORECASE)
 _MEDIA_FILE = re.compile(
@@ -121,23 +125,31 @@ def _media_kinds(part: Any) -> set[str]:
     return {str(part.get("type")), *(name for name, value in part.items() if value is not None)} & _MEDIA_PARTS
 
 
-def _refuse_images(row: Row) -> None:
-    """Raise DataError for images: models here train on text, and their answers would be about unseen pictures."""
+def _refuse_media(row: Row, *, images: bool) -> None:
+    """Raise DataError for what the model is not shown: its answers would be about unseen pictures.
+
+    Args:
+        images: those in columns of :data:`IMAGE_COLUMNS` and in parts of messages are shown.
+    """
+    shown = "text and images" if images else "text alone"
     for name, value in row.columns.items():
+        if images and name in IMAGE_COLUMNS:
+            continue
         if _is_media(value, named=_MEDIA_COLUMN.search(name) is not None):
             raise DataError(
-                f"{row.place}: the column {name!r} has {describe_type(value)}, and models are trained on text alone",
-                remedy="remove or rename that column (data.transform) if the text makes sense without it",
+                f"{row.place}: the column {name!r} has {describe_type(value)}, and this model is trained on {shown}",
+                remedy=f"{_IMAGES_AS if images else _WITHOUT}, or remove that column (data.transform) if the text "
+                "makes sense without it",
             )
     for name, value in row.columns.items():
         messages: list[Any] = value if isinstance(value, list) else []
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        kinds = set[str]().union(*map(_media_kinds, parts))
+        kinds = set[str]().union(*map(_media_kinds, parts)) - ({"image"} if images else set[str]())
         if kinds:
             raise DataError(
-                f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, and models are trained on text "
-                "alone",
+                f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, and this model is trained on "
+                f"{shown}",
                 remedy="leave these rows out, or replace those parts by text (data.transform)",
             )
 
@@ -150,6 +162,7 @@ def to_problems(
     conversation: bool,
     system_prompt: str | None,
     conversations: bool = False,
+    images: bool = False,
 ) -> list[Problem]:
     """Return the problem of a row; two if it has a follow-up question.
 
@@ -162,11 +175,12 @@ def to_problems(
         conversation: make messages of a question, not a text; a row with a follow-up is a conversation always.
         conversations: make messages of a prompt that is a text, too.
         system_prompt: put before prompts that have no system message; it makes conversations of texts.
+        images: the model is shown the row's images; else they are refused.
 
     Raises:
         DataError: the question, or the answer that a follow-up needs, is missing or not a text.
     """
-    _refuse_images(row)
+    _refuse_media(row, images=images)
     if data_format == "prompt":
         prompt = row.columns.get(prompt_column)
         if conversations and isinstance(prompt, str) and prompt.strip():

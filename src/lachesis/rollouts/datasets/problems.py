@@ -11,10 +11,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from lachesis.common.errors import DataError
 from lachesis.common.objects import names_object, object_named
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Prompt
 from lachesis.process.garbage import uncollected
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Rendered: TypeAlias = tuple[int, Problem, Rendered, list[Any]]
+"""Number of a row, a problem of it, its prompt and its images."""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -84,6 +87,17 @@ class Preparation:
     transform_config: Mapping[str, Any] = field(default_factory=dict)
     prepared_path: Path | None = None
     processes: int = 1
+    images: ImageReader | None = None
+
+
+class ImageReader(Protocol):
+    """Reader of prompts with images, as :class:`lachesis.plugins.vision.reading.ImageReader`, which says more."""
+
+    def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Any]]: ...
+
+    def encode(
+        self, text: str, images: Sequence[Any], *, place: str, special_tokens: bool
+    ) -> tuple[tuple[int, ...], PromptImages]: ...
 
 
 def load_problems(
@@ -100,6 +114,7 @@ def load_problems(
     processes: int | None = None,
     base_dir: Path | None = None,
     transform_config: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> list[Prompt]:
     """Read, render and tokenize the problems of one or several datasets.
 
@@ -120,6 +135,7 @@ def load_problems(
         processes: number of processes that transform and render; one if unset.
         base_dir: directory that transforms are looked for in; the current one if unset.
         transform_config: argument of a ``prompt_transform(cfg)``, under Axolotl's names.
+        images: reads the images of rows; without it they are refused.
 
     Raises:
         DataError: a dataset is missing, empty or malformed, a prompt is missing, empty, of the wrong type or
@@ -138,6 +154,7 @@ def load_problems(
         transform_config=dict(transform_config or {}),
         prepared_path=None if prepared_path is None else Path(prepared_path),
         processes=processes or 1,
+        images=images,
     )
     prepared: list[PreparedProblem] = []
     with uncollected():  # of some objects a row the collector would look through those of all rows before it
@@ -201,8 +218,7 @@ def _make(
     )
     work = partial(_render_rows, dataset=dataset, data_format=data_format, preparation=preparation)
     done = _mapped(work, list(enumerate(rows)), preparation.processes)
-    problems = [problem for _, problem, _ in done]
-    token_ids = tokenize([problem.place for problem in problems], [rendered for _, _, rendered in done], tokenizer)
+    token_ids, images = _encoded(done, preparation)
     return [
         PreparedProblem(
             problem.place,
@@ -212,20 +228,43 @@ def _make(
                 text=rendered.text,
                 messages=rendered.messages,
                 columns=problem.columns,
+                images=shown,
             ),
         )
-        for (number, problem, rendered), ids in zip(done, token_ids, strict=True)
+        for (number, problem, rendered, _), ids, shown in zip(done, token_ids, images, strict=True)
     ]
+
+
+def _encoded(
+    done: Sequence[_Rendered], preparation: Preparation
+) -> tuple[list[tuple[int, ...]], list[PromptImages | None]]:
+    """Return the token ids of rendered problems, and their images as the model takes them."""
+    texts = [(problem.place, rendered) for _, problem, rendered, images in done if not images]
+    of_texts = iter(tokenize([place for place, _ in texts], [one for _, one in texts], preparation.tokenizer))
+    token_ids: list[tuple[int, ...]] = []
+    shown: list[PromptImages | None] = []
+    for _, problem, rendered, images in done:
+        ids, made = next(of_texts) if not images else (), None
+        if images:
+            assert preparation.images is not None
+            ids, made = preparation.images.encode(
+                rendered.text, images, place=problem.place, special_tokens=rendered.special_tokens
+            )
+        token_ids.append(ids)
+        shown.append(made)
+    return token_ids, shown
 
 
 def _render_rows(
     rows: Sequence[tuple[int, Row]], *, dataset: Dataset, data_format: Format, preparation: Preparation
-) -> list[tuple[int, Problem, Rendered]]:
-    """Numbered rows to their problems, rendered; more than one where a row has a follow-up."""
+) -> list[_Rendered]:
+    """Numbered rows to their problems, rendered, with images; more than one where a row has a follow-up."""
     template_kwargs = preparation.template_kwargs
+    reader, path = preparation.images, Path(dataset.path).expanduser()
+    directory = path.parent if path.is_file() else preparation.base_dir
     conversation = bool(preparation.tokenizer.chat_template or "chat_template" in template_kwargs)
-    return [
-        (number, problem, render(problem, tokenizer=preparation.tokenizer, template_kwargs=template_kwargs))
+    prepared = [
+        (number, *((problem, list[Any]()) if reader is None else reader.prepare(problem, directory=directory)))
         for number, row in rows
         for problem in to_problems(
             row,
@@ -234,7 +273,12 @@ def _render_rows(
             conversation=conversation,
             system_prompt=preparation.system_prompt,
             conversations=preparation.conversations,
+            images=reader is not None,
         )
+    ]
+    return [
+        (number, one, render(one, tokenizer=preparation.tokenizer, template_kwargs=template_kwargs), images)
+        for number, one, images in prepared
     ]
 
 

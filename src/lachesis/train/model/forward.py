@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.plugins import load
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
 from lachesis.train.model import attention, recurrent
@@ -199,7 +200,10 @@ def _padded(module: torch.nn.Module, micro: MicroBatch) -> tuple[Tensor, slice]:
     valid = valid_rows(micro)
     rows = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
     rows[valid] = micro.input_ids
-    output = module(input_ids=rows, attention_mask=valid.long(), use_cache=False)
+    seen: dict[str, Tensor] = {}
+    if micro.images:
+        seen = load("vision", "inputs")(module, micro.images, ids=rows, valid=valid).arguments
+    output = module(input_ids=rows, attention_mask=valid.long(), use_cache=False, **seen)
     values = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return values[valid].index_select(0, micro.predict), slice(0, micro.targets.numel())
 

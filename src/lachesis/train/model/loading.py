@@ -30,8 +30,13 @@ from transformers.utils.quantization_config import Mxfp4Config
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import DependencyError, ModelError, first_line
-from lachesis.common.hub import cache_alone_where_the_hub_is_away, language_model_class
+from lachesis.common.errors import ConfigError, DependencyError, ModelError, first_line
+from lachesis.common.hub import (
+    cache_alone_where_the_hub_is_away,
+    can_see,
+    config_here,
+    language_model_class,
+)
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers, text_part
 from lachesis.train.model.activations import keep_activations
@@ -49,7 +54,7 @@ from lachesis.train.model.quantization import (
 from lachesis.train.model.repeatable import make_repeatable
 from lachesis.train.model.saved_check import Content, check_saved, noting
 from lachesis.train.model.saved_rows import SavedRows, fill_buffers, find_rows, tensor_files, untouched
-from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole
+from lachesis.train.model.whole_checkpoint import WholeCheckpoint, find_whole, processor_files
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -85,6 +90,7 @@ class LoadedModel:
     ``unread`` fills in base weights that were not loaded, once the model is sharded; until then they are undefined.
     ``whole`` is the checkpoint that the model is a part of, where it has more, such as a tower for images.
     ``continued``: the adapter is one that was trained before, so that the model which training starts from has it.
+    ``processors``: files that are saved with the model, where it is shown images.
     """
 
     model: PreTrainedModel | PeftModel
@@ -94,6 +100,7 @@ class LoadedModel:
     unread: SavedRows | None = None
     whole: WholeCheckpoint | None = None
     continued: bool = False
+    processors: tuple[Path, ...] = ()
 
     def writer(self) -> Callable[[Path], None] | None:
         """Return the writer of the checkpoint that the model is a part of; None if the model is all of it."""
@@ -163,7 +170,13 @@ def load_model(
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
     whole = whole_checkpoint(transformer, config)
-    return replace(made_trainable(transformer, tokenizer, config=config, adapter=adapter), unread=unread, whole=whole)
+    loaded = made_trainable(transformer, tokenizer, config=config, adapter=adapter)
+    return replace(loaded, unread=unread, whole=whole, processors=_processors(config) if config.sees_images else ())
+
+
+def _processors(config: ModelConfig) -> tuple[Path, ...]:
+    found = config_here(config.path, revision=config.revision)
+    return () if found is None else processor_files(found.parent)
 
 
 def made_trainable(
@@ -176,7 +189,8 @@ def made_trainable(
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     keep_activations(transformer, config.kept_activations)
-    freeze_other_senses(transformer)
+    if config.vision != "trained":
+        freeze_other_senses(transformer)
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
     model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer
@@ -343,7 +357,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with _load_errors(config.path):
-        found: Any = language_model_class(_read_config(config)).from_pretrained(
+        found: Any = language_model_class(_read_config(config), images=config.sees_images).from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
@@ -395,7 +409,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     try:
         found = _read_config(config)
         with init_empty_weights(include_buffers=False):
-            model = language_model_class(found).from_config(
+            model = language_model_class(found, images=config.sees_images).from_config(
                 found, dtype=dtype, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError, KeyError) as error:
@@ -539,6 +553,22 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
         )
 
 
+def takes_images(config: ModelConfig) -> bool:
+    """Return True if the model of ``config`` can be shown images.
+
+    Raises:
+        ConfigError: it cannot, and ``model.vision`` says that it is.
+    """
+    with _load_errors(config.path):
+        able = can_see(_read_config(config))
+    if config.sees_images and not able:
+        raise ConfigError(
+            f"model.vision is {config.vision}, and {config.path!r} is not a model for images and text",
+            remedy="leave it out, or choose such a model",
+        )
+    return able and config.vision != "text"
+
+
 def context_length(config: ModelConfig) -> int:
     """Return the number of tokens that fit into the model, a very large number if there is no such limit.
 
@@ -606,7 +636,7 @@ def _load_errors(path: str) -> Iterator[None]:
 
 
 def freeze_other_senses(model: PreTrainedModel) -> None:
-    """Freeze what a model for images and text has beside its language model: no text goes through it."""
+    """Freeze what a model for images and text has beside its language model."""
     part, head = text_part(model), model.get_output_embeddings()
     if part is model:
         return
@@ -616,7 +646,7 @@ def freeze_other_senses(model: PreTrainedModel) -> None:
         parameter.requires_grad_(False)
     if frozen:
         logger.warning(
-            "%s is trained on text alone: %d of its tensors, such as %s, are frozen and saved as they are",
+            "only the language model of %s is trained: %d of its tensors, such as %s, are frozen and saved as they are",
             type(model).__name__,
             len(frozen),
             frozen[0][0],

@@ -99,9 +99,8 @@ def find_whole(
         )
     config = cached_file(path, "config.json", **revision)
     assert config is not None, "it has been read"
-    beside = [Path(config).parent / name for name in _PROCESSORS]
     content = json.loads(Path(config).read_text(encoding="utf-8"))
-    found = WholeCheckpoint(files, names, content, tuple(file for file in beside if file.is_file()))
+    found = WholeCheckpoint(files, names, content, processor_files(Path(config).parent))
     logger.warning(
         "%s is more than a language model (%s): %d of its %d tensors, such as %s, are not trained and are kept in what "
         "is saved",
@@ -112,6 +111,12 @@ def find_whole(
         found.kept[0] if found.kept else "none",
     )
     return found
+
+
+def processor_files(directory: Path) -> tuple[Path, ...]:
+    """Return the files of a checkpoint's processors."""
+    beside = [directory / name for name in _PROCESSORS]
+    return tuple(file for file in beside if file.is_file())
 
 
 def _own_name(name: str) -> str:

@@ -1,0 +1,93 @@
+"""Arguments of a model for rows of prompts with images: the same for the engine's rows and for the trainer's.
+
+Shapes: B rows of W tokens, padded on one side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lachesis.common.errors import ModelError
+from lachesis.common.prompt_images import PromptImages
+
+
+class ImageInputs(NamedTuple):
+    """Arguments of a forward pass beside token ids and mask.
+
+    ``ahead`` [B, 1]: added to a later token's number for its position, where the model has positions of its own for
+    images (M-RoPE); else ``None``.
+    """
+
+    arguments: dict[str, Tensor]
+    ahead: Tensor | None
+
+
+def image_inputs(model: nn.Module, images: Sequence[PromptImages | None], *, ids: Tensor, valid: Tensor) -> ImageInputs:
+    """Return the arguments for rows ``ids`` [B, W], int64, each of which begins with a prompt with these images.
+
+    Args:
+        valid: bool [B, W], False for padding.
+
+    Raises:
+        ModelError: the processor's number of token types is not that of the row's tokens.
+    """
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    names = list(dict.fromkeys(name for one in images if one is not None for name in one.inputs))
+    arguments = {
+        name: joined([torch.from_numpy(one.inputs[name]) for one in images if one is not None and name in one.inputs])
+        for name in names
+    }
+    arguments = {
+        name: value.to(ids.device, dtype if value.is_floating_point() else None) for name, value in arguments.items()
+    }
+    arguments |= _token_types(images, valid)
+    positions = _positions(model, arguments, ids=ids, valid=valid)
+    if positions is None:
+        return ImageInputs(arguments, None)
+    position_ids, ahead = positions
+    return ImageInputs(arguments | {"position_ids": position_ids}, ahead.reshape(-1, 1).to(ids.device))
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension; the others are padded with zeros to the largest, as processors do."""
+    size = [max(value.shape[dim] for value in values) for dim in range(1, values[0].dim())]
+    whole = values[0].new_zeros(sum(value.shape[0] for value in values), *size)
+    start = 0
+    for value in values:
+        whole[(slice(start, start + value.shape[0]), *(slice(length) for length in value.shape[1:]))] = value
+        start += value.shape[0]
+    return whole
+
+
+def _token_types(images: Sequence[PromptImages | None], valid: Tensor) -> dict[str, Tensor]:
+    """Return the tokens' types [B, W] by argument: 0 for text, so for completions and padding."""
+    names = list(dict.fromkeys(name for one in images if one is not None for name in one.token_types))
+    rows = {name: torch.zeros(valid.shape, dtype=torch.int64) for name in names}
+    first = valid.int().argmax(1).tolist()
+    for row, one in enumerate(images):
+        for name, types in ({} if one is None else one.token_types).items():
+            if first[row] + len(types) > valid.shape[1]:
+                raise ModelError(
+                    f"the processor counts {len(types)} tokens in a prompt with images, and the sequence has "
+                    f"{int(valid[row].sum())}",
+                    remedy="set model.tokenizer to the one that belongs to the model's processor, or leave it out",
+                )
+            rows[name][row, first[row] : first[row] + len(types)] = torch.from_numpy(types)
+    return {name: types.to(valid.device) for name, types in rows.items()}
+
+
+def _positions(
+    model: nn.Module, arguments: Mapping[str, Any], *, ids: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Return positions [3, B, W] by the model's own ``get_rope_index``, and what later ones are ahead; or None."""
+    inner: Any = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
+    if inner is None:
+        return None
+    taken = inspect.signature(inner.get_rope_index).parameters
+    known = {name: value for name, value in arguments.items() if name in taken}
+    return inner.get_rope_index(input_ids=ids, attention_mask=valid.long(), **known)

@@ -1,0 +1,221 @@
+"""Images of dataset rows: found in columns and messages, and made into a prompt's tokens and inputs by a processor."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lachesis.common.errors import DataError, DependencyError, ModelError, first_line
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
+from lachesis.common.prompt_images import PromptImages
+from lachesis.config.schema import ModelConfig
+from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem
+from lachesis.rollouts.datasets.rows import describe_type
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+# Keys of an image part in a message that hold the image itself.
+_HELD_AS = ("image", "path")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+class ImageReader:
+    """Reader of prompts with images for one model. Its processor is loaded at the first of them.
+
+    Args:
+        config: of the model.
+        tokenizer: of the run, which also gets the processor's chat template if it has none.
+    """
+
+    def __init__(self, config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        path = self._config.path
+        revision = {} if self._config.revision is None else {"revision": self._config.revision}
+        try:
+            with cache_alone_where_the_hub_is_away(path):
+                processor: Any = AutoProcessor.from_pretrained(
+                    path, trust_remote_code=self._config.trust_remote_code, **revision
+                )
+        except ImportError as error:
+            raise DependencyError(
+                f"the processor of {path!r} needs a package that is not installed: {first_line(error)}",
+                remedy="install it (torchvision for models that also take videos), or leave images out of the data",
+            ) from error
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(
+                f"no processor for images could be loaded from {path!r}: {first_line(error)}",
+                remedy="put preprocessor_config.json and the processor's other files beside the model; models that "
+                "also take videos need torchvision installed",
+            ) from error
+        if not hasattr(processor, "image_processor"):
+            raise ModelError(
+                f"{path!r} has no processor for images, and the data has some",
+                remedy="put its preprocessor_config.json beside the model, or leave images out of the data",
+            )
+        processor.tokenizer = self._tokenizer
+        return processor
+
+    @property
+    def _mark(self) -> str:
+        """Return the text that stands for one image in a rendered prompt."""
+        return getattr(self._processor, "boi_token", None) or self._processor.image_token
+
+    def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
+        """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
+
+        Images of the column that no part stands for come before the text of the first message of a user.
+
+        Args:
+            directory: that relative paths of images are in.
+
+        Raises:
+            DataError: an image cannot be read, or their number is not that of the parts.
+        """
+        column = next((name for name in IMAGE_COLUMNS if problem.columns.get(name)), None)
+        value: Any = None if column is None else problem.columns[column]
+        given = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+        prompt = problem.prompt
+        inline: list[Any] = []
+        if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
+            parts = [part for message in prompt for part in _image_parts(message)]
+            inline = [held for part in parts if (held := _held(part)) is not None]
+            if inline and given:
+                raise DataError(
+                    f"{problem.place}: images are both in the column {column!r} and in parts of messages",
+                    remedy="keep them in one of the two places",
+                )
+            given = given or inline
+            if given and not parts:
+                prompt = _with_parts(prompt, len(given), problem.place)
+            elif len(parts) != len(given):
+                raise DataError(
+                    f"{problem.place}: the messages have {len(parts)} image parts, and the row has {len(given)} images",
+                    remedy=f"give as many images in the column {column or IMAGE_COLUMNS[0]!r} as the messages have "
+                    '{"type": "image"}',
+                )
+            if given:
+                prompt = [_bare(message) for message in prompt]
+                if not self._tokenizer.chat_template:
+                    self._tokenizer.chat_template = getattr(self._processor, "chat_template", None)
+        images = [_opened(one, place=problem.place, directory=directory) for one in given]
+        return replace(problem, prompt=prompt), images
+
+    def encode(
+        self, text: str, images: Sequence[Image], *, place: str, special_tokens: bool
+    ) -> tuple[tuple[int, ...], PromptImages]:
+        """Return the token ids of a rendered prompt, placeholders of its images included, and the images' inputs.
+
+        Args:
+            special_tokens: the tokenizer adds its own.
+
+        Raises:
+            DataError: the text has another number of places for images, or the processor fails.
+        """
+        if (places := text.count(self._mark)) != len(images):
+            raise DataError(
+                f"{place}: the prompt has {places} places for images ({self._mark}), and the row has {len(images)} "
+                "images",
+                remedy="write it as messages (data.conversations: true makes them of a text), or put "
+                f"{self._mark} where each image belongs; check model.chat_template",
+            )
+        try:
+            made = self._processor(
+                text=[text], images=[list(images)], add_special_tokens=special_tokens, return_tensors="pt"
+            )
+        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+            raise DataError(
+                f"{place}: the processor failed on the images: {type(error).__name__}: {first_line(error)}",
+                remedy="correct that row",
+            ) from error
+        token_ids = tuple(made.pop("input_ids")[0].tolist())
+        made.pop("attention_mask", None)
+        types = {name: made.pop(name)[0].numpy() for name in _TOKEN_TYPES if name in made}
+        return token_ids, PromptImages({name: value.numpy() for name, value in made.items()}, types)
+
+
+def build_reader(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader:
+    """Return the reader of images for prompts of the model of ``config``."""
+    return ImageReader(config, tokenizer)
+
+
+def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    parts: list[Any] = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
+def _held(part: Mapping[str, Any]) -> Any:
+    return next((part[name] for name in _HELD_AS if part.get(name) is not None), None)
+
+
+def _with_parts(prompt: Sequence[Mapping[str, Any]], count: int, place: str) -> list[Mapping[str, Any]]:
+    """Return messages with ``count`` image parts before the text of the first message of a user."""
+    first = next((i for i, message in enumerate(prompt) if message.get("role") == "user"), None)
+    if first is None:
+        raise DataError(
+            f"{place}: the row has images, and no message of a user to put them into",
+            remedy='add a message of the role "user", or {"type": "image"} parts',
+        )
+    marked = [{"type": "image"}] * count
+    shown = {**prompt[first], "content": [*marked, *_as_parts(prompt[first].get("content"))]}
+    return [*prompt[:first], shown, *prompt[first + 1 :]]
+
+
+def _as_parts(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content) if isinstance(content, list) else []
+
+
+def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in parts, with nothing of an image but that there is one."""
+    parts = [
+        {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
+        for part in _as_parts(message.get("content"))
+    ]
+    return {**message, "content": parts}
+
+
+def _opened(value: Any, *, place: str, directory: Path) -> Image:
+    """Return an image in RGB: of a path, of a file's bytes, of ``{"bytes", "path"}`` as in Arrow, or of PIL."""
+    try:
+        from PIL import Image as images
+        from PIL import UnidentifiedImageError
+    except ImportError as error:
+        raise DependencyError(
+            "images are read with Pillow, which is not installed", remedy="pip install pillow"
+        ) from error
+    source = value
+    if isinstance(value, Mapping):
+        source = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(source, images.Image):
+        return source.convert("RGB")
+    if not isinstance(source, str | Path | bytes):
+        raise DataError(
+            f"{place}: an image is {describe_type(source)}",
+            remedy='give a path, the bytes of a file, {"bytes": ..., "path": ...} or an image of PIL',
+        )
+    if isinstance(source, str) and source.startswith(("http://", "https://", "data:")):
+        raise DataError(
+            f"{place}: an image is given as {source[:40]!r}", remedy="download it, and give its path or its bytes"
+        )
+    try:
+        return images.open(io.BytesIO(source) if isinstance(source, bytes) else directory / source).convert("RGB")
+    except (OSError, UnidentifiedImageError, images.DecompressionBombError) as error:
+        what = "" if isinstance(source, bytes) else f" {str(source)!r}"
+        raise DataError(
+            f"{place}: the image{what} cannot be read: {first_line(error)}",
+            remedy=f"correct that row; relative paths are looked for in {directory}",
+        ) from error

@@ -1,0 +1,108 @@
+"""Models for images and text learn to read pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from lachesis.common.errors import LachesisError
+from tests import pictures
+from tests.e2e.runs import metrics, rewards, run_here
+
+REWARD = """
+def named(completions, answer, images, **columns):
+    assert len(images) == len(answer)
+    return [float(one[0]["content"].strip() == right) for one, right in zip(completions, answer)]
+"""
+
+
+def write(directory: Path, **model: object) -> Path:
+    """A run on pictures of four colours, given as files."""
+    pictures.save(directory / "model")
+    (directory / "rewards.py").write_text(REWARD)
+    (directory / "played.py").write_text("def play(prompts, trainer):\n    raise AssertionError\n")
+    rows = []
+    for colour in pictures.COLOURS:
+        (directory / f"{colour}.png").write_bytes(pictures.png(colour))
+        rows.append({"prompt": "what colour", "images": [f"{colour}.png"], "answer": colour})
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"name": "pictures", "dir": str(directory), "steps": 16},
+        "model": {"path": str(directory / "model"), **model},
+        "data": {"path": str(directory / "data.jsonl"), "conversations": True},
+        "rewards": {"functions": [f"{directory / 'rewards.py'}:named"]},
+        "sampling": {"num_generations": 8, "max_completion_length": 1},
+        "batch": {"prompts_per_step": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "engine": {"kind": "embedded"},
+        "checkpoint": {"save_final": True},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
+    summary = run_here(write(tmp_path))
+    assert metrics(summary.run_dir).steps[0].values["logprob_diff_max"] > 0
+    found = rewards(summary.run_dir)
+    assert fmean(found[-3:]) - fmean(found[:3]) > 0.3
+    assert largest_difference(summary.run_dir) < 1e-4
+    log = (summary.run_dir / "logs" / "trainer.log").read_text()
+    assert "it is shown images, a row for each sequence, and its vision tower is frozen" in log
+    kept = [load_file(place / "model.safetensors") for place in (tmp_path / "model", summary.run_dir / "final")]
+    assert kept[0].keys() == kept[1].keys()
+    tower = [name for name in kept[0] if "vision_model" in name or "connector" in name]
+    assert tower
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in tower)
+    saw_it_in_transformers(summary.run_dir / "final")
+
+
+def largest_difference(run_dir: Path) -> float:
+    """Between the logprobs of engine and trainer; a step without a signal has none."""
+    return max(step.values.get("logprob_diff_max", 0.0) for step in metrics(run_dir).steps)
+
+
+def saw_it_in_transformers(directory: Path) -> None:
+    """What was saved names colours with nothing but transformers."""
+    model = AutoModelForImageTextToText.from_pretrained(directory).eval()
+    processor = AutoProcessor.from_pretrained(directory)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour"}]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    said = []
+    for colour in pictures.COLOURS:
+        inputs = processor(text=[text], images=[[pictures.picture(colour)]], return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=1, do_sample=False)[0, -1:]
+        said.append(processor.tokenizer.decode(tokens).strip() == colour)
+    assert sum(said) >= 3
+
+
+def test_the_tower_is_trained_where_that_is_asked_for(tmp_path: Path):
+    summary = run_here(write(tmp_path, vision="trained"), "run.steps=2")
+    before, after = (
+        load_file(place / "model.safetensors") for place in (tmp_path / "model", summary.run_dir / "final")
+    )
+    name = next(name for name in before if "vision_model" in name and name.endswith("patch_embedding.weight"))
+    assert not torch.equal(before[name], after[name])
+    assert largest_difference(summary.run_dir) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("source.rollout_func=played.py:play", "remove source.rollout_func"),
+        ("model.packing=packed", "remove model.packing"),
+        ("model.vision=text", "set model.path to a model for images and text"),
+    ],
+)
+def test_what_does_not_take_images_is_refused(tmp_path: Path, override: str, remedy: str):
+    with pytest.raises(LachesisError) as raised:
+        run_here(write(tmp_path), override)
+    assert remedy in raised.value.remedy

@@ -1,0 +1,99 @@
+"""Images of rows become a prompt's tokens and inputs, or an error that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import pictures
+
+from lachesis.common.errors import DataError
+from lachesis.common.objects import NamedObjects
+from lachesis.common.types import Prompt
+from lachesis.config.schema import ModelConfig
+from lachesis.plugins.vision.reading import ImageReader
+from lachesis.rollouts.datasets import load_problems
+
+ASK = [{"role": "user", "content": "what colour"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    pictures.processor().save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def load(model: Path, tmp_path: Path) -> Callable[..., Prompt]:
+    def loaded(**row: Any) -> Prompt:
+        given = NamedObjects()
+        tokenizer = pictures.tokenizer()
+        reader = ImageReader(ModelConfig(path=str(model)), tokenizer)
+        (found,) = load_problems(given.give("data", [row]), tokenizer=tokenizer, images=reader, base_dir=tmp_path)
+        return found
+
+    return loaded
+
+
+def test_all_ways_of_giving_an_image_are_one(load: Callable[..., Prompt], tmp_path: Path):
+    (tmp_path / "red.png").write_bytes(pictures.png("red"))
+    image, png = pictures.picture("red"), pictures.png("red")
+    ways = [image, png, {"bytes": png, "path": None}, {"bytes": None, "path": "red.png"}, "red.png"]
+    found = [load(prompt=ASK, images=[way]) for way in ways]
+    found += [load(prompt=ASK, image=image)]
+    found += [load(prompt=[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text",
+              "text": "what colour"}]}])]  # fmt: skip
+    found += [load(prompt="user <image> what colour  assistant", images=[image])]
+    for prompt in found:
+        assert prompt.images is not None
+        assert prompt.token_ids == found[0].token_ids
+        assert prompt.token_ids.count(2) == pictures.PER_IMAGE
+        assert np.array_equal(prompt.images.inputs["pixel_values"], found[0].images.inputs["pixel_values"])
+    assert not np.array_equal(
+        load(prompt=ASK, images=[pictures.picture("blue")]).images.inputs["pixel_values"],
+        found[0].images.inputs["pixel_values"],
+    )
+
+
+def test_rewards_get_the_column_and_messages_have_no_pixels(load: Callable[..., Prompt]):
+    image = pictures.picture("red")
+    found = load(prompt=ASK, images=[image])
+    assert found.columns["images"] == [image]
+    assert found.messages == (
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour"}]},
+    )
+
+
+def test_a_row_without_images_is_a_text(load: Callable[..., Prompt]):
+    assert load(prompt=ASK, images=None).images is None
+    assert load(prompt=ASK, images=[]).images is None
+
+
+PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": PARTS, "images": [pictures.png("red")]}, "2 image parts, and the row has 1 images"),
+        ({"prompt": PARTS}, "2 image parts, and the row has 0 images"),
+        ({"prompt": "what colour", "images": [pictures.png("red")]}, "0 places for images .* has 1 images"),
+        ({"prompt": ASK, "images": [b"no image"]}, "cannot be read"),
+        ({"prompt": ASK, "images": ["missing.png"]}, "'missing.png' cannot be read"),
+        ({"prompt": ASK, "images": ["https://example.org/a.png"]}, "is given as 'https"),
+        ({"prompt": ASK, "images": [3]}, "an image is a number"),
+        ({"prompt": ASK, "video": ["a.mp4"]}, "column 'video' .* text and images"),
+        ({"prompt": [{"role": "system", "content": "a"}], "images": [pictures.png("red")]}, "no message of a user"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], "images": ["b.png"]},
+            "both in the column 'images' and in parts",
+        ),
+    ],
+)
+def test_what_cannot_be_shown_is_an_error(load: Callable[..., Prompt], row: dict[str, Any], words: str):
+    with pytest.raises(DataError, match=f"row 1: .*{words}"):
+        load(**row)
