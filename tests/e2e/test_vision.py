@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def largest_difference(run_dir: Path) -> float:
 
 def saw_it_in_transformers(directory: Path) -> None:
     """What was saved names colours with nothing but transformers."""
-    model = AutoModelForImageTextToText.from_pretrained(directory).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory).eval()
     processor = AutoProcessor.from_pretrained(directory)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour"}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)

@@ -21,12 +21,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "verifiers": "environments.verifiers.build:build_players",
     },
     "benchmarks": {"suite": "benchmarks.suite:build_suite"},
-    "vision": {
-        "inputs": "vision.inputs:image_inputs",
-        "reader": "vision.reading:build_reader",
-        "settle": "vision.settle:settle",
-        "placeholders": "vision.settle:placeholders",
-    },
+    "vision": {"inputs": "vision.inputs:image_inputs", "reader": "vision.reading:build_reader"},
+    "images": {"settle": "vision.settle:settle", "placeholders": "vision.settle:placeholders"},
     "teachers": {"url": "teachers.teacher:build_teach"},
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",
@@ -43,10 +39,6 @@ TABLE: Mapping[str, Mapping[str, str]] = {
 
 
 def load(group: str, name: str) -> Any:
-    """Import what ``name`` stands for in a group of :data:`TABLE`.
-
-    Raises:
-        KeyError: there is no such row.
-    """
+    """Import what ``name`` stands for in a group of :data:`TABLE`; raise KeyError if there is no such row."""
     module, _, attribute = TABLE[group][name].partition(":")
     return getattr(import_module(f"lachesis.plugins.{module}"), attribute)

@@ -330,7 +330,7 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     """Return the sampling parameters with the configuration's end token, which a server does not know."""
     params = replace(config.sampling.params(), routed_experts=config.algorithm.router_replay)
     if config.model.sees_images:
-        ends = load("vision", "placeholders")(policy.transformer.config)
+        ends = load("images", "placeholders")(policy.transformer.config)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
     token = config.model.special_tokens.get("eos_token")
     if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):

@@ -351,7 +351,7 @@ def build_parts(
     problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
     if config.model.sees_images or any(problem.images for problem in (*problems, *held_out)):
         ranks = 1 if leadership is None else leadership.world.size
-        config = load("vision", "settle")(config, [*problems, *held_out], ranks=ranks)
+        config = load("images", "settle")(config, [*problems, *held_out], ranks=ranks)
     config = with_steps(config, problems=len(problems))
     config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
     rewarder = None

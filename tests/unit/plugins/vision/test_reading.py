@@ -49,14 +49,15 @@ def test_all_ways_of_giving_an_image_are_one(load: Callable[..., Prompt], tmp_pa
               "text": "what colour"}]}])]  # fmt: skip
     found += [load(prompt="user <image> what colour  assistant", images=[image])]
     for prompt in found:
-        assert prompt.images is not None
         assert prompt.token_ids == found[0].token_ids
         assert prompt.token_ids.count(2) == pictures.PER_IMAGE
-        assert np.array_equal(prompt.images.inputs["pixel_values"], found[0].images.inputs["pixel_values"])
-    assert not np.array_equal(
-        load(prompt=ASK, images=[pictures.picture("blue")]).images.inputs["pixel_values"],
-        found[0].images.inputs["pixel_values"],
-    )
+        assert np.array_equal(pixels(prompt), pixels(found[0]))
+    assert not np.array_equal(pixels(load(prompt=ASK, images=[pictures.picture("blue")])), pixels(found[0]))
+
+
+def pixels(prompt: Prompt) -> np.ndarray:
+    assert prompt.images is not None
+    return prompt.images.inputs["pixel_values"]
 
 
 def test_rewards_get_the_column_and_messages_have_no_pixels(load: Callable[..., Prompt]):
