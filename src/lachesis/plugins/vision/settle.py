@@ -41,7 +41,9 @@ def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]
     model, source = config.model, config.source
     if config.engine.kind != "embedded":
         yield f"engine.kind is {config.engine.kind}, which is not sent any", "set engine.kind: embedded"
-    if not isinstance(source, LocalSourceConfig):
+    if config.sources:
+        yield "several sources are mixed (sources), which do not show them", "train on one, by source"
+    elif not isinstance(source, LocalSourceConfig):
         yield f"source.kind is {source.kind}, which does not show them", "set source.kind: local"
     elif source.tools or source.rollout_func is not None:
         key = "source.tools" if source.tools else "source.rollout_func"
