@@ -1,6 +1,6 @@
 """Write a tiny model for images and text of random weights, and pictures of one colour, into a directory.
 
-    python examples/vision/make.py runs/vision
+python examples/vision/make.py runs/vision
 """
 
 import json
