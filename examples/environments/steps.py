@@ -1,6 +1,6 @@
 """A digit is guessed, and a wrong guess is answered by ``+`` (it is more) or ``=`` (less): a game that is stepped.
 
-The same game in the interfaces of three libraries, none of which it needs. ``steps.yaml`` trains on the first, and
+The same game in the interfaces of two libraries, neither of which it needs. ``steps.yaml`` trains on the first, and
 
     lachesis env eval examples/environments/steps.py:Guess --engine http://127.0.0.1:9001 --env.turn_tokens 1
 
@@ -9,7 +9,6 @@ tries it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 # A digit from 0 to 9.
@@ -37,37 +36,6 @@ class Guess:
         hint, reward, over = answered(action, digit=self.digit, before=self.guesses)
         self.guesses += 1
         return hint, reward, over, False, {}
-
-
-@dataclass
-class StepResult:
-    """tinker-cookbook's fields."""
-
-    reward: float
-    episode_done: bool
-    next_observation: list[int]
-    next_stop_condition: list[str]
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class GuessTokens:
-    """tinker-cookbook's methods: token ids in, token ids out. A new one for each game."""
-
-    def __init__(self, seed: int, tokenizer: Any) -> None:
-        self.digit, self.guesses = seed % 10, 0
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-
-    async def initial_observation(self) -> tuple[list[int], list[str]]:
-        self.tokens = list(self.tokenizer(QUESTION)["input_ids"])
-        return list(self.tokens), []
-
-    async def step(self, action: list[int]) -> StepResult:
-        guess = self.tokenizer.decode(action, skip_special_tokens=True)
-        hint, reward, over = answered(guess, digit=self.digit, before=self.guesses)
-        self.guesses += 1
-        self.tokens += [*action, *self.tokenizer(hint, add_special_tokens=False)["input_ids"]]
-        return StepResult(reward, over, list(self.tokens), [], {"guesses": 1.0})
 
 
 class GuessTools:

@@ -49,7 +49,6 @@ LINE_01 = pytest.param(
 )
 STEPPED = [
     pytest.param(("Guess", {}), id="gymnasium"),
-    pytest.param(("GuessTokens", {}), id="tinker"),
     pytest.param(("GuessTools", {"calls": True}), id="trl"),
     pytest.param(
         ("openenv", {}),
@@ -222,7 +221,7 @@ def test_what_a_server_of_openenv_refuses_is_told_or_fails_the_rollout(tmp_path:
     async def play(game: OpenEnvGame, said: str) -> Any:
         try:
             await game.begin()
-            return await game.step(Action(said, said, (3,), "stop"))
+            return await game.step(Action(said, said))
         finally:
             await game.close()
 

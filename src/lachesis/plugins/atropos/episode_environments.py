@@ -218,7 +218,7 @@ class StepsConfig(EpisodesConfig):
     environment: str = Field(
         "", description="FILE.py:NAME or module.NAME of a class or function, or an OpenEnv server's URL"
     )
-    interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field("auto", description="how it is stepped")
+    interface: Literal["auto", "gymnasium", "trl", "openenv"] = Field("auto", description="how it is stepped")
     tasks: str | None = Field(None, description="file with a row for each task; numbers (--env.max_tasks) if unset")
     max_turns: int = Field(8, ge=1, description="most turns of the model in a rollout")
     turn_tokens: int | None = Field(None, ge=1, description="most tokens of a turn")

@@ -75,7 +75,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     )
     _check_generation_batch(translation, processes=counted)
     put_rewards(translation, "")
-    put_open_r1_rewards(translation, document.name)
+    put_open_r1_rewards(translation)
     note_paging(translation, "optim")
     put_cispo_bound(translation, "")
     put_reference(translation, "", alpha=0.6, steps=512)

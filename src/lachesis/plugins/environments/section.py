@@ -109,18 +109,17 @@ class VerifiersSourceConfig(EpisodesSourceConfig):
 
 
 class StepsSourceConfig(EpisodesSourceConfig):
-    """An environment that the model steps, turn by turn: of Gymnasium's, tinker-cookbook's, TRL's or OpenEnv's kind."""
+    """An environment that the model steps, turn by turn: of Gymnasium's, TRL's or OpenEnv's kind."""
 
     kind: Literal["steps"] = "steps"
     environment: str = Field(
         description="Import path or `FILE.py:NAME` of the class, or of a function that makes an environment: a new one "
         "for each rollout. Or the address of an OpenEnv server, as `http://127.0.0.1:8000`."
     )
-    interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field(
+    interface: Literal["auto", "gymnasium", "trl", "openenv"] = Field(
         default="auto",
         description="How it is stepped; `auto` detects it by its methods: `reset` and `step` of text are Gymnasium's, "
-        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, "
-        "TRL's. An address is OpenEnv's.",
+        "`reset` and other methods, which are tools, TRL's. An address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,

@@ -16,7 +16,6 @@ from lachesis.plugins.environments.steps.gymnasium import GymnasiumGame
 from lachesis.plugins.environments.steps.observations import Rendering
 from lachesis.plugins.environments.steps.openenv import OpenEnvGame, find_server, is_address
 from lachesis.plugins.environments.steps.players import EpisodeLimits, MakeGame, StepPlayers
-from lachesis.plugins.environments.steps.tinker import TinkerGame
 from lachesis.plugins.environments.steps.tools import ToolGame, owns_reward, tool_names, tool_schemas
 from lachesis.process.threads import CallThread
 from lachesis.rollouts.datasets.rows import read_file
@@ -124,16 +123,14 @@ def task_rows(source: StepsSourceConfig) -> list[Row]:
 
 def interface_of(env: object) -> str:
     """Return the interface of an environment by its methods. Raises ConfigError if it fits none."""
-    has = {name for name in ("initial_observation", "reset", "step") if callable(getattr(env, name, None))}
-    if {"initial_observation", "step"} <= has:
-        return "tinker"
+    has = {name for name in ("reset", "step") if callable(getattr(env, name, None))}
     if {"reset", "step"} <= has:
         return "gymnasium"
     if "reset" in has and tool_names(env):
         return "trl"
     raise ConfigError(
-        f"a {type(env).__name__} cannot be stepped: it has neither reset and step, nor initial_observation and step, "
-        "nor reset and methods that are tools",
+        f"a {type(env).__name__} cannot be stepped: it has neither reset and step, nor reset "
+        "and methods that are tools",
         remedy="write one of these, or name another class in source.environment",
     )
 
@@ -189,8 +186,6 @@ def _games(
         except BaseException:
             await calls.close(None)
             raise
-        if interface == "tinker":
-            return TinkerGame(env, calls, what=what)
         if interface == "gymnasium":
             return GymnasiumGame(env, row, calls, what=what)
         return ToolGame(env, row, calls, schemas=schemas, parse=parse, what=what)

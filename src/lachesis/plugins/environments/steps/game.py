@@ -14,7 +14,7 @@ from typing import Any
 
 from lachesis.common.errors import LachesisError
 from lachesis.common.imports import describe_exception
-from lachesis.common.types import FinishReason, Message
+from lachesis.common.types import Message
 from lachesis.process.threads import DaemonThread
 from lachesis.rollouts.episodes import RolloutFailed
 
@@ -26,12 +26,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A turn of the model: its text, the same with all special tokens, its tokens, and why it ended."""
+    """A turn of the model: its text, and the same with all special tokens."""
 
     text: str
     raw: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +37,15 @@ class Seen:
     """Response of an environment.
 
     Args:
-        messages: new ones; with ``whole`` all of the next prompt.
-        token_ids: all tokens of the next prompt, from environments that render it themselves.
+        messages: new ones.
         answer: the turn before as a message, if it is more than its text.
         reward: of this step alone.
-        stop: texts that end the next turn, and ``stop_token_ids`` tokens that do.
     """
 
     messages: tuple[Message, ...] = ()
-    whole: bool = False
-    token_ids: tuple[int, ...] | None = None
     answer: Message | None = None
     reward: float = 0.0
     done: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

@@ -52,12 +52,12 @@ class Rendering:
             return self._continuation.tokens(answer, messages, ended=ended)
         return list(self._tokenizer(_text(messages), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
-    def action(self, token_ids: Sequence[int], *, finish_reason: Any) -> Action:
+    def action(self, token_ids: Sequence[int]) -> Action:
         """Return a turn as the environment gets it, without its end token."""
         ended = self.ended(token_ids)
         own = list(token_ids[:-1] if ended else token_ids)
         raw = str(self._tokenizer.decode(own, skip_special_tokens=False))
-        return Action(text=self._decode([own])[0], raw=raw, token_ids=tuple(token_ids), finish_reason=finish_reason)
+        return Action(text=self._decode([own])[0], raw=raw)
 
     def ended(self, token_ids: Sequence[int]) -> bool:
         """Return True if a turn has its end token."""

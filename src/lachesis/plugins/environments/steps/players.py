@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, EngineError
+from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen
 from lachesis.plugins.environments.steps.observations import Rendering
@@ -139,7 +139,7 @@ class StepPlayers(TaskPlayers):
             length = len(episode.prompt_ids)
             raise RolloutFailed(f"task {prompt.id}: its prompt of {length} tokens leaves no room", cause="length")
         while True:
-            turn = self._turn(params, seen, room=self._room(episode))
+            turn = self._turn(params, room=self._room(episode))
             request = GenerationRequest(
                 episode.prompt_ids,
                 turn,
@@ -151,7 +151,7 @@ class StepPlayers(TaskPlayers):
                 raise EngineError("the engine aborted a turn", remedy="look into its log; the request was sound")
             episode.full = completion.finish_reason == "length" and turn.max_tokens == self._room(episode)
             episode.turns.append(Turn(episode.prompt_ids, completion))
-            action = self.rendering.action(completion.token_ids, finish_reason=completion.finish_reason)
+            action = self.rendering.action(completion.token_ids)
             seen = await game.step(action)
             self._note(episode, action, seen)
             if seen.done or len(episode.turns) == self.limits.turns or not self._go_on(episode, completion, seen):
@@ -159,31 +159,20 @@ class StepPlayers(TaskPlayers):
                 return episode
 
     def _begun(self, seen: Seen) -> Episode:
-        prompt_ids = self.rendering.start(seen.messages) if seen.token_ids is None else self._checked(seen.token_ids)
+        prompt_ids = self.rendering.start(seen.messages)
         return Episode(prompt_ids=prompt_ids, base=len(prompt_ids), start=seen.messages)
 
     def _note(self, episode: Episode, action: Action, seen: Seen) -> None:
         episode.reward += seen.reward
         episode.metrics.update({"turns": 1, **seen.metrics})
         episode.said.append(seen.answer or {"role": "assistant", "content": action.text})
-        episode.said += [] if seen.whole else seen.messages
+        episode.said += seen.messages
 
     def _go_on(self, episode: Episode, completion: Completion, seen: Seen) -> bool:
         """Make the prompt of the next turn; False where it would leave no room for one."""
-        known = (*episode.prompt_ids, *completion.token_ids)
-        if seen.token_ids is not None:
-            following = self._checked(seen.token_ids)
-        elif seen.whole:
-            following = self.rendering.start(seen.messages)
-        else:
-            ended = self.rendering.ended(completion.token_ids)
-            following = (
-                *known,
-                *self.rendering.added(episode.said[-1 - len(seen.messages)], seen.messages, ended=ended),
-            )
-        if following[: len(known)] != known:  # another sequence begins
-            episode.base = len(following)
-        episode.prompt_ids = following
+        ended = self.rendering.ended(completion.token_ids)
+        added = self.rendering.added(episode.said[-1 - len(seen.messages)], seen.messages, ended=ended)
+        episode.prompt_ids = (*episode.prompt_ids, *completion.token_ids, *added)
         episode.full = self._room(episode) < 1
         return not episode.full
 
@@ -192,21 +181,6 @@ class StepPlayers(TaskPlayers):
         used = len(episode.prompt_ids) - episode.base
         return min(self.policy.params.max_tokens - used, self.policy.max_context - len(episode.prompt_ids))
 
-    def _turn(self, params: SamplingParams, seen: Seen, *, room: int) -> SamplingParams:
+    def _turn(self, params: SamplingParams, *, room: int) -> SamplingParams:
         most = room if self.limits.tokens is None else min(room, self.limits.tokens)
-        return replace(
-            params,
-            max_tokens=most,
-            min_tokens=min(params.min_tokens, most),
-            stop=tuple(dict.fromkeys((*params.stop, *seen.stop))),
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *seen.stop_token_ids))),
-        )
-
-    def _checked(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        if not 0 <= min(token_ids) <= max(token_ids) < self.policy.vocab_size:
-            raise ConfigError(
-                f"the environment shows token ids from {min(token_ids)} to {max(token_ids)}, and the model's "
-                f"vocabulary has {self.policy.vocab_size}",
-                remedy="make them with the model's own tokenizer, which a maker that names `tokenizer` gets",
-            )
-        return token_ids
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))

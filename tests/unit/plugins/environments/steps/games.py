@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -91,38 +90,6 @@ class Count:
 
     def close(self) -> None:
         self.closed.append(self.seed)
-
-
-class Prompts:
-    """tinker-cookbook's: gives these prompts, one after the other."""
-
-    def __init__(self, prompts: list[list[int]]) -> None:
-        self.prompts = list(prompts)
-        self.actions: list[Any] = []
-
-    async def initial_observation(self) -> Any:
-        return SimpleNamespace(to_ints=lambda: self.prompts.pop(0)), ["!"]
-
-    async def step(self, action: list[int], *, extra: Any = None) -> Any:
-        self.actions.append((action, extra))
-        following = self.prompts.pop(0) if self.prompts else []
-        return SimpleNamespace(
-            reward=0.5, episode_done=not following, next_observation=following, next_stop_condition=[5],
-            metrics={"steps": 1},
-        )  # fmt: skip
-
-
-class Talk:
-    """tinker-cookbook's of messages, which gives the whole conversation each time."""
-
-    async def initial_observation(self) -> list[dict[str, str]]:
-        self.talk = [{"role": "user", "content": "hi"}]
-        return list(self.talk)
-
-    async def step(self, message: dict[str, str]) -> Any:
-        self.talk += [message, {"role": "user", "content": "go"}]
-        done = message["content"] == "end"
-        return SimpleNamespace(reward=1.0, episode_done=done, next_messages=list(self.talk))
 
 
 class Tools:

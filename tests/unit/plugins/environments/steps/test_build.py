@@ -11,12 +11,11 @@ from lachesis.common.errors import ConfigError, DataError
 from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import interface_of, task_rows
 from tests.fakes import FakeEngine
-from tests.unit.plugins.environments.steps.games import Count, Prompts, Talk, Tools, players
+from tests.unit.plugins.environments.steps.games import Count, Tools, players
 
 
 def test_the_interface_is_that_of_the_methods():
     assert interface_of(Count()) == "gymnasium"
-    assert interface_of(Prompts([])) == interface_of(Talk()) == "tinker"
     assert interface_of(Tools()) == "trl"
     with pytest.raises(ConfigError, match=r"a \w*Path cannot be stepped"):
         interface_of(Path())

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.errors import ConfigError
 from lachesis.rollouts.episodes import Played, RolloutFailed
 from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
-from tests.unit.plugins.environments.steps.games import TOKENIZER, Count, Prompts, Scripted, Talk, ids, play, players
+from tests.unit.plugins.environments.steps.games import TOKENIZER, Count, Scripted, ids, play, players
 from tests.waiting import until
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}" + (
@@ -83,47 +82,6 @@ def test_a_chat_template_renders_what_is_new_and_nothing_else(monkeypatch: pytes
     assert list(sample.prompt_ids) == [*ids("u:1?"), EOS_ID, *ids("a:")]
     between = [*ids("u:ok"), EOS_ID, *ids("a:")]
     assert list(sample.completion_ids) == [*ids("a"), EOS_ID, *between, *ids("end")]
-
-
-def test_prompts_of_tokens_are_taken_as_they_are_and_begin_another_sample_where_they_do_not_continue():
-    first = [10, 11]
-    further = [10, 11, *ids("a"), EOS_ID, 12]
-    made: list[Prompts] = []
-
-    def make() -> Prompts:
-        made.append(Prompts([first, further, [13]]))
-        return made[-1]
-
-    played = play(make, "a", "b|", "c")
-    one, two = played.samples
-    assert one.prompt_ids == (10, 11) and list(one.completion_ids) == [*ids("a"), EOS_ID, 12, *ids("b")]
-    assert one.mask == (1, 1, 0, 1) and two.prompt_ids == (13,) and two.mask is None
-    assert one.reward == two.reward == 1.5 and played.metrics["steps"] == 3
-    assert [extra for _, extra in made[-1].actions] == [{"stop_reason": "stop"}] * 3
-
-
-def test_stop_conditions_hold_for_the_next_turn():
-    engine = Scripted("a", "b")
-
-    async def whole() -> None:
-        made = players(lambda: Prompts([[10], [11]]), engine)
-        await made.play(made.split()[0][0], seed=1)
-        await made.stop()
-
-    asyncio.run(whole())
-    (first,), (second,) = engine.requests
-    assert (first.params.stop, first.params.stop_token_ids) == (("!",), ())
-    assert (second.params.stop, second.params.stop_token_ids) == ((), (5,))
-
-
-def test_messages_of_a_whole_conversation_that_goes_on_are_one_sample():
-    (sample,) = play(Talk, "a", "end").samples
-    assert list(sample.completion_ids) == [*ids("a"), EOS_ID, *ids("go"), *ids("end"), EOS_ID]
-
-
-def test_tokens_of_another_vocabulary_are_refused():
-    with pytest.raises(ConfigError, match="shows token ids from 10 to 5000"):
-        play(lambda: Prompts([[10, 5000]]), "a")
 
 
 def test_a_greedy_episode_that_a_function_cannot_judge_has_failed():
