@@ -74,9 +74,10 @@ def evaluate(model: str, asked: Asked, *, out: Path | None) -> tuple[dict[str, S
     if out is None:
         out = run_paths(place)["evaluations"] / "benchmarks/final" if of_run else Path("evals") / place.name
     configs = asked.configs()
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lachesis-eval-") as scratch:
         path = _model_of(place, Path(scratch)) if of_run else model
-        with _served(path, asked.engine, Path(scratch)) as engine:
+        with _served(path, asked.engine, logs=out) as engine:
             config = ModelConfig(path=path)
             suite = Suite(
                 asked=configs,
@@ -105,12 +106,12 @@ def _model_of(run: Path, scratch: Path) -> str:
 
 
 @contextmanager
-def _served(model: str, engine: str, scratch: Path) -> Iterator[HttpEngine]:
-    """Start a server of the model, unless ``engine`` is the address of one."""
+def _served(model: str, engine: str, *, logs: Path) -> Iterator[HttpEngine]:
+    """Start a server of the model, unless ``engine`` is the address of one; its log stays in the directory ``logs``."""
     if engine in ("embedded", "vllm"):
         options = ServeOptions.model_validate({"model": model, "engine": engine, "port": free_port()})
         command = [sys.executable, "-m", "lachesis", "serve", *options.command_line()]
-        server = ManagedProcess(command, url=options.url, log_path=scratch / "engine.log")
+        server = ManagedProcess(command, url=options.url, log_path=logs / "engine.log")
     else:
         options, server = None, None
     client = HttpEngine([engine if options is None else options.url])

@@ -71,4 +71,10 @@ def _put_prompts(translation: Translation) -> None:
         translation.put("data.conversations", True, column)
     if translation.has(limit):
         translation.put("data.max_prompt_length", translation.value(limit), limit)
-        translation.put("data.overlong_prompts", "drop", limit)
+        put_dropped_prompts(translation, limit)
+
+
+def put_dropped_prompts(translation: Translation, name: str) -> None:
+    """Leave out prompts that another trainer cuts to the length that ``name`` tells, and say so."""
+    translation.put("data.overlong_prompts", "drop", name)
+    translation.warning(name, "longer prompts are left out here; there they are cut, which asks another question")

@@ -11,6 +11,7 @@ from typing import Any
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects import trl
+from lachesis.plugins.dialects.mixtures import put_dropped_prompts
 from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
 
 _TABLES: dict[str, Any] = tomllib.loads((NAMES / "swift.toml").read_text(encoding="utf-8"))
@@ -48,11 +49,17 @@ def translate(document: Document) -> Translation:
         thinks = {"enable_thinking": document.data["enable_thinking"]}
         translation.put("data.chat_template_kwargs", thinks, "chat_template_kwargs")
     translation.document.data.setdefault("data", {})["conversations"] = True
+    if (length := document.data.get("max_length")) is not None:
+        translation.put("data.max_prompt_length", length, "max_length")
+        if document.data.get("truncation_strategy", "left") == "delete":
+            translation.put("data.overlong_prompts", "drop", "truncation_strategy")
+        else:
+            put_dropped_prompts(translation, "max_length")
     return translation
 
 
 def _put_data(theirs: Document, document: Document) -> None:
-    """Set the dataset, which may end in ``#N`` for its first N rows, and how long a prompt may be."""
+    """Set the dataset, which may end in ``#N`` for its first N rows."""
     name = theirs.data.get("dataset_name")
     if is_list(name) and len(name) == 1:
         name = name[0]
@@ -64,11 +71,3 @@ def _put_data(theirs: Document, document: Document) -> None:
         theirs.data["dataset_name"] = path
         if part:
             theirs.data["dataset_train_split"] = f"train[:{rows}]"
-    length = document.data.get("max_length")
-    if length is not None:
-        theirs.data["max_prompt_length"] = length
-    if length is not None and document.data.get("truncation_strategy", "left") != "delete":
-        theirs.problems.append(
-            f"max_length{document.at(('max_length',))}: prompts are cut to it there, and Lachesis never cuts them; "
-            "write truncation_strategy delete to leave long ones out"
-        )

@@ -13,6 +13,7 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names
 from lachesis.plugins.dialects.grpo import put_generation
+from lachesis.plugins.dialects.mixtures import put_dropped_prompts
 from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -41,7 +42,7 @@ def translate(document: Document) -> Translation:
     translation = Translation(document, VERL)
     translation.run()
     _put_files(translation)
-    _check_truncation(translation)
+    _put_truncation(translation)
     _put_loss(translation)
     _put_kl(translation)
     _put_correction(translation)
@@ -149,13 +150,11 @@ def _listed(translation: Translation, name: str) -> list[str]:
     return [str(one) for one in found]
 
 
-def _check_truncation(translation: Translation) -> None:
-    """Refuse a file that has verl cut prompts. Where prompts that are too long are left out there are none to cut."""
+def _put_truncation(translation: Translation) -> None:
+    """Leave out the prompts that verl cuts. Where those that are too long are left out there are none to cut."""
     name = "data.truncation"
     if translation.text(name, "error") != "error" and translation.value("data.filter_overlong_prompts") is not True:
-        translation.problem(
-            name, "Lachesis never cuts prompts: write error, or filter_overlong_prompts=True to leave long ones out"
-        )
+        put_dropped_prompts(translation, name)
 
 
 def _put_loss(translation: Translation) -> None:
@@ -184,7 +183,9 @@ def _put_loss(translation: Translation) -> None:
     if mode == "cispo":
         _put_cispo(translation, low=low, high=high)
     for key, (ours, default) in _OPTIONS.get(mode, {}).items():
-        translation.put(ours, translation.value(key, default), key)
+        newer = key.replace(f"{_ACTOR}tau", f"{_POLICY_LOSS}tau")
+        name_of_option = newer if translation.has(newer) else key
+        translation.put(ours, translation.value(name_of_option, default), name_of_option)
     if mode in ("clip_cov", "kl_cov"):
         translation.warning(name, "verl chooses tokens within each micro-batch, Lachesis of the whole step")
 

@@ -224,7 +224,8 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
             yield Change(
                 {"optimizer": {"weight_update": "plain"}},
-                "weights and moments in 16 bits without masters: updates below their precision are lost",
+                "weights and moments in 16 bits without masters: updates below their resolution round away "
+                "(adamw_8bit with stochastic_rounding takes less and keeps them on average)",
             )
             yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
         yield Change(

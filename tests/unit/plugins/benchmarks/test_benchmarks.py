@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 import pytest
 
-from lachesis.common.errors import ConfigError, DataError, DependencyError
+from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.metrics.names import benchmark_words, evaluation_values
+from lachesis.plugins.benchmarks import evaluate as evaluations
 from lachesis.plugins.benchmarks.evaluate import Asked
 from lachesis.plugins.benchmarks.results import Score, comparisons, read_results, write_results
 from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
@@ -193,3 +194,25 @@ def test_ifeval_asks_the_library_that_checks_instructions(monkeypatch: pytest.Mo
         follows_instructions(["hi", "hi"], **columns)
     monkeypatch.setitem(sys.modules, "if_verifiable", SimpleNamespace(evaluate_output_for_sample=evaluate))
     assert follows_instructions(["hi", "hi"], **columns) == [1.0, 0.0]
+
+
+class FailingServer:
+    """A server that ends before it answers."""
+
+    def __init__(self, command: Sequence[str], *, url: str, log_path: Path) -> None:
+        self.log_path = log_path
+
+    def start(self, *, deadline: object) -> None:
+        self.log_path.write_text("why it ended")
+        raise EngineError(f"the end of its log {self.log_path}", remedy="read it")
+
+    def stop(self) -> None:
+        pass
+
+
+def test_the_log_of_a_server_that_fails_stays_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluations, "ManagedProcess", FailingServer)
+    asked = Asked(["gsm8k"], samples=1, temperature=0.0, max_tokens=8, limit=None, engine="embedded")
+    with pytest.raises(EngineError, match=r"engine\.log"):
+        evaluations.evaluate("org/model", asked, out=tmp_path / "results")
+    assert (tmp_path / "results" / "engine.log").read_text() == "why it ended"

@@ -100,6 +100,7 @@ def value(found: dict[str, dict[str, object]], path: str) -> object:
         ),
         (f"{ACTOR}fsdp_config.param_offload=True trainer.n_gpus_per_node=8", {"batch.prompts_per_step": 256}),
         ("data.truncation=left data.filter_overlong_prompts=True", {"data.overlong_prompts": "drop"}),
+        ("data.truncation=left", {"data.overlong_prompts": "drop"}),
         ("trainer.experiment_name=run_$(date +%s) --config-name=ppo_megatron_trainer", {"run.name": None}),
         ("algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
          {"pipeline.refill_zero_signal": 10}),
@@ -134,7 +135,6 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable"),
         ("reward_model.enable=True", "reward_model.enable"),
         ("reward_model.overlong_buffer.enable=True", "overlong_buffer.enable"),
-        ("data.truncation=left", "data.truncation"),
         ("--config-name=mine --config-path=.", "no configuration file mine.yaml, from which train.sh"),
         ("algorithm.new_thing=1", "algorithm.new_thing (line 2): no key of verl's"),
         ("trainer.total_epochs=${EPOCHS}", "trainer.total_epochs (line 2): ${EPOCHS} has no value in the file"),
@@ -287,7 +287,6 @@ def test_ms_swifts_arguments_have_its_own_defaults(tmp_path: Path, name: str):
     ("also", "named"),
     [
         ("multi_turn_scheduler: mine", "multi_turn_scheduler (line 6)"),
-        ("max_length: 4096", "max_length (line 6): prompts are cut"),
         ("async_generate: true", "async_generate (line 6)"),
         ("new_thing: 1", "new_thing (line 6): no key"),
         ("tuner_type: dora", "expected full or lora"),
@@ -360,6 +359,8 @@ def test_verls_correction_for_its_sampler(tmp_path: Path, also: str, expected: t
         ("actor_rollout_ref.model.lora_adapter_path=/a", "adapter.path", "/a"),
         ("+actor_rollout_ref.rollout.repetition_penalty=1.1", "sampling.repetition_penalty", 1.1),
         ("~trainer.total_epochs", "run.epochs", 30.0),
+        (f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}policy_loss.tau_neg=1.1", "algorithm.sapo_temperature_neg", 1.1),
+        (f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}tau_neg=1.2", "algorithm.sapo_temperature_neg", 1.2),
         ("'data.max_prompt_length=${data.max_response_length}' data.max_response_length=77",
          "data.max_prompt_length", 77),
         ("'+data.apply_chat_template_kwargs={enable_thinking:False}'",
@@ -409,6 +410,25 @@ def test_arguments_behind_a_branch_that_only_bash_knows_are_named(tmp_path: Path
     script = f"if grep -q big f; then MORE='{ACTOR}optim.lr=1e-6'; fi\n{VERL.format('$MORE')}"
     with pytest.raises(ConfigError, match=r"\$MORE: has no value in the file"):
         ours(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (VERL.format("data.truncation=right"), "data.truncation"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --max_length 99", "max_length"),
+        (
+            "trl grpo --model_name_or_path m --dataset_name d --reward_funcs a.b --max_prompt_length 99",
+            "max_prompt_length",
+        ),
+    ],
+)
+def test_prompts_that_others_cut_are_left_out_with_a_warning(tmp_path: Path, text: str, name: str):
+    file = tmp_path / "train.sh"
+    file.write_text(text)
+    found = translated(file)
+    assert f"# warning: {name}: longer prompts are left out here" in found
+    assert yaml.safe_load(found)["data"]["overlong_prompts"] == "drop"
 
 
 @pytest.mark.parametrize("between", ["\n# actor_rollout_ref.actor.optim.lr=3e-6 \\\n", "\n\n", " \\ \n"])
