@@ -11,7 +11,8 @@ several engines on the same GPU, each with its share of the prompts, on both sid
 
 "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled from
 (``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
-client, from another process; what it answers are token ids, logprobs and weight versions.
+client, from another process; what it answers are token ids, logprobs and weight versions. Requests have seeds, except
+in the row without: vLLM draws the noise of each seeded sequence by itself, our server that of all at once.
 
 ``--profile`` says as well where the time of decode steps goes, kernel by kernel, in vLLM in one process, in 8 bits
 where ``--quantization`` or ``--kv-cache-dtype`` say so (kernel_times.py; on a GPU).
@@ -62,6 +63,7 @@ SIZES = {"1.5B": ("qwen2", QWEN2_5_1_5B), "8B": ("llama", LLAMA_3_1_8B)}
 # name: fields of vLLM's SamplingParams
 IN_PROCESS: dict[str, dict[str, Any]] = {
     "in process, without logprobs": {"detokenize": False},
+    "in process, without logprobs or seeds": {"detokenize": False, "seed": None},
     "in process, without logprobs, with text": {},
     "in process, logprobs": {"logprobs": 0},
     "in process, logprobs, no text": {"logprobs": 0, "detokenize": False},
@@ -197,7 +199,7 @@ def generated(llm: Any, prompts: list[list[int]], each: int, length: int, **fiel
     """Complete the prompts; the tokens that there were."""
     import vllm
 
-    params = vllm.SamplingParams(n=each, max_tokens=length, seed=1, **fields)
+    params = vllm.SamplingParams(n=each, max_tokens=length, **{"seed": 1, **fields})
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 

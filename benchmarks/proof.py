@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from bridges import make_model
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.fleet_proof import FleetProof
@@ -60,6 +61,7 @@ from lachesis.train.policy import Policy
 RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 LORA = {"kind": "lora", "r": 16}
 PORT = 9301
+QUESTION = "What is {one} plus {other}? The sum of {one} and {other} is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def sums(policy: Policy, *, seed: int) -> list[Group]:
     groups = []
     for number in range(2):
         one, other = draw.randint(1, 20), draw.randint(1, 20)
-        prompt = tuple(encode(f"What is {one} plus {other}? The sum of {one} and {other} is"))
+        prompt = tuple(encode(QUESTION.format(one=one, other=other)))
         samples = []
         for answer, advantage in ((one + other, 1.0), (one + other + draw.randint(1, 9), -1.0)):
             ids = tuple(encode(f" {answer}. That is the answer."))
@@ -359,7 +361,10 @@ def measure(
         config = configuration(mode, model, directory=Path(directory), port=port, vllm=vllm)
         place = RunPlace(directory=Path(directory) / "proof", engine_log=Path(directory) / "engine.log", owner="proof")
         place.directory.mkdir()
-        side = build_engine_side(config, place=place, canary_prompt=())
+        prompt = AutoTokenizer.from_pretrained(model).encode(
+            QUESTION.format(one=7, other=5)
+        )  # begins as the model's do
+        side = build_engine_side(config, place=place, canary_prompt=prompt)
         try:
             return _measure(
                 config,

@@ -1,4 +1,4 @@
-"""Every way for weights to travel on one GPU, with a pretrained model: does it learn, and what does the proof say?
+"""Every way for weights to travel on one GPU or two, with a pretrained model: does it learn, and is it proved?
 
     PYTHONPATH=src python benchmarks/transports.py MODEL [--only WAY ...] [--steps 30] [--beside N] [--out F]
     PYTHONPATH=src python benchmarks/transports.py --tiny
@@ -59,6 +59,8 @@ def ways() -> dict[str, Mode]:
         "embedded server, broadcast": Mode({"kind": "broadcast"}, engine={"kind": "embedded_server"}),
         "embedded": Mode({"kind": "in_process"}, engine={"kind": "embedded"}),
         "embedded, LoRA": Mode({"kind": "in_process"}, engine={"kind": "embedded"}, adapter=LORA),
+        "broadcast, a second GPU": Mode({"kind": "broadcast"}, engine={"devices": "1"}),
+        "LoRA by NCCL, a second GPU": Mode({"kind": "lora_nccl"}, engine={"devices": "1"}, adapter=LORA),
     }
 
 
@@ -228,7 +230,9 @@ def read_options() -> argparse.Namespace:
         options.steps = 2
     elif options.model is None:
         parser.error("MODEL is missing")
-    options.only = options.only or (list(TINY) if options.tiny else list(WAYS))
+    options.only = options.only or [
+        *(TINY if options.tiny else (way for way, mode in WAYS.items() if "devices" not in mode.engine))
+    ]
     return options
 
 

@@ -155,6 +155,9 @@ _UNEXPLAINED = 1.3
 _FEWEST_WOBBLES = 3
 # Rounding alone moves a 16-bit trainer by about the usual difference of both sides, and never by so many times that.
 _BEYOND_ROUNDING = 1.5
+# Where one side's weights are quantized, an update moves both sides by different amounts: NF4 changes the logprobs of
+# SmolLM2-135M by half a nat. An engine stands still there only if it moves by less than this share of the trainer.
+_STILL = 0.25
 _VERSIONS = 3
 
 
@@ -171,11 +174,13 @@ class History:
     Args:
         floor: the least that the difference of both sides is thought to move by on its own, in nats of logit noise.
         absorbs: the engine may round a small update away whole, so that its bits stand still although nothing is wrong.
+        quantized: one side's weights are, so that the same update moves both sides by different amounts.
     """
 
-    def __init__(self, *, floor: float, absorbs: bool = False) -> None:
+    def __init__(self, *, floor: float, absorbs: bool = False, quantized: bool = False) -> None:
         self._floor = floor
         self._absorbs = absorbs
+        self._quantized = quantized
         self._first: _Reading | None = None
         self._recent: deque[_Reading] = deque(maxlen=_VERSIONS)
         self._wobbles: deque[float] = deque(maxlen=_REMEMBERED)
@@ -215,9 +220,14 @@ class History:
             if moved and now.engine == before.engine:
                 return before.version
             resolved = movement.trainer > _RESOLVED * wobble
-            if resolved and movement.unexplained > _UNEXPLAINED * movement.engine:
+            if resolved and self._stands_still(movement):
                 return before.version
         return None
+
+    def _stands_still(self, movement: _Movement) -> bool:
+        if self._quantized:
+            return movement.engine < _STILL * movement.trainer
+        return movement.unexplained > _UNEXPLAINED * movement.engine
 
 
 def _share_moved(before: Logprobs, now: Logprobs) -> float:

@@ -124,8 +124,8 @@ class SyncProof:
     def __post_init__(self) -> None:
         limit = max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
         self._scale = NoiseScale(limit=limit, floor=_FLOOR[self.dtype])
-        absorbs = self.adapter or self.quantization != "none"
-        self._history = History(floor=_FLOOR[self.dtype], absorbs=absorbs)
+        quantized = self.quantization != "none"
+        self._history = History(floor=_FLOOR[self.dtype], absorbs=self.adapter or quantized, quantized=quantized)
 
     def confirm(self, *, version: int) -> Proved:
         """Ask both sides and judge their answers. Raises as :meth:`judge`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lachesis.bridges.canary import History
 from lachesis.bridges.fleet_proof import engine_arithmetic
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, EngineSays, Proved, SyncProof, coarser_quantization
 from lachesis.common.errors import EngineError, StaleWeights
@@ -178,6 +179,16 @@ def test_an_update_that_the_engine_rounds_away_is_no_engine_that_stands_still(
     pair.confirm()
     pair.train(transferred=False)
     assert not pair.confirm().doubt
+
+
+@pytest.mark.parametrize("share", [0.4, 0.0], ids=["moves otherwise", "stands still"])
+def test_quantized_weights_move_otherwise_than_the_engine_but_it_moves(share: float):
+    still = History(floor=1e-3, absorbs=True, quantized=True)
+    trainer, engine = [-5.0] * 16, [-4.0] * 16
+    still.add(1, trainer, engine)
+    moved = [-5.0 + (0.8 if i % 2 else -0.8) for i in range(16)]
+    followed = [-4.0 + (share if i % 4 else -share) for i in range(16)]  # as far as half, mostly another way
+    assert still.standing_at(moved, followed, usual=0.1) == (None if share else 1)
 
 
 def test_an_engine_that_never_used_its_adapter_is_found_by_bits_before_movements_are_clear():
