@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
+from lachesis.trl import GRPOConfig, GRPOTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -93,6 +95,40 @@ def test_the_tower_is_trained_where_that_is_asked_for(tmp_path: Path):
     name = next(name for name in before if "vision_model" in name and name.endswith("patch_embedding.weight"))
     assert not torch.equal(before[name], after[name])
     assert largest_difference(summary.run_dir) < 1e-4
+
+
+@pytest.mark.parametrize("passed", ["path", "object"])
+def test_a_script_for_trl_keeps_its_images_and_its_processor(tmp_path: Path, passed: str):
+    place = pictures.save(tmp_path / "model")
+    rows = [
+        {"prompt": [{"role": "user", "content": "what colour"}], "image": pictures.picture(colour), "answer": colour}
+        for colour in pictures.COLOURS
+    ]
+    seen: list[tuple[int, int]] = []
+
+    def named(completions, answer, image, **columns):
+        seen.extend(one.size for one in image)
+        return [float(one[0]["content"].strip() == right) for one, right in zip(completions, answer, strict=True)]
+
+    model: Any = str(place) if passed == "path" else AutoModelForImageTextToText.from_pretrained(place)
+    before = load_file(place / "model.safetensors")
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=None if passed == "path" else AutoProcessor.from_pretrained(place),
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=32, num_generations=8,
+            max_completion_length=1, max_steps=2, learning_rate=1e-2, report_to="none", use_cpu=True,
+            bf16=False,
+        ),
+        reward_funcs=named,
+        train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    trainer.train()
+    assert {*seen} == {(pictures.SIZE, pictures.SIZE)}
+    after = trainer.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert not [name for name in changed if "vision_model" in name]
 
 
 @pytest.mark.parametrize(

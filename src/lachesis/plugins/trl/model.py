@@ -8,9 +8,10 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lachesis.common.errors import ConfigError, ModelError
+from lachesis.common.hub import can_see, language_model_class
 from lachesis.plugins.trl.objects import save_tokenizer
 
 
@@ -41,6 +42,7 @@ class ScriptModel:
         self.adapter: str | None = None
         self.peft_config = peft_config
         self._object: PreTrainedModel | PeftModel | None = None
+        self._trained: Path | None = None
         if isinstance(given, str | Path):
             self.path = str(given)
             if processing_class is not None:
@@ -75,25 +77,33 @@ class ScriptModel:
 
     def current(self) -> PreTrainedModel | PeftModel:
         """Return the model, with its adapter; loads it, on the CPU, if it was named and nobody has asked before."""
-        model = self._object or AutoModelForCausalLM.from_pretrained(self.path)
+        model = self._object
+        if model is None:
+            model = language_model_class(AutoConfig.from_pretrained(self.path)).from_pretrained(self.path)
+            assert isinstance(model, PreTrainedModel)
         if isinstance(self.peft_config, LoraConfig) and not isinstance(model, PeftModel):
             model = get_peft_model(model, self.peft_config)
         self._object = model
+        if self._trained is not None:
+            trained, self._trained = self._trained, None
+            self.take(trained)
         return model
 
     def take(self, trained: Path) -> None:
-        """Give the object the weights, or those of the adapter, that a run has written. Does nothing if there is none.
+        """Give the object the weights, or those of the adapter, that a run has written; without one, when it is loaded.
 
         Raises:
             ModelError: the weights are of another model than the object.
         """
         if self._object is None:
+            self._trained = trained
             return
         model = self.current()
         if isinstance(model, PeftModel):
             found = set_peft_model_state_dict(model, load_peft_weights(str(trained), device="cpu"))
         else:
-            weights = AutoModelForCausalLM.from_pretrained(trained, dtype=model.dtype).state_dict()
+            kind: Any = type(model) if can_see(model.config) else AutoModelForCausalLM
+            weights = kind.from_pretrained(trained, dtype=model.dtype).state_dict()
             found = model.load_state_dict(weights, strict=False)
         unknown = list(found.unexpected_keys)
         if unknown:

@@ -25,8 +25,10 @@ _LORA = frozenset(
 
 
 def save_tokenizer(processing_class: Any, place: Path) -> str:
-    """Save a tokenizer object, or that of a processor. Returns where."""
-    getattr(processing_class, "tokenizer", processing_class).save_pretrained(str(place))
+    """Save a tokenizer object, or a processor: of images with all of it, else its tokenizer. Returns where."""
+    images = hasattr(processing_class, "image_processor")
+    saved = processing_class if images else getattr(processing_class, "tokenizer", processing_class)
+    saved.save_pretrained(str(place))
     return str(place)
 
 

@@ -15,6 +15,7 @@ from lachesis.common.prompt_images import PromptImages
 from lachesis.config.schema import ModelConfig
 from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem
 from lachesis.rollouts.datasets.rows import describe_type
+from lachesis.train.model.loading import processor_source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,8 +42,8 @@ class ImageReader:
     def _processor(self) -> Any:
         from transformers import AutoProcessor
 
-        path = self._config.path
-        revision = {} if self._config.revision is None else {"revision": self._config.revision}
+        path, of_model = processor_source(self._config), self._config.revision
+        revision = {} if of_model is None or path != self._config.path else {"revision": of_model}
         try:
             with cache_alone_where_the_hub_is_away(path):
                 processor: Any = AutoProcessor.from_pretrained(
@@ -75,7 +76,8 @@ class ImageReader:
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
 
-        Images of the column that no part stands for come before the text of the first message of a user.
+        Images of the column that no part stands for come before the text of the first message of a user. Those that
+        are as Arrow has them become pictures in the column too.
 
         Args:
             directory: that relative paths of images are in.
@@ -110,7 +112,10 @@ class ImageReader:
                 if not self._tokenizer.chat_template:
                     self._tokenizer.chat_template = getattr(self._processor, "chat_template", None)
         images = [_opened(one, place=problem.place, directory=directory) for one in given]
-        return replace(problem, prompt=prompt), images
+        columns = problem.columns
+        if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives a script pictures
+            columns = {**columns, column: images if isinstance(value, list | tuple) else images[0]}
+        return replace(problem, prompt=prompt, columns=columns), images
 
     def encode(
         self, text: str, images: Sequence[Image], *, place: str, special_tokens: bool

@@ -174,9 +174,16 @@ def load_model(
     return replace(loaded, unread=unread, whole=whole, processors=_processors(config) if config.sees_images else ())
 
 
+def processor_source(config: ModelConfig) -> str:
+    """Return where a model's processor is: beside ``model.tokenizer`` if there is one, else beside the model."""
+    own = config.tokenizer
+    return own if own is not None and processor_files(Path(own)) else config.path
+
+
 def _processors(config: ModelConfig) -> tuple[Path, ...]:
-    found = config_here(config.path, revision=config.revision)
-    return () if found is None else processor_files(found.parent)
+    path = processor_source(config)
+    found = config_here(path, revision=config.revision)
+    return processor_files(Path(path) if found is None else found.parent)
 
 
 def made_trainable(

@@ -69,6 +69,12 @@ def test_rewards_get_the_column_and_messages_have_no_pixels(load: Callable[..., 
     )
 
 
+def test_rewards_get_pictures_of_what_arrow_has(load: Callable[..., Prompt]):
+    held = {"bytes": pictures.png("red"), "path": None}
+    assert load(prompt=ASK, image=held).columns["image"].size == (pictures.SIZE, pictures.SIZE)
+    assert [one.size for one in load(prompt=ASK, images=[held]).columns["images"]] == [(pictures.SIZE, pictures.SIZE)]
+
+
 def test_a_row_without_images_is_a_text(load: Callable[..., Prompt]):
     assert load(prompt=ASK, images=None).images is None
     assert load(prompt=ASK, images=[]).images is None
