@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from lachesis.trl import GRPOConfig, GRPOTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lachesis.common.errors import LachesisError
+from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
 from tests import pictures
 from tests.e2e.runs import metrics, rewards, run_here
 
