@@ -9,10 +9,13 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import yaml
 
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.rollouts.base import prompt_key
 from tests.e2e.runs import metrics, run_here
+from tests.e2e.test_agents import PLAIN
+from tests.e2e.test_agents import write_run as write_agent_run
 from tests.paths import EXAMPLES
 
 
@@ -66,3 +69,45 @@ def test_a_stopped_run_goes_on_token_by_token(example: Path, tmp_path: Path, mon
     resumed = run_here(example, *shared, "run.name=stopped", resume=True)
     assert resumed.finished
     assert drawn(resumed.run_dir) == drawn(straight)
+
+
+ROLLOUTS = """
+def with_length(prompts, trainer):
+    rollouts = trainer.generate(prompts)
+    fields = {name: [one[name] for one in rollouts] for name in ("prompt_ids", "completion_ids", "logprobs")}
+    return {**fields, "length": [len(one["completion_ids"]) for one in rollouts]}
+
+def long(completions, length, **columns):
+    return [float(one) for one in length]
+"""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_agents_rollout_functions_and_datasets_share_a_run(tmp_path: Path, ahead: bool):
+    config = write_agent_run(tmp_path, PLAIN)
+    (tmp_path / "rollouts.py").write_text(ROLLOUTS)
+    written = yaml.safe_load(config.read_text())
+    agent = {name: written.pop(name) for name in ("source", "data", "rewards")}
+    function = {
+        "source": {"rollout_func": "rollouts.py:with_length"},
+        "rewards": {"functions": ["rollouts.py:long"]},
+        "max_completion_length": 4,
+    }
+    data = agent["data"]
+    sources = [
+        {"name": "agent", **agent},
+        {"name": "function", "data": data, **function},
+        {"name": "plain", "weight": 2, "data": data | {"curriculum": "pass_rate"}, "rewards": agent["rewards"]},
+    ]
+    pipeline = {"async_prefetch": ahead}
+    changed = {"sources": sources, "pipeline": pipeline, "batch": {"prompts_per_step": 8}}
+    config.write_text(yaml.safe_dump(written | changed | {"run": written["run"] | {"steps": 4 if ahead else 2}}))
+    run_dir = run_here(config).run_dir
+    trained = Counter[str]()
+    for line in metrics(run_dir).steps:
+        counts = {name: line.values.get(f"source/{name}/groups", 0.0) for name in ("agent", "function", "plain")}
+        trained.update(counts)
+        assert ahead or counts == {"agent": 2, "function": 2, "plain": 4}
+        assert line.values.get("source/function/completion_length/max", 0.0) <= 4
+        assert ahead or line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled"
+    assert min(trained.values()) > 0, "a slow source holds up its own groups, and not for ever"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from lachesis.common.errors import ConfigError, nearest
@@ -19,6 +19,7 @@ from lachesis.config.keys import (
     value_in_words,
 )
 from lachesis.config.presets import PRESETS
+from lachesis.config.schema import MixedSourceConfig
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.atropos import TRAINER
 from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, read_names
@@ -31,6 +32,9 @@ _CALL = re.compile(
     r"(?P<name>[\w.-]*)(?:=.*?)?,?\)?",
     re.DOTALL,
 )
+
+# A key of one of several sources: ``sources.weight`` or ``sources[0].weight``.
+_OF_A_SOURCE = re.compile(r"sources(?:\[\d+\])?\.(.+)")
 
 _ENVIRONMENT_FLAG = (
     "a flag of an Atropos environment, not of the trainer: it goes into services.environment.args, and the "
@@ -89,6 +93,10 @@ def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, CONSTRUCTORS)
         ConfigError: nothing has that name; the remedy is the nearest one.
     """
     name = _plain(key)
+    if within := _OF_A_SOURCE.fullmatch(name):
+        found = [replace(one, path=f"sources.{one.path}") for one in find_keys(within[1], MixedSourceConfig)]
+        if found:
+            return _answer(key, [_explanation(one, ()) for one in found])
     section = find_section(name)
     if name and section is not None:
         return _section_answer(key, section, dialects)

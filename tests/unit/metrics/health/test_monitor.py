@@ -435,3 +435,34 @@ def test_remedies_apply_to_runs_with_environments() -> None:
     assert not NOT_THERE.search(say("samples_stale", stale).message)
     flat = replace(see(history=3, zero_std_fraction=1.0), limits=HealthLimits(environments=True))
     assert "--env.temperature" in say("zero_variance", flat).message
+
+
+class TestSources:
+    """Rules that one of several sources breaks while the run as a whole looks well."""
+
+    def see_two(self, make_group: MakeGroup, *, of_flat: dict[str, float]) -> Observation:
+        """Half of the groups of each step are of the source ``flat``, in which all rewards are equal."""
+        flat, fine = make_group(rewards=(0.0,) * 8), make_group(rewards=(0.0, 1.0) * 4)
+        groups = [
+            replace(group, prompt=replace(group.prompt, source=name))
+            for name, group in (("flat", flat), ("fine", fine))
+            for _ in range(8)
+        ]
+        return see(groups=groups, history=30, **of_flat)
+
+    def test_its_name_is_told(self, make_group: MakeGroup):
+        found = alarms(self.see_two(make_group, of_flat={"source/flat/truncated_fraction": 0.6}))
+        assert found.keys() == {"zero_variance/flat", "truncated_often/flat"}
+        assert found["zero_variance/flat"].message.startswith("source flat: all ")
+        assert found["truncated_often/flat"].message.startswith("source flat: 60 % of the completions are cut off")
+
+    def test_a_low_reward_names_its_functions(self, make_group: MakeGroup):
+        own = {"source/flat/reward": 0.0, "rewards/flat/exact/mean": 0.0, "rewards/flat/form/mean": 0.0}
+        seen = self.see_two(make_group, of_flat=own)
+        batches = [[*batch, replace(batch[0], rewards=(1.0, 0.0))] for batch in seen.batches]
+        found = alarms(replace(seen, batches=batches))
+        assert "(exact 0, form 0)" in found["reward_stays_low/flat"].message
+
+    def test_what_is_wrong_with_all_is_said_once(self, make_group: MakeGroup):
+        seen = self.see_two(make_group, of_flat={"truncated_fraction": 0.6, "source/flat/truncated_fraction": 0.6})
+        assert {"truncated_often"} == {name for name in alarms(seen) if name.startswith("truncated_often")}

@@ -67,6 +67,13 @@ def test_a_nested_section_by_its_name():
     assert {found.section for found in answer.explanations} == {"logging.wandb"}
 
 
+@pytest.mark.parametrize("name", ["sources.weight", "sources[1].weight"])
+def test_a_key_of_one_of_several_sources(name: str):
+    (found,) = explain(name).explanations
+    assert (found.path, found.default) == ("sources.weight", "1.0")
+    assert explain("sources.data.path").explanations[0].path == "sources.data.path"
+
+
 def test_keys_of_a_variant_say_so():
     assert explain("alpha").explanations[0].kinds == ("lora",)
 

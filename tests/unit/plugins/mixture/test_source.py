@@ -109,6 +109,13 @@ class TestShares:
         assert Counter(shares.next("ab") for _ in range(10)) == {"a": 5, "b": 5}
 
 
+def test_the_groups_of_a_mixture_are_shared_by_weight():
+    weights = {"math": 0.5, "code": 1.5, "game": 3.0}
+    mixture = SourceMixture({name: Ingredient(Numbered(), weight) for name, weight in weights.items()})
+    groups = [one for _ in range(25) for one in mixture.next_groups(8, deadline=soon())]
+    assert Counter(one.prompt.source for one in groups) == {"math": 20, "code": 60, "game": 120}
+
+
 class TestSlowSource:
     def test_it_holds_up_no_group_of_another(self):
         slow = Numbered(held=True)
