@@ -51,7 +51,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunPlace
 from lachesis.run.directory import claim_run
 from lachesis.run.engine import build_engine_side
-from lachesis.run.feeds import build_feed
+from lachesis.run.feeds import feed_from
 from lachesis.run.parts import build_evaluation, build_policy
 from lachesis.run.requests import RequestedPause
 from lachesis.run.sinks import build_sinks
@@ -124,17 +124,21 @@ class Bench:
             return Alone(prompts, generation, statistics.fmean(map(self.train, batches)))
         config = self.with_prompts(prompts)
         generated = self.generate(config, repeats=repeats)
-        batch = build_feed(config, **self.parts, kept=None).next()
+        batch = self.feed(config).next()
         self.train(batch)  # which compiles what these shapes need
         trained = [self.train(batch) for _ in range(repeats)]
         return Alone(prompts, statistics.median(generated), statistics.median(trained))
+
+    def feed(self, config: LachesisConfig) -> Feed[Batch]:
+        """The batches of a run."""
+        return feed_from(build_source(config, **self.parts), config, policy=self.policy, kept=None)
 
     def both(self, prompts: int, *, repeats: int) -> Alone:
         """The same at once: what the machine, and one interpreter for client and trainer, can do at best."""
         if self.flows:
             return self.both_flow(prompts, repeats=repeats)
         config = self.with_prompts(prompts)
-        batch = build_feed(config, **self.parts, kept=None).next()
+        batch = self.feed(config).next()
         generated: list[float] = []
         thread = threading.Thread(target=lambda: generated.extend(self.generate(config, repeats=repeats)))
         thread.start()
@@ -156,7 +160,7 @@ class Bench:
 
     def flow(self, prompts: int, *, batches: int) -> tuple[float, list[Batch]]:
         """Seconds a batch of a feed whose batches are taken as soon as they are there, and the batches."""
-        feed: Feed[Batch] = build_feed(self.with_prompts(prompts, ahead=self.flows), **self.parts, kept=None)
+        feed: Feed[Batch] = self.feed(self.with_prompts(prompts, ahead=self.flows))
         taken: list[Batch] = []
         started = time.perf_counter()
         try:
@@ -191,7 +195,7 @@ class Bench:
         """Some steps of a run, all of `lachesis train` but for the parts that are built before."""
         run = claim_run(Path(config.run.dir) / config.run.name, resume=False, overwrite=True)
         run.begin(resume=False)
-        feed: Feed[Batch] = build_feed(config, **self.parts, kept=None)
+        feed: Feed[Batch] = self.feed(config)
         tokenizer = self.policy.loaded.tokenizer
         hub = build_sinks(config, run=run, start=0, consoles=[], tokenizer=tokenizer, reward_names=())
         checkpoints = CheckpointManager(run.files["checkpoints"], keep_last=1)
