@@ -165,8 +165,15 @@ class Decoder:
                 positions = (positions + self._ahead).expand(3, -1, -1)
             arguments |= {"attention_mask": self._mask, "position_ids": positions[..., -ids.shape[1] :]}
         arguments |= self._seen
+        try:
+            output = self._model(**arguments)
+        except (TypeError, ValueError, AttributeError, LookupError):
+            if not self._caches or self._cache is not None or self._seen:
+                raise
+            # As transformers' cache of a model without a layer of attention: all tokens are run each time instead.
+            self._caches = False
+            return self._forward(ids, keep=keep, last_only=last_only)
         self._seen = {}
-        output = self._model(**arguments)
         if name is not None and self._caches:
             cache = getattr(output, name, None)
             self._caches = can_pick_rows(cache)

@@ -370,8 +370,20 @@ def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
 
 
 def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) -> Tensor:
-    """Return logprobs [B, T - start] of the tokens from ``start`` on, by the model as transformers calls it."""
-    log_p = model(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
+    """Return logprobs [B, T - start] of the tokens from ``start`` on, by the model as transformers calls it.
+
+    Raises:
+        ModelError: the model raises an error by itself.
+    """
+    try:
+        log_p = model(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be run by transformers: {type(error).__name__}: {error}",
+            remedy="check its config.json and the size of its vocabulary, or take another version of transformers",
+        ) from error
     return log_p[:, start - 1 : -1].gather(2, inputs[:, start:, None]).squeeze(2)
 
 

@@ -194,3 +194,21 @@ def test_only_caches_made_of_known_layers_can_be_picked_from():
     assert not can_pick_rows(OtherCache())
     assert not can_pick_rows(EncoderDecoderCache(DynamicCache(), DynamicCache()))
     assert not can_pick_rows(None)
+
+
+def test_a_model_that_raises_with_a_cache_is_run_without_one(monkeypatch):
+    model = tiny_model("qwen2")
+    plain = model.forward
+
+    def without_cache(*, use_cache: bool, **arguments):
+        if use_cache:
+            raise ValueError("`get_seq_length` can only be called on Attention layers")
+        return plain(use_cache=use_cache, **arguments)
+
+    expected = full_logits(model, [5, 6, 7, 8])
+    traits = ModelTraits.of(model)
+    monkeypatch.setattr(model, "forward", without_cache)
+    with generation_mode(model):
+        decoder = Decoder(model, traits=traits, prompts=[[5, 6, 7]], pad_token_id=PAD_ID)
+        torch.testing.assert_close(decoder.prefill()[0], expected[2])
+        torch.testing.assert_close(decoder.step(torch.tensor([8]))[0], expected[3])

@@ -184,3 +184,10 @@ def test_more_than_rounding_is_refused_with_what_was_tried():
         ModelError, match=r"padded \(attention bucketed, head chunked: logprobs differ by .*, where 0\.6"
     ):
         plan_forward(model, packing="auto")
+
+
+def test_a_model_that_transformers_cannot_run_is_named(monkeypatch):
+    model = tiny_model("qwen2")
+    monkeypatch.setattr(model, "forward", lambda **_: torch.ones(4) + torch.ones(8))
+    with pytest.raises(ModelError, match="Qwen2ForCausalLM cannot be run by transformers: RuntimeError: The size"):
+        plan_forward(model, packing="padded")
