@@ -217,4 +217,4 @@ def test_the_doctor_answers_in_json():
 
     answer = json.loads(doctor.as_json([doctor.Check("torch", "2.13"), doctor.Check("disk", "full", failed=True)]))
     assert answer["lachesis"] == lachesis.__version__
-    assert answer["checks"][1] == {"subject": "disk", "message": "full", "failed": True, "applies": True}
+    assert answer["checks"][1] == {"subject": "disk", "message": "full", "failed": True}

@@ -101,18 +101,6 @@ class DependencyError(LachesisError):
     exit_code = 11
 
 
-_KINDS = (
-    ConfigError, DataError, RewardError, ModelError, EngineError, StaleWeights, DeadlineExceeded, CheckpointError,
-    TrainingError, DependencyError,
-)  # fmt: skip
-
-
-def error_of(code: int | None, message: str) -> LachesisError:
-    """Return the error of a process that ended with ``code``; a plain LachesisError if no kind has that code."""
-    kind = next((kind for kind in _KINDS if kind.exit_code == code), LachesisError)
-    return kind(message)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
