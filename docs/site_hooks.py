@@ -79,6 +79,7 @@ TITLES = {
     "benchmarks/README.md": "Benchmarks",
     "benchmarks/raw/README.md": "Memory, measured",
     "examples/smollm2/README.md": "Example: SmolLM2",
+    "examples/vision/README.md": "Example: pictures",
     "recipes/README.md": "Recipes",
     "start/eight-gpus": "Eight GPUs",
     "tutorials/cluster": "Cluster",
@@ -120,6 +121,7 @@ PROJECT = [
     "benchmarks/README.md",
     "benchmarks/raw/README.md",
     "examples/smollm2/README.md",
+    "examples/vision/README.md",
 ]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
