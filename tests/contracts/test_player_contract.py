@@ -8,6 +8,7 @@ each player waits for ``slow`` in the midst of a rollout. That failures are excl
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,10 @@ from lachesis.common.types import GenerationRequest, Group, Prompt, SamplingPara
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.plugins.environments.agents.player import AgentPlayers
+from lachesis.plugins.environments.agents.process import AgentCommand
+from lachesis.plugins.environments.agents.proxy import AgentProxy
+from lachesis.plugins.environments.agents.session import Recorder
 from lachesis.plugins.environments.rollout_func import FunctionPlayers
 from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
@@ -146,7 +151,53 @@ def by_a_function(directory: Path) -> World:
     return World(made, engine, prompts, slow)
 
 
-PLAYERS = [with_tools, stepped, by_a_function]
+# An agent of nothing but the standard library; its second argument is the file that lets rollouts of prompt 0 go on.
+AGENT = """
+import json, os, sys, time, urllib.request
+messages = []
+for question in (sys.argv[1], "and?"):
+    messages.append({"role": "user", "content": question})
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    while sys.argv[1] == "0?" and not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+"""
+
+
+class FileEvent(threading.Event):
+    """An event that other processes see as a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def set(self) -> None:
+        super().set()
+        self.path.touch()
+
+
+def of_agents(directory: Path) -> World:
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    slow = FileEvent(directory / f"go-{random.random()}")
+    engine = Saying(lambda request, word: word)
+    recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=400)
+    made = AgentPlayers(
+        agent=AgentCommand(
+            (sys.executable, "-IS", "-c", AGENT, "{prompt}", str(slow.path)), workdir=None, env={}, timeout_s=LONG_S
+        ),
+        proxy=AgentProxy(CallBatcher(engine, at_once=4), recorder), params=PARAMS, decode=text_decoder(tokenizer),
+        max_concurrent=PROMPTS * SIZE, score_nonzero=False,
+    )  # fmt: skip
+    prompts = [Prompt(str(n), tuple(ids(f"{n}?")), f"{n}?") for n in range(PROMPTS)]
+    return World(made, engine, prompts, slow)
+
+
+PLAYERS = [with_tools, stepped, by_a_function, of_agents]
 
 
 @pytest.fixture(params=PLAYERS, ids=lambda make: make.__name__)
@@ -176,9 +227,12 @@ def test_tokens_are_those_that_were_sampled_and_only_these_are_learned(world: Wo
     world.slow.set()
     made = source(world)
     groups = made.next_groups(PROMPTS, deadline=Deadline("contract", LONG_S))
+    counted = made.counters()["tokens_generated"]
     made.close()
     assert [len(group.samples) for group in groups] == [SIZE] * PROMPTS
     left = list(world.engine.sampled)
+    learned = sum(sample.num_learned for group in groups for sample in group.samples)
+    assert learned == counted == sum(len(said) for _, said in left), "the lengths trained on are those generated"
     for sample in (sample for group in groups for sample in group.samples):
         whole, mask = sample.prompt_ids + sample.completion_ids, sample.loss_mask()
         assert len(mask) == len(sample.logprobs) == len(sample.completion_ids)
@@ -267,3 +321,21 @@ def test_groups_ahead_flow_past_a_slow_one_and_none_is_lost_or_changed(make: Cal
     assert "0" in found, "it is trained on in time"
     assert [found[name] for name in sorted(found)] == [one for one in expected if one.prompt.id in found]
     assert len(found) == 6
+
+
+def test_no_more_is_begun_than_the_trainer_is_behind(world: World):
+    """Back-pressure: where nothing is trained, rollouts of the batches ahead are played, and then no others."""
+    world.slow.set()
+    made = source(world)
+    feed = AsynchronousFeed(
+        source=made, collector=Collector(made, count=2), finisher=Finisher(advantages=list, pack=tuple), ahead=1,
+        batch_deadline_s=LONG_S,
+    )  # fmt: skip
+    feed.next()
+    turns = 2 * SIZE * 2
+    until(lambda: len(world.engine.sampled) >= 2 * turns)
+    time.sleep(0.3)
+    assert len(world.engine.sampled) == 2 * turns, "the batch that is trained on, and one ahead"
+    feed.advance(1)
+    until(lambda: len(world.engine.sampled) >= 3 * turns)
+    feed.close()

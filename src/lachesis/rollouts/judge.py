@@ -43,7 +43,7 @@ class Judge:
         for error in errors:
             note_failure(error.message, cause="reward")
         self._counts.add(
-            tokens_generated=sum(len(sample.completion_ids) for item in items for sample in item.group.samples),
+            tokens_generated=sum(sample.num_learned for item in items for sample in item.group.samples),
             dropped_groups=sum(isinstance(one, RewardError) for one in outcomes),
             reward_errors=len(errors),
         )
