@@ -19,9 +19,10 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.build import server_command, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
+from lachesis.process.managed import ManagedProcess
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
 from lachesis.run.fleet import fleet_members
-from lachesis.run.launch import launch_servers
+from lachesis.run.launch import LaunchedEngine, launch_servers
 from lachesis.run.pulse import Pulse, server_pulse
 from lachesis.run.share import with_room_aside
 from lachesis.train.model.loading import empty_transformer
@@ -64,40 +65,19 @@ def build_servers(
     members = fleet_members(config, directory=place.directory)
     urls = server_urls(config) if members is None else members()
     engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
-    start_s = config.deadlines.engine_start_s
     launched = context.launched
     if launched is None:
         launched = launch_servers(config, directory=place.directory, log_path=place.engine_log)
     processes = launched.take()
-    owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     try:
-        wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
-        limit_s = start_s + wait_s
-        deadline = Deadline(
-            "the start of the engine", limit_s, "deadlines.engine_start_s", watch=context.raise_if_stopped
-        )
-        if processes:
-            meanwhile()
-        launched.wait_ready(deadline=deadline)
-        quorum = config.engine.quorum if config.engine.kind == "http" else None
-        engine.connect_when_up(wait_s=wait_s, quorum=quorum, deadline=deadline)
-        takeover = config.engine.kind == "http" and config.engine.takeover
-        engine.claim(place.owner, takeover=takeover, deadline=deadline)
-        if not processes:
-            check_model(config, engine, deadline=deadline)
-        parts: BridgeParts[Policy] = BridgeParts(
-            config=with_room_aside(config),
+        _claim(config, engine, launched=launched, owner=place.owner, context=context, meanwhile=meanwhile)
+        parts = _bridge_parts(
+            config,
             engine=engine,
-            directory=place.directory,
-            weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),
-            owned=owned,
-            command=partial(server_command, config, directory=place.directory),
+            place=place,
+            processes=processes,
             members=members,
-            whole_of=whole_of,
-            companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
-            make_room=lambda policy: policy.make_room(),
             pack_buckets=pack_buckets,
-            together=lambda policy: policy,
             canary_prompt=canary_prompt,
         )
         bridge = build_bridge(parts)
@@ -105,7 +85,64 @@ def build_servers(
         engine.close()
         launched.stop()
         raise
-    return ServersSide(bridge=bridge, weights=parts.weights, owned=owned, engine=engine)
+    return ServersSide(bridge=bridge, weights=parts.weights, owned=parts.owned, engine=engine)
+
+
+def _claim(
+    config: LachesisConfig,
+    engine: HttpEngine,
+    *,
+    launched: LaunchedEngine,
+    owner: str,
+    context: RunContext,
+    meanwhile: Callable[[], None],
+) -> None:
+    """Wait until the servers answer, and claim them; others' servers have to serve the model that is trained."""
+    given = config.engine if config.engine.kind == "http" else None
+    wait_s = 0.0 if given is None else given.wait_s
+    deadline = Deadline(
+        "the start of the engine",
+        config.deadlines.engine_start_s + wait_s,
+        "deadlines.engine_start_s",
+        watch=context.raise_if_stopped,
+    )
+    if launched.processes:
+        meanwhile()
+    launched.wait_ready(deadline=deadline)
+    engine.connect_when_up(wait_s=wait_s, quorum=None if given is None else given.quorum, deadline=deadline)
+    engine.claim(owner, takeover=given is not None and given.takeover, deadline=deadline)
+    if not launched.processes:
+        check_model(config, engine, deadline=deadline)
+
+
+def _bridge_parts(
+    config: LachesisConfig,
+    *,
+    engine: HttpEngine,
+    place: RunPlace,
+    processes: Sequence[ManagedProcess],
+    members: Callable[[], Sequence[str]] | None,
+    pack_buckets: PackBuckets[Policy] | None,
+    canary_prompt: Sequence[int],
+) -> BridgeParts[Policy]:
+    """Return what a bridge to the servers is made of: the servers, and how a policy's weights are read."""
+    start_s = config.deadlines.engine_start_s
+    owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
+    return BridgeParts(
+        config=with_room_aside(config),
+        engine=engine,
+        directory=place.directory,
+        weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),
+        owned=owned,
+        command=partial(server_command, config, directory=place.directory),
+        members=members,
+        whole_of=whole_of,
+        companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
+        make_room=lambda policy: policy.make_room(),
+        pack_buckets=pack_buckets,
+        together=lambda policy: policy,
+        canary_prompt=canary_prompt,
+    )
 
 
 def whole_of(policy: Policy) -> Whole:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.errors import CheckpointError, EngineError, EngineLost
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole, SafeFormatter
-from lachesis.common.types import EvalResult, Finding
+from lachesis.common.types import EvalResult, Finding, Group, Prompt
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -36,6 +37,7 @@ from lachesis.plugins import load
 from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.partial_rollouts import PartialRollouts
+from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import ALONE, Companions, EngineSide, RunContext, RunPlace
 from lachesis.run.directory import (
     LogFile,
@@ -48,7 +50,7 @@ from lachesis.run.directory import (
     reason_of,
 )
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
-from lachesis.run.feeds import build_kept, build_rollouts, build_teach, with_start
+from lachesis.run.feeds import Rollouts, build_kept, build_rollouts, build_teach, with_start
 from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.parts import (
     build_checkpoints,
@@ -332,6 +334,22 @@ def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, st
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class RunInput:
+    """Prompts of a run, and what scores their completions: a rewarder, or the mixture of several sources."""
+
+    problems: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    mixture: Any
+    rewarder: Rewarder | None
+
+    def findings(self, config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+        """Return what is to be said of the prompts."""
+        if self.mixture is not None:
+            return self.mixture.findings(tokenizer)
+        return template_findings(config, self.problems, tokenizer)
+
+
 def build_parts(
     config: LachesisConfig, context: RunContext, *, run: RunDirectory, closing: ExitStack, keep: bool = True
 ) -> tuple[LachesisConfig, Parts]:
@@ -346,60 +364,96 @@ def build_parts(
     Raises:
         LachesisError: one of its subclasses, for whatever is wrong with the input.
     """
-    leadership = context.leadership
-    mixture = load("sources", "mixture")(config, closing=closing) if config.sources else None
-    problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
-    if config.model.sees_images or any(problem.images for problem in (*problems, *held_out)):
-        ranks = 1 if leadership is None else leadership.world.size
-        config = load("images", "settle")(config, [*problems, *held_out], ranks=ranks)
-    config = with_steps(config, problems=len(problems))
-    config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
-    rewarder = None
-    if mixture is None:
-        rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
+    config, data = read_input(config, context, closing=closing)
     place = run_place(run)
-    sharded = leadership is not None and config.distributed.strategy == "shard"
-    build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
-        early = EarlyPolicy(config, build, alone=leadership is None)
-        side = build_engine_side(
-            config,
-            place=place,
-            sharded=sharded,
-            context=context,
-            meanwhile=early.begin,
-            pack_buckets=None if leadership is None else leadership.pack_buckets(config),
-            canary_prompt=next((problem.token_ids for problem in problems if problem.token_ids), ()),
-        )
-        closing.callback(side.close)
-        bridge = side.bridge
-        policy = bridge.prepare(partial(early.finish, weights=side.weights))
-        shared: dict[str, Any] = {
-            "policy": policy,
-            "kept": build_kept(config, run.files["kept"]) if keep else None,
-            "teach": build_teach(config, tokenizer=policy.tokenizer, closing=closing),
-        }
-        kept_evaluation = partial(keep_evaluation, place.directory) if config.logging.tape else None
-        if mixture is not None:
-            rollouts = mixture.build(engine=bridge.engine, keep=kept_evaluation, **shared)
-        else:
-            shared |= {"problems": problems, "side": side, "rewarder": rewarder, "place": place, "context": context}
-            rollouts = build_rollouts(config, **shared)
-        feed = with_start(rollouts.feed, config, problems=problems, policy=policy)
+        side, policy = build_model(config, context, place=place, problems=data.problems, closing=closing)
+        kept = build_kept(config, run.files["kept"]) if keep else None
+        rollouts = _rollouts(config, context, data, place=place, side=side, policy=policy, kept=kept, closing=closing)
+        feed = with_start(rollouts.feed, config, problems=data.problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
             config,
-            held_out=held_out,
+            held_out=data.held_out,
             policy=policy,
-            engine=bridge.engine,
-            rewarder=rewarder,
-            keep=kept_evaluation,
+            engine=side.bridge.engine,
+            rewarder=data.rewarder,
+            keep=_sample_keeper(config, place),
             evaluator=rollouts.evaluator,
         )
         closing.callback(evaluation.close)
-        find = partial(template_findings, config, problems) if mixture is None else mixture.findings
-        findings = find(policy.tokenizer)
+        findings = data.findings(config, policy.tokenizer)
         return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept, findings)
+
+
+def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStack) -> tuple[LachesisConfig, RunInput]:
+    """Load the data and the rewards, and settle in the configuration what follows from them and the ranks."""
+    ranks = 1 if context.leadership is None else context.leadership.world.size
+    mixture = load("sources", "mixture")(config, closing=closing) if config.sources else None
+    problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
+    if config.model.sees_images or any(problem.images for problem in (*problems, *held_out)):
+        config = load("images", "settle")(config, [*problems, *held_out], ranks=ranks)
+    config = with_steps(config, problems=len(problems))
+    config = with_activations(config, devices=ranks)
+    rewarder = None
+    if mixture is None:
+        rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
+    return config, RunInput(problems, held_out, mixture, rewarder)
+
+
+def build_model(
+    config: LachesisConfig, context: RunContext, *, place: RunPlace, problems: Sequence[Prompt], closing: ExitStack
+) -> tuple[EngineSide, Policy]:
+    """Start the engine and build the policy, beside each other where neither has the other's weights."""
+    leadership = context.leadership
+    early = EarlyPolicy(
+        config, build_policy if leadership is None else leadership.build_policy, alone=leadership is None
+    )
+    side = build_engine_side(
+        config,
+        place=place,
+        sharded=leadership is not None and config.distributed.strategy == "shard",
+        context=context,
+        meanwhile=early.begin,
+        pack_buckets=None if leadership is None else leadership.pack_buckets(config),
+        canary_prompt=next((problem.token_ids for problem in problems if problem.token_ids), ()),
+    )
+    closing.callback(side.close)
+    return side, side.bridge.prepare(partial(early.finish, weights=side.weights))
+
+
+def _rollouts(
+    config: LachesisConfig,
+    context: RunContext,
+    data: RunInput,
+    *,
+    place: RunPlace,
+    side: EngineSide,
+    policy: Policy,
+    kept: PartialRollouts | None,
+    closing: ExitStack,
+) -> Rollouts:
+    """Build the feed of the mixture, or of the one source that the configuration names."""
+    teach = build_teach(config, tokenizer=policy.tokenizer, closing=closing)
+    if data.mixture is not None:
+        keep = _sample_keeper(config, place)
+        return data.mixture.build(engine=side.bridge.engine, policy=policy, kept=kept, teach=teach, keep=keep)
+    return build_rollouts(
+        config,
+        problems=data.problems,
+        policy=policy,
+        side=side,
+        rewarder=data.rewarder,
+        kept=kept,
+        teach=teach,
+        place=place,
+        context=context,
+    )
+
+
+def _sample_keeper(config: LachesisConfig, place: RunPlace) -> Callable[[int, Sequence[Group]], None] | None:
+    """Return the function that keeps what evaluations generate in the run directory, if the configuration wants it."""
+    return partial(keep_evaluation, place.directory) if config.logging.tape else None
 
 
 def run_place(run: RunDirectory) -> RunPlace:

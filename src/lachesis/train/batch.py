@@ -207,24 +207,11 @@ def pack(
             or a sample is malformed.
     """
     rows = [
-        Row(
-            sample,
-            replayed_old_logprobs if group.replayed else old_logprobs,
-            number,
-            shares(group),
-            group.prompt.images,
-        )
+        row
         for number, group in enumerate(groups)
-        for sample in group.samples
+        for row in _rows(group, number, replayed_old_logprobs if group.replayed else old_logprobs, shares(group))
     ]
-    counted = [row for row in rows if row.sample.num_learned]
-    if not counted:
-        raise TrainingError(
-            f"none of the {len(groups)} groups of this step has a completion token to learn from",
-            remedy="look at the rollouts in the run directory: are all completions empty or masked?",
-        )
-    for row in counted:
-        _require_whole(row.sample)
+    counted = _learnable(rows, groups=len(groups))
     if mask_truncated:
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
     kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
@@ -239,6 +226,23 @@ def pack(
         distinct_tokens=sum(tree.num_inputs for tree in whole),
         flat_tokens=sum(len(part.sequence.ids) * len(part.sequence.rows) for tree in whole for part in tree.parts),
     )
+
+
+def _rows(group: Group, number: int, old_logprobs: OldLogprobs, shares: Shares) -> list[Row]:
+    return [Row(sample, old_logprobs, number, shares, group.prompt.images) for sample in group.samples]
+
+
+def _learnable(rows: Sequence[Row], *, groups: int) -> list[Row]:
+    """Return the rows with a token to learn from. Raises TrainingError if there are none, or one is malformed."""
+    counted = [row for row in rows if row.sample.num_learned]
+    if not counted:
+        raise TrainingError(
+            f"none of the {groups} groups of this step has a completion token to learn from",
+            remedy="look at the rollouts in the run directory: are all completions empty or masked?",
+        )
+    for row in counted:
+        _require_whole(row.sample)
+    return counted
 
 
 def _teaches(sample: Sample) -> bool:

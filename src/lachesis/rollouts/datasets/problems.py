@@ -26,7 +26,7 @@ from lachesis.rollouts.datasets.problem_cache import (
     save_prepared,
     tokenizer_digest,
 )
-from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
+from lachesis.rollouts.datasets.rendering import Rendered, checked_template_kwargs, render, tokenize
 from lachesis.rollouts.datasets.rows import (
     PREFIX,
     Row,
@@ -142,12 +142,10 @@ def load_problems(
             too long, a transform failed, or nothing remains; the message names file and line.
         ConfigError: ``chat_template_kwargs`` sets a reserved variable, or a transform does not exist.
     """
-    template_kwargs = dict(chat_template_kwargs or {})
-    check_template_kwargs(template_kwargs)
     first = path if isinstance(path, Dataset) else Dataset(str(path))
     preparation = Preparation(
         tokenizer=tokenizer,
-        template_kwargs=template_kwargs,
+        template_kwargs=checked_template_kwargs(chat_template_kwargs),
         system_prompt=system_prompt,
         conversations=conversations,
         base_dir=(base_dir or Path()).resolve(),

@@ -29,10 +29,12 @@ class Rendered:
     special_tokens: bool
 
 
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if variables for the chat template are reserved."""
+def checked_template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return variables for the chat template. Raises ConfigError if one is reserved."""
+    kwargs = dict(given or {})
     if taken := sorted(_OWN_TEMPLATE_KEYS & kwargs.keys()):
         raise ConfigError(f"data.chat_template_kwargs sets {taken[0]!r}", remedy="leave it out; it is ours")
+    return kwargs
 
 
 def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> Rendered:

@@ -331,16 +331,10 @@ def policy_loss(
         options=options,
     )
     per_token, weight = _formulas(options, token_loss)
-    if token_loss is None and options.loss_type in USES_COVARIANCE:
-        terms = terms._replace(chosen=choose(terms, covariance or covariance_cut(terms, options), options))
-    loss = _token_losses(terms, options, per_token=per_token)
-    kept, num_kept = terms.rows.mask, num_tokens
-    if options.top_entropy_quantile < 1:
-        kept, num_kept = _high_entropy(terms, options, entropy_threshold, num_high_entropy_tokens)
-        loss = loss * kept
+    terms = terms if token_loss else _with_choice(terms, options, covariance)
+    kept, num_kept = _kept_tokens(terms, options, entropy_threshold, num_high_entropy_tokens, num_tokens)
     kl = kl_to_reference(terms, options) if options.loss_beta else None
-    loss = loss if kl is None else loss + options.loss_beta * kl
-    loss = loss if teacher_loss is None else loss + teacher_loss
+    loss = _token_losses(terms, options, per_token=per_token, kept=kept, kl=kl, teacher=teacher_loss)
     loss = loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)
     total = loss.sum() - _entropy_bonus(terms, options, kept=kept, num_kept=num_kept)
     return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
@@ -353,22 +347,42 @@ def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossTyp
     return LossType(token_loss or named.per_token, weight)
 
 
-def _token_losses(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> Tensor:
-    """Return the losses [T] with the sampler correction, before KL and the choice of tokens by entropy."""
+def _with_choice(terms: Terms, options: AlgorithmConfig, covariance: CovarianceCut | None) -> Terms:
+    """Return the terms with the tokens that the loss type chooses by covariance, if it does."""
+    if options.loss_type not in USES_COVARIANCE:
+        return terms
+    return terms._replace(chosen=choose(terms, covariance or covariance_cut(terms, options), options))
+
+
+def _kept_tokens(
+    terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None, count: float | None, num_tokens: float
+) -> tuple[Tensor, float]:
+    """Return which tokens are kept by their entropy, [T], and how many of the whole step are."""
+    if options.top_entropy_quantile == 1:
+        return terms.rows.mask, num_tokens
+    kept = high_entropy_keep(terms, options, threshold)
+    return kept, float(kept.sum()) if count is None else count
+
+
+def _token_losses(
+    terms: Terms,
+    options: AlgorithmConfig,
+    *,
+    per_token: TokenLoss,
+    kept: Tensor,
+    kl: Tensor | None,
+    teacher: Tensor | None,
+) -> Tensor:
+    """Return the losses [T]: corrected for the sampler, of the kept tokens, with the KL term and the teacher's."""
     loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(terms, options.off_policy_mask_threshold)
     if terms.correction is not None and per_token is not vespo:  # vespo has it in its weight
         loss = loss * terms.correction
-    return loss
-
-
-def _high_entropy(
-    terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None, count: float | None
-) -> tuple[Tensor, float]:
-    """Return which tokens are kept, [T], and how many of the whole step are."""
-    kept = high_entropy_keep(terms, options, threshold)
-    return kept, float(kept.sum()) if count is None else count
+    if options.top_entropy_quantile < 1:
+        loss = loss * kept
+    loss = loss if kl is None else loss + options.loss_beta * kl
+    return loss if teacher is None else loss + teacher
 
 
 def _entropy_bonus(terms: Terms, options: AlgorithmConfig, *, kept: Tensor, num_kept: float) -> Tensor | float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -250,70 +250,101 @@ def _planned(
     tensor: TensorGroup | None,
 ) -> ForwardPlan:
     """Return the fastest way of running the model that the probe finds right; as :func:`plan_forward`."""
-    before = model.config._attn_implementation
-    assert before is not None, "transformers chooses one when it makes a model"
-    probe = _probe(model, device)
-    differences: dict[str, str] = {}
+    trials = _Trials(model, device, _probe(model, device))
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     ways = recurrent.ways_of(model, device)
     if ways and context is not None:
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch: its "
-            "recurrent layers compute each token from the state after the one before",
-            remedy="leave distributed.context_parallel_size out",
-        )
+        raise _no_context(model, ": its recurrent layers compute each token from the state after the one before")
     if packing != "padded" and (takes_attention or ways):
-        if takes_attention:
-            attention.install(model)
-        recurrent.install(model)
-        candidates = _candidates(model, device, packed=True, shared_head=tensor is not None)
-        for candidate, way in itertools.product(candidates, ways or (None,)):
-            plan = replace(candidate, context=context, tensor=tensor, recurrent=way)
-            differences[plan.words] = difference = _difference(model, plan, probe, device)
-            if not difference:
-                return _told(model, plan, differences)
-        model.set_attn_implementation(before)
+        plan = trials.packed(ways, takes_attention=takes_attention, context=context, tensor=tensor)
+        if plan is not None:
+            return trials.told(plan)
     if context is not None:
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch "
-            f"({_tried(differences) or 'its attention cannot be replaced'})",
-            remedy="leave distributed.context_parallel_size out",
-        )
+        raise _no_context(model, f" ({trials.tried() or 'its attention cannot be replaced'})")
     if packing == "packed":
         raise ModelError(
             f"{type(model).__name__} cannot train on packed sequences: its layers do not follow the segments of a pack",
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
-    for candidate in _candidates(model, device, packed=False, shared_head=tensor is not None):
-        plan = replace(candidate, tensor=tensor)
-        differences[plan.words] = difference = _difference(model, plan, probe, device)
-        if not difference:
-            why = {} if takes_attention or packing == "padded" else {"packed": "its attention cannot be replaced"}
-            return _told(model, plan, why | differences)
+    if packing != "padded" and not takes_attention:
+        trials.differences["packed"] = "its attention cannot be replaced"
+    plan = trials.padded(tensor=tensor)
+    if plan is not None:
+        return trials.told(plan)
     if tensor is not None:
         raise ModelError(
             f"{type(model).__name__} cannot be trained by devices that share the matrices of its layers: its logits "
-            f"are not a product of its head's weight alone ({_tried(differences)})",
+            f"are not a product of its head's weight alone ({trials.tried()})",
             remedy="leave distributed.tensor_parallel_size out",
         )
     raise ModelError(
-        f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({_tried(differences)})",
+        f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({trials.tried()})",
         remedy="check that the model is a causal language model of transformers",
     )
 
 
-def _told(model: PreTrainedModel, plan: ForwardPlan, differences: Mapping[str, str]) -> ForwardPlan:
-    """Return the plan with one line on how the model is run, and why not faster, and log that line."""
-    shared = "packed, a group's prompt computed once" if plan.packed else "padded, prompts not shared"
-    not_taken = {words: difference for words, difference in differences.items() if difference}
-    why = f"; not taken: {_tried(not_taken)}" if not_taken else ""
-    told = f"{type(model).__name__} trains {shared}, {plan.words}{why}"
-    logger.info("%s", told)
-    return replace(plan, told=told)
+def _no_context(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch{reason}",
+        remedy="leave distributed.context_parallel_size out",
+    )
 
 
-def _tried(differences: Mapping[str, str]) -> str:
-    return "; ".join(f"{words}: {difference}" for words, difference in differences.items())
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Ways of running a model that were tried on the probe; ``differences`` has the words of each, empty if right."""
+
+    model: PreTrainedModel
+    device: torch.device
+    probe: _Probe
+    differences: dict[str, str] = field(default_factory=dict[str, str])
+
+    def packed(
+        self,
+        ways: Sequence[RunWays],
+        *,
+        takes_attention: bool,
+        context: ContextGroup | None,
+        tensor: TensorGroup | None,
+    ) -> ForwardPlan | None:
+        """Return the first right way of running packed sequences; without one the model is as it was."""
+        before = self.model.config._attn_implementation
+        assert before is not None, "transformers chooses one when it makes a model"
+        if takes_attention:
+            attention.install(self.model)
+        recurrent.install(self.model)
+        candidates = _candidates(self.model, self.device, packed=True, shared_head=tensor is not None)
+        plan = self._first_right(
+            replace(candidate, context=context, tensor=tensor, recurrent=way)
+            for candidate, way in itertools.product(candidates, ways or (None,))
+        )
+        if plan is None:
+            self.model.set_attn_implementation(before)
+        return plan
+
+    def padded(self, *, tensor: TensorGroup | None) -> ForwardPlan | None:
+        """Return the first right way of running padded rows."""
+        candidates = _candidates(self.model, self.device, packed=False, shared_head=tensor is not None)
+        return self._first_right(replace(candidate, tensor=tensor) for candidate in candidates)
+
+    def _first_right(self, plans: Iterable[ForwardPlan]) -> ForwardPlan | None:
+        for plan in plans:
+            self.differences[plan.words] = difference = _difference(self.model, plan, self.probe, self.device)
+            if not difference:
+                return plan
+        return None
+
+    def tried(self) -> str:
+        """Return what was wrong with the ways that were tried."""
+        return "; ".join(f"{words}: {difference}" for words, difference in self.differences.items() if difference)
+
+    def told(self, plan: ForwardPlan) -> ForwardPlan:
+        """Return the plan with one line on how the model is run, and why not faster, and log that line."""
+        shared = "packed, a group's prompt computed once" if plan.packed else "padded, prompts not shared"
+        why = f"; not taken: {self.tried()}" if self.tried() else ""
+        told = f"{type(self.model).__name__} trains {shared}, {plan.words}{why}"
+        logger.info("%s", told)
+        return replace(plan, told=told)
 
 
 def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, shared_head: bool) -> list[ForwardPlan]:
