@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lachesis.bridges.broadcast import PackBuckets
+from lachesis.bridges.senders import SendsTogether
 from lachesis.common.errors import LachesisError
 from lachesis.common.world import World
 from lachesis.config.colocation import is_colocated
@@ -65,6 +66,11 @@ class Leadership:
     def pack_buckets(self, config: LachesisConfig) -> PackBuckets[Policy] | None:
         """Return how ranks pack what engine workers beside them read; None if the workers are elsewhere."""
         return _pack_buckets if is_colocated(config, ranks=self.world.size) else None
+
+    def together(self, policy: Policy) -> SendsTogether:
+        """Return the policy as its ranks send its weights together."""
+        assert isinstance(policy, LeadingPolicy), "rank 0 has the engine"
+        return policy
 
 
 def _pack_buckets(

@@ -76,6 +76,7 @@ def build_servers(
             engine=engine,
             place=place,
             processes=processes,
+            context=context,
             members=members,
             pack_buckets=pack_buckets,
             canary_prompt=canary_prompt,
@@ -121,6 +122,7 @@ def _bridge_parts(
     engine: HttpEngine,
     place: RunPlace,
     processes: Sequence[ManagedProcess],
+    context: RunContext,
     members: Callable[[], Sequence[str]] | None,
     pack_buckets: PackBuckets[Policy] | None,
     canary_prompt: Sequence[int],
@@ -140,7 +142,7 @@ def _bridge_parts(
         companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
         make_room=lambda policy: policy.make_room(),
         pack_buckets=pack_buckets,
-        together=lambda policy: policy,
+        together=None if context.leadership is None else context.leadership.together,
         canary_prompt=canary_prompt,
     )
 

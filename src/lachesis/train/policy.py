@@ -46,7 +46,6 @@ from lachesis.train.model.router_replay import RouterReplay
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
 from lachesis.train.route_tensors import UNKNOWN
-from lachesis.train.sending import SendsWeights
 from lachesis.transport.digest import add_up, share_digests
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class StepCounts(NamedTuple):
     covariance: CovarianceCut | None = None
 
 
-class Policy(PolicyState, SendsWeights):
+class Policy(PolicyState):
     """Policy model that learns from batches.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SendsWeights:
-    """Part of a :class:`~lachesis.train.policy.Policy` that takes part in transfers."""
+    """Part of the policies of several ranks (:class:`~lachesis.train.policy.Policy`) that takes part in transfers."""
 
     model: PreTrainedModel | PeftModel
     strategy: Strategy
@@ -42,10 +41,6 @@ class SendsWeights:
         parts = deal(weight_sizes(self.model), senders=senders)
         tensors = dealt_weights(self.model, parts, rank=self.strategy.rank, gather=self.strategy.gather_to)
         return as_saved(self.model, tensors) if saved else tensors
-
-    def others(self, step: str, told: Mapping[str, Any]) -> AbstractContextManager[list[Any]]:
-        """Have the other ranks :meth:`send_share` meanwhile; their answers are in the list afterwards."""
-        return nullcontext([])
 
     def send_share(self, step: str, told: Mapping[str, Any]) -> Any:
         """Take part in a transfer as a rank other than 0; failures of the engines are part of the answer.

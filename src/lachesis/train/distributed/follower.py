@@ -23,6 +23,7 @@ from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.policy import Policy
+from lachesis.train.sending import SendsWeights
 from lachesis.transport.partners import pack_beside
 from lachesis.transport.transports import SharedRoom
 
@@ -39,7 +40,7 @@ class ToldLeader(TrainingError):
         self.exit_code = failure.exit_code
 
 
-class FollowingPolicy(Policy):
+class FollowingPolicy(Policy, SendsWeights):
     """Policy of a follower, which also reports how long a turn took and the use of its GPU.
 
     Args:

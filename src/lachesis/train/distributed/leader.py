@@ -27,6 +27,7 @@ from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.distributed.sharded_checkpoint import Written
 from lachesis.train.policy import Policy
+from lachesis.train.sending import SendsWeights
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked
 
@@ -218,7 +219,7 @@ def of_a_collective(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-class LeadingPolicy(Policy):
+class LeadingPolicy(Policy, SendsWeights):
     """Policy of the leader, which has the followers take part in whatever needs them.
 
     A method that all ranks have to call together is overridden here, in a turn; there is no other place to name it.
@@ -332,7 +333,7 @@ class LeadingPolicy(Policy):
                 exhaust(stream)  # nobody asks for more, and the others are in the midst of it
 
     # What the others do within :meth:`others`; the leader's own part is its bridge's.
-    send_share = Policy.send_share
+    send_share = SendsWeights.send_share
 
     @contextmanager
     def others(self, step: str, told: Mapping[str, Any]) -> Iterator[list[Any]]:
