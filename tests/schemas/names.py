@@ -22,6 +22,7 @@ CLASSES: Sequence[tuple[str, str, str]] = (
     ("transformers/training_args.py", "TrainingArguments", "trl:"),
     ("trl/trainer/base_config.py", "_BaseConfig", "trl:"),
     ("trl/trainer/grpo_config.py", "GRPOConfig", "trl:"),
+    ("trl/trainer/rloo_config.py", "RLOOConfig", "rloo:"),
     ("trl/trainer/model_config.py", "ModelConfig", "trl:"),
     ("trl/scripts/utils.py", "ScriptArguments", "trl:"),
     ("trl/scripts/utils.py", "DatasetMixtureConfig", "trl:"),

@@ -28,8 +28,9 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     algorithm = config.algorithm
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
     # Bounds such as GSPO's are closer than two 16-bit passes over the same weights: there the engine's rounding would
-    # decide which sequences are clipped.
-    below_rounding = algorithm.importance_sampling_level == "sequence" and algorithm.tightest_clip < 0.01
+    # decide which sequences are clipped; in a product of all ratios it adds up.
+    level = algorithm.importance_sampling_level
+    below_rounding = level == "sequence_product" or (level == "sequence" and algorithm.tightest_clip < 0.01)
     old_logprobs = "trainer" if below_rounding or algorithm.sampler_correction != "none" else "sampler"
     return pack(
         groups,

@@ -146,6 +146,10 @@ def _algorithm(config: LachesisConfig) -> Iterator[Said]:
             "pipeline.refill_zero_signal replaces groups of equal rewards, and with algorithm.baseline none they teach "
             "too; remove one of them"
         )
+    if algorithm.reward_clip is not None and algorithm.reward_clip[0] >= algorithm.reward_clip[1]:
+        yield problem(f"algorithm.reward_clip {list(algorithm.reward_clip)}: write the lower bound first")
+    if algorithm.aggregation == "normalize_then_sum" and algorithm.reward_clip is not None:
+        yield problem("algorithm.reward_clip with aggregation normalize_then_sum, which has no sum; remove one of them")
     if algorithm.aggregation == "normalize_then_sum" and algorithm.baseline != "group_mean":
         yield warning("algorithm.baseline does nothing with aggregation normalize_then_sum, which takes off the mean")
     if algorithm.epsilon >= 1:
@@ -180,7 +184,7 @@ _OWN_KEYS = {
 def _loss(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
     if algorithm.advantage is not None and (
-        unused := changed(config, "algorithm", "scale_rewards", "baseline", "aggregation")
+        unused := changed(config, "algorithm", "scale_rewards", "baseline", "aggregation", "reward_clip")
     ):
         yield warning(f"{' and '.join(unused)} do nothing with algorithm.advantage")
     if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):

@@ -30,7 +30,7 @@ LossTypeName = Literal[
 ]  # fmt: skip
 
 
-ScaleRewards = Literal["group", "batch", "none", "mean", "tokens", "signal"]
+ScaleRewards = Literal["group", "batch", "none", "advantages", "mean", "tokens", "signal"]
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -171,8 +171,13 @@ class AlgorithmConfig(Section):
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: ScaleRewards = Field(
         default="group",
-        description="What advantages are divided by: the group's deviation, the batch's, nothing; the group's mean "
-        "(MaxRL); `tokens` whitens over all tokens (REINFORCE++); `signal` is the share in groups that differ (GPG).",
+        description="What advantages are divided by: the group's deviation, the batch's, nothing; `advantages` whitens "
+        "them over the batch (TRL's RLOO); the group's mean (MaxRL); `tokens` whitens over all tokens "
+        "(REINFORCE++); `signal` is the share in groups that differ (GPG).",
+    )
+    reward_clip: tuple[float, float] | None = Field(
+        default=None,
+        description="Bounds of the weighted sum of a completion's rewards, before a KL term in it; none if unset.",
     )
     baseline: Baseline = Field(
         default="group_mean",

@@ -18,11 +18,12 @@ from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.prime_rl import refuse_toml
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect
+from lachesis.plugins.dialects.trl import TRAINER_KEY
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
 _TRAINERS = re.compile(
     r"verl[./]trainer[./]main_ppo(_sync)?(\.py)?|(\S*[./])?(dapo|entropy)[./]main_\w+(\.py)?"
-    r"|openrlhf\.cli\.train_(ppo|grpo)\w*|(\S*/)?(train_ppo\w*|\w*grpo\w*|rlhf)\.py|trl (grpo|rloo)"
+    r"|openrlhf\.cli\.train_(ppo|grpo)\w*|(\S*/)?(train_ppo\w*|\w*grpo\w*|rloo|rlhf)\.py|trl (grpo|rloo)"
     r"|trl\.scripts\.(grpo|rloo)|axolotl (train|preprocess)|axolotl\.cli\.train|(swift|megatron) rlhf|swift\.cli\.rlhf"
 )
 _COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +38,6 @@ _OTHER_METHODS: Mapping[str, str] = {
     **dict.fromkeys(("sft", "pt", "pretrain"), "which trains on given answers"),
     **dict.fromkeys(("rm", "prm", "trl reward", "reward_modeling"), "which trains a reward model"),
     **dict.fromkeys(("gkd", "kd"), "which distils a teacher"),
-    "rloo": "which trains by RLOO with other defaults (algorithm.preset: rloo stands for it)",
     "megatron rlhf": "which has other arguments than `swift rlhf`",
 }
 # An argument that a line which was not continued makes the first word of a command.
@@ -109,6 +109,9 @@ def read_script(path: Path) -> Document:
         found["num_processes"] = processes
     elif started.program == "swift rlhf" and (told := re.search(r"\bNPROC_PER_NODE=(\d+)\b", text)):
         found.setdefault("num_processes", int(told[1]))
+    trainer = re.search(r"(?:^|\W)(grpo|rloo)(?:\.py)?$", started.program)
+    if trainer is not None and other_system(found) is None:
+        found.setdefault(TRAINER_KEY, trainer[1])
     if started.program.startswith("axolotl") and started.arguments:
         config = started.arguments[0]
     nested = _nested(found)

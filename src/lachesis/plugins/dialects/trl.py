@@ -6,7 +6,7 @@ Read from TRL 1.16.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,10 @@ _MANAGED = {
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
     """TRL's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
-    translation = Translation(document, TRL)
+    rloo = is_rloo(document.data)
+    if rloo:
+        document.data = RLOO_DEFAULTS | {key: value for key, value in document.data.items() if value is not None}
+    translation = Translation(document, RLOO if rloo else TRL)
     translation.run()
     _put_model(translation)
     put_datasets(translation)
@@ -79,7 +82,12 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     note_paging(translation, "optim")
     put_cispo_bound(translation, "")
     put_reference(translation, "", alpha=0.6, steps=512)
-    put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
+    if translation.value(TRAINER_KEY, "grpo") not in ("grpo", "rloo"):
+        translation.problem(TRAINER_KEY, "grpo and rloo are known")
+    if rloo:
+        _put_rloo(translation)
+    else:
+        put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
     put_generation_kwargs(translation, "generation_kwargs")
     put_completions(translation, "")
     _put_new_tokens(translation)
@@ -249,10 +257,36 @@ def _put_new_tokens(translation: Translation) -> None:
         translation.put(f"sampling.{other}", value, name)
 
 
+def is_rloo(data: Mapping[str, Any]) -> bool:
+    """Return True if a document is of TRL's RLOOTrainer: it says so, or has keys that only its class has."""
+    told = data.get(TRAINER_KEY)
+    return told == "rloo" or (told is None and any(data.get(name) is not None for name in _ONLY_RLOO))
+
+
+def _put_rloo(translation: Translation) -> None:
+    """Set the loss, the advantages and the place of the KL term that RLOOTrainer has in its code."""
+    for key, value in (
+        ("loss_type", "grpo"),
+        ("importance_sampling_level", "sequence_product"),
+        ("baseline", "leave_one_out"),
+        ("scale_rewards", "advantages" if translation.switch("normalize_advantages") else "none"),
+        ("sampler_correction", "none"),
+    ):
+        translation.put(f"algorithm.{key}", value, TRAINER_KEY)
+    if translation.value("beta") != 0:
+        translation.put("algorithm.kl_placement", "reward", "beta")
+
+
 def _names() -> Iterator[Entry]:
     yield from read_names("grpo")
     yield from read_names("transformers")
     yield from read_names("trl")
 
 
+TRAINER_KEY = "trl_trainer"
+RLOO_DEFAULTS: Mapping[str, Any] = {TRAINER_KEY: "rloo", "num_generations": 2, "beta": 0.05}
+"""Defaults of TRL 1.16's RLOOConfig where GRPOConfig has others."""
+_ONLY_RLOO = ("normalize_advantages", "reward_clip_range")
+
 TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))
+RLOO = Dialect("TRL", [*_names(), *read_names("rloo")], row_sections=("datasets",))

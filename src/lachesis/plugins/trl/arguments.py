@@ -1,4 +1,4 @@
-"""``GRPOConfig``: transformers' training arguments with TRL's own, and which of them a script has set."""
+"""``GRPOConfig`` and ``RLOOConfig``: transformers' arguments with TRL's own, and which of them a script has set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 from transformers import TrainingArguments
+
+from lachesis.plugins.dialects.trl import RLOO_DEFAULTS, TRAINER_KEY
 
 # What the trainer does itself, or what has no meaning in one process; the rest is translated as a file of TRL's is.
 _OURS = frozenset(
@@ -133,10 +135,29 @@ class GRPOConfig(TrainingArguments):
         return said
 
 
+@dataclass
+class RLOOConfig(GRPOConfig):
+    """Arguments of :class:`~lachesis.trl.RLOOTrainer`, with the names and defaults of TRL 1.16.
+
+    A name that only GRPO has there is an error when the trainer is built.
+    """
+
+    num_generations: int = RLOO_DEFAULTS["num_generations"]
+    beta: float = RLOO_DEFAULTS["beta"]
+    normalize_advantages: bool = False
+    reward_clip_range: tuple[float, float] | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the values that the script has set, and that they are for RLOO."""
+        return {TRAINER_KEY: RLOO_DEFAULTS[TRAINER_KEY], **super().to_mapping()}
+
+
 def _plain(value: Any) -> Any:
     """Return a value as a file would have it: a dtype by its name, an enumeration's member by its value."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, tuple):
+        return list(cast(tuple[Any, ...], value))
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in cast(dict[str, Any], value).items()}
     return value.value if isinstance(value, Enum) else value

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.export.export import export
 from lachesis.plugins.export.push import push
-from lachesis.plugins.trl.arguments import GRPOConfig
+from lachesis.plugins.trl.arguments import GRPOConfig, RLOOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
 from lachesis.plugins.trl.model import ScriptModel
 from lachesis.plugins.trl.objects import (
@@ -59,6 +59,9 @@ class GRPOTrainer:
         ConfigError: an argument, or a field of ``args``, cannot be honoured.
     """
 
+    arguments: type[GRPOConfig] = GRPOConfig
+    """Class of ``args``."""
+
     def __init__(
         self,
         model: Any,
@@ -76,7 +79,12 @@ class GRPOTrainer:
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Callable[..., Any] | None = None,
     ) -> None:
-        self.args = args or GRPOConfig("GRPO")
+        self.args = args or self.arguments(self.arguments.__name__.removesuffix("Config"))
+        if not isinstance(self.args, self.arguments) or (type(self) is GRPOTrainer and isinstance(args, RLOOConfig)):
+            raise ConfigError(
+                f"args: a {type(args).__name__} does not fit {type(self).__name__}",
+                remedy=f"pass a {self.arguments.__name__}",
+            )
         if any(one is not None for one in optimizers):
             raise ConfigError(
                 "optimizers: Lachesis makes the optimizer and its schedule",
@@ -287,6 +295,12 @@ class GRPOTrainer:
             keep=partial(_keep_best, run_dir / "checkpoints") if self.args.load_best_model_at_end else None,
         )
         return self._sink
+
+
+class RLOOTrainer(GRPOTrainer):
+    """Trains as TRL's ``RLOOTrainer`` would: leave-one-out baselines, ratios of sequences, the KL in the reward."""
+
+    arguments = RLOOConfig
 
 
 def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:

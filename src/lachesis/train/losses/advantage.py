@@ -29,10 +29,14 @@ class Moments(NamedTuple):
     std: Tensor
 
 
-def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] | None) -> AdvantageFunction:
+def advantage_function(
+    algorithm: AlgorithmConfig, *, weights: Sequence[float] | None, added: Sequence[float] | None = None
+) -> AdvantageFunction:
     """Return :func:`group_advantages` on lists, with the options of ``algorithm``.
 
-    ``weights`` has one number per reward function, all 1 if unset.
+    Args:
+        weights: one number per reward function, all 1 if unset.
+        added: a number for each completion, added to the sum of its rewards.
     """
 
     def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int], lengths: Sequence[int]) -> list[float]:
@@ -45,6 +49,8 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
             scale_rewards=algorithm.scale_rewards,
             baseline=algorithm.baseline,
             aggregation=algorithm.aggregation,
+            clip=algorithm.reward_clip,
+            added=None if added is None else torch.tensor(added, dtype=torch.float64),
         )
         return advantages.numpy().tolist()
 
@@ -91,6 +97,8 @@ def group_advantages(
     scale_rewards: str = "group",
     baseline: str = "group_mean",
     aggregation: str = "sum_then_normalize",
+    clip: tuple[float, float] | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """Return the advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
 
@@ -111,6 +119,8 @@ def group_advantages(
         group: int64 [N], any label per group; groups may interleave and differ in size.
         lengths: int64 [N], loss tokens of each completion; all alike if ``None``.
         weights: float [K]; all 1 if ``None``.
+        clip: bounds of R.
+        added: float [N], added to R within its bounds.
 
     Returns:
         float [N], of the dtype of ``rewards``.
@@ -129,6 +139,8 @@ def group_advantages(
 
     if aggregation == "sum_then_normalize":
         total = _weighted_sum(rewards, weights, unscored)
+        total = total if clip is None else total.clamp(*clip)
+        total = total if added is None else total + added.to(total).unsqueeze(1)
         scored = Scored(total, index, whole_batch, lengths.to(total).unsqueeze(1), (~unscored).unsqueeze(1))
         advantages = SCALES[scale_rewards](BASELINES[baseline](scored), scored)
     else:
@@ -182,6 +194,12 @@ def whitened_tokens(advantages: Tensor, scored: Scored) -> Tensor:
     return (advantages - mean) * scale
 
 
+def whitened_completions(advantages: Tensor, scored: Scored) -> Tensor:
+    """Return (A - mean) / (std + 1e-4) over the batch, without those that nothing is compared with (TRL's RLOO)."""
+    alone = _group_sum(scored.known.to(scored.total), scored.group) < 2
+    return standardized(advantages.masked_fill(alone, math.nan), scored.batch).masked_fill(alone, 0.0)
+
+
 def whitened(values: Tensor, count: Tensor | None = None) -> tuple[float, float]:
     """Return mean and 1/sqrt(var + 1e-8) of values that count so often each, once if unset."""
     count = torch.ones_like(values) if count is None else count
@@ -208,6 +226,7 @@ SCALES: Mapping[str, Callable[[Tensor, Scored], Tensor]] = {
     "group": lambda advantages, scored: advantages / (scored.of_group.std + EPSILON),
     "batch": lambda advantages, scored: advantages / (moments(scored.total, scored.batch).std + EPSILON),
     "none": lambda advantages, scored: advantages,
+    "advantages": whitened_completions,
     # MaxRL, arXiv 2602.02710, with the 1e-6 of its authors' code, and TRL's absolute value.
     "mean": lambda advantages, scored: advantages / (scored.of_group.mean.abs() + 1e-6),
     "tokens": whitened_tokens,

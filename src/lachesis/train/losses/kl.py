@@ -18,7 +18,7 @@ from torch import Tensor
 from lachesis.common.types import Group, Sample
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.metrics.values import Mean, MetricValue
-from lachesis.train.losses.advantage import AdvantageFunction, advantage_function, assign_advantages, whitened
+from lachesis.train.losses.advantage import advantage_function, assign_advantages, whitened
 
 # Of the error that changes the weight (Ziegler et al. 2019, section 2.2).
 _MOST_ERROR = 0.2
@@ -109,28 +109,11 @@ class KlInReward:
             "kl_reward": Mean(-beta * sum(sums), max(len(sums), 1)),
         }
         if of_reward:
-            compute = _with_column([-beta * total for total in sums], self.options, weights=self.weights)
+            penalties = [-beta * total for total in sums]
+            compute = advantage_function(self.options, weights=self.weights, added=penalties)
             return assign_advantages(groups, compute=compute)
         to_go = [-beta * values.flip(0).cumsum(0).flip(0) for values in divergences]
         return _with_tokens(groups, to_go, self.options, weights=self.weights)
-
-
-def _with_column(
-    column: Sequence[float], options: AlgorithmConfig, *, weights: Sequence[float] | None
-) -> AdvantageFunction:
-    """Return the advantages of rewards to which a number for each completion is added, as a reward of weight 1."""
-    compute = advantage_function(options, weights=None if weights is None else [*weights, 1.0])
-
-    def penalized(
-        rewards: Sequence[Sequence[float | None]], group: Sequence[int], lengths: Sequence[int]
-    ) -> list[float]:
-        rows = [
-            [*row, added if any(value is not None for value in row) else None]
-            for row, added in zip(rewards, column, strict=True)
-        ]
-        return compute(rows, group, lengths)
-
-    return penalized
 
 
 def _with_tokens(

@@ -442,7 +442,6 @@ def test_arguments_that_bash_does_not_hand_to_the_trainer_are_an_error(tmp_path:
     ("line", "said"),
     [
         ("trl dpo --model_name_or_path m --beta 0.1", "starts trl dpo, which trains on preferences"),
-        ("trl rloo --model_name_or_path m --reward_funcs a", "algorithm.preset: rloo"),
         ("accelerate launch sft.py --model_name_or_path m", "starts sft.py, which trains on given answers"),
         ("deepspeed --module openrlhf.cli.train_rm --pretrain m", "openrlhf.cli.train_rm, which trains a reward model"),
         ("swift rlhf --rlhf_type kto --model m", "starts swift rlhf, which trains on preferences"),
@@ -456,9 +455,36 @@ def test_a_trainer_by_another_method_is_refused_with_its_name(tmp_path: Path, li
     assert said in caught.value.message
 
 
-def test_keys_of_trls_rloo_are_refused_by_name(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"normalize_advantages.*algorithm\.preset: rloo"):
-        ours(tmp_path, "trl grpo --model_name_or_path m --reward_funcs a.b --normalize_advantages true")
+RLOO = "--model_name_or_path m --dataset_name d --reward_funcs a.b --per_device_train_batch_size 4"
+
+
+@pytest.mark.parametrize("start", ["trl rloo", "python -m trl.scripts.rloo", "accelerate launch examples/rloo.py"])
+def test_a_script_of_trls_rloo_has_its_defaults_and_its_algorithm(tmp_path: Path, start: str):
+    found = ours(tmp_path, f"{start} {RLOO} --normalize_advantages --reward_clip_range -1 1")
+    assert found["algorithm"] == {
+        "loss_type": "grpo", "importance_sampling_level": "sequence_product", "baseline": "leave_one_out",
+        "scale_rewards": "advantages", "reward_clip": [-1, 1], "beta": 0.05, "kl_placement": "reward",
+        "sampler_correction": "none", "router_aux_loss_coef": "model",
+    }  # fmt: skip
+    assert found["sampling"]["num_generations"] == 2
+    assert found["batch"] == {"micro_batch_size": 4, "prompts_per_step": 2}
+
+
+def test_without_a_kl_trls_rloo_has_no_place_for_it(tmp_path: Path):
+    assert "kl_placement" not in ours(tmp_path, f"trl rloo {RLOO} --beta 0")["algorithm"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"trl grpo {RLOO} --normalize_advantages", "normalize_advantages.*of TRL's RLOOTrainer"),
+        (f"trl rloo {RLOO} --loss_type dapo", "loss_type.*a key of GRPOConfig, which TRL's RLOOConfig lacks"),
+        (f"trl rloo {RLOO} --rloo_k 2", "rloo_k.*num_generations"),
+    ],
+)
+def test_keys_of_the_other_trainer_of_trls_are_refused_by_name(tmp_path: Path, line: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        ours(tmp_path, line)
 
 
 def test_a_file_of_verls_is_read_below_the_words_of_a_script(tmp_path: Path):

@@ -17,18 +17,19 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.plugins.dialects.table import Dialect
-from lachesis.plugins.dialects.trl import TRL
+from lachesis.plugins.dialects.trl import RLOO, TRL
 from tests.schemas.names import TARGET, class_fields
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
 DIALECTS: Mapping[str, Dialect] = {"trl": TRL, "axolotl": AXOLOTL}
+TABLES: Mapping[str, Dialect] = {**DIALECTS, "rloo": RLOO}
 
 
 @pytest.mark.parametrize("label", NAMES)
 def test_every_field_of_theirs_is_in_a_table(label):
     dialect, _, rest = label.partition(":")
     prefix = rest[: rest.rfind(".") + 1]  # of a section
-    known = DIALECTS[dialect]
+    known = TABLES[dialect]
     names = [f"{prefix}{name}" for name in NAMES[label]]
     missing = [n for n in names if n not in known.entries and not known.is_section(n) and n not in known.row_sections]
     assert not missing
@@ -91,6 +92,16 @@ def test_what_is_not_written_has_their_default_or_is_on_the_page(dialect):
             if value is not None and changed is not None and SAME.get(name) != value and become(changed) != plain:
                 different.add(name)
     assert different == set(DIFFERENT[DIALECTS[dialect].name])
+
+
+@pytest.mark.parametrize("more", [{}, {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}])
+def test_what_a_file_for_rloo_does_not_write_has_the_default_of_rloo(more: dict[str, Any]):
+    file = {**FILES["trl"][0], **more, "trl_trainer": "rloo", "per_device_train_batch_size": 2}
+    plain = become(file)
+    for name, value in json.loads(TARGET.read_text(encoding="utf-8"))["defaults"]["rloo:RLOOConfig"].items():
+        changed = written(file, name, value)
+        if value is not None and changed is not None:
+            assert become(changed) == plain, name
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

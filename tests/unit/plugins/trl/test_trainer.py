@@ -17,7 +17,7 @@ from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback
 
 from lachesis.common.errors import ConfigError
-from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
+from lachesis.plugins.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from lachesis.plugins.trl.objects import lora_keys, quantization_keys
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -66,6 +66,26 @@ class Told(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.events.append(("end", state.global_step))
+
+
+def test_a_script_of_rloo_trains_by_it(tmp_path: Path):
+    given = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 4, "max_completion_length": 6}
+    args = RLOOConfig(str(tmp_path / "run"), normalize_advantages=True, reward_clip_range=(0.0, 1.0), **given)
+    objects = {"model": tiny_model("qwen2"), "processing_class": tiny_tokenizer()}
+    made = RLOOTrainer(args=args, reward_funcs=ones, train_dataset=ROWS, **objects)
+    algorithm = made.run.config.algorithm
+    assert (algorithm.baseline, algorithm.scale_rewards, algorithm.reward_clip) == (
+        "leave_one_out", "advantages", (0.0, 1.0),
+    )  # fmt: skip
+    assert (algorithm.beta, algorithm.kl_placement, made.run.config.sampling.num_generations) == (0.05, "reward", 2)
+    assert made.train().global_step == 2
+    assert max(line.values["grad_norm"] for line in made.run.log.steps) > 0
+
+
+@pytest.mark.parametrize(("kind", "args"), [(RLOOTrainer, GRPOConfig("r")), (GRPOTrainer, RLOOConfig("r"))])
+def test_arguments_of_the_other_trainer_are_refused(kind: type[GRPOTrainer], args: GRPOConfig):
+    with pytest.raises(ConfigError, match=f"does not fit {kind.__name__}"):
+        kind(model="m", reward_funcs=ones, args=args, train_dataset=ROWS)
 
 
 def test_a_script_trains_and_saves_with_objects(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -187,7 +188,22 @@ def test_leave_one_out_of_several_rewards_is_that_of_trl_s_rloo() -> None:
     assert advantages.tolist() == pytest.approx([expected[0], expected[1], 0.0, expected[2]], abs=1e-12)
 
 
-@pytest.mark.parametrize("scale_rewards", ["mean", "tokens", "signal"])
+def test_clipped_rewards_and_whitened_advantages_are_those_of_trl_s_rloo() -> None:
+    """`RLOOTrainer`: the sum is clamped, then less beta·KL; nanmean and nanstd of A, in which a lone row is NaN."""
+    rewards = _rewards([[3.0, 1.0], [0.0, None], [None, None], [-0.5, -9.0], [2.0, 0.0], [None, None]])
+    penalty = torch.tensor([0.1, -0.2, 0.3, 0.0, 0.5, 0.0], dtype=torch.float64)
+    found = group_advantages(
+        rewards, group=torch.tensor([0, 0, 0, 0, 1, 1]), baseline="leave_one_out", scale_rewards="advantages",
+        clip=(-1.0, 1.5), added=penalty,
+    )  # fmt: skip
+    total = [1.5 + 0.1, 0.0 - 0.2, -1.0]
+    centered = [value - (sum(total) - value) / 2 for value in total]
+    mean, std = _mean(centered), statistics.stdev(centered)
+    expected = [(value - mean) / (std + 1e-4) for value in centered]
+    assert found.tolist() == pytest.approx([expected[0], expected[1], 0.0, expected[2], 0.0, 0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("scale_rewards", ["mean", "tokens", "signal", "advantages"])
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted"])
 def test_what_no_function_judged_stays_outside_of_every_scale(baseline: str, scale_rewards: str) -> None:
     judged = _rewards([[1.0], [0.0], [0.0], [1.0]])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.document import read_document, to_yaml
-from lachesis.plugins.dialects.trl import TRL
+from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 
 Words = Sequence[str]
 
@@ -20,7 +20,9 @@ _OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
 
 # Flags of `axolotl train` that are not keys either.
 _LAUNCHER = ("launcher", "num_processes", "accelerate", "no_accelerate")
-_LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
+_LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py or rloo.py with the flags of `trl`"
+# Which of TRL's trainers a command starts; its files do not say it.
+_TRAINER: Mapping[str, Words] = {"grpo": (), "rloo": (f"--{TRAINER_KEY}", "rloo")}
 
 
 def command_for(program: str, words: Words) -> list[str]:
@@ -63,9 +65,9 @@ def _trl(words: Words) -> list[str]:
     verb, *rest = words or ["--help"]
     if verb == "vllm-serve":
         return ["lachesis", "serve", *_served(rest)]
-    if verb != "grpo":
-        raise _nothing(f"trl {verb}", "trl grpo and vllm-serve")
-    return _grpo(rest)
+    if verb not in ("grpo", "rloo"):
+        raise _nothing(f"trl {verb}", "trl grpo, rloo and vllm-serve")
+    return _grpo([*rest, *_TRAINER[verb]])
 
 
 def _served(words: Words) -> list[str]:
@@ -104,8 +106,9 @@ def _accelerate(words: Words) -> list[str]:
     program, *after = rest[place + 1 :] if rest[place] == "-m" else rest[place:]
     if program == "axolotl.cli.train":
         return _train(after, processes=processes)
-    if program == "trl.scripts.grpo" or Path(program).name == "grpo.py":
-        return _grpo(after, processes=processes)
+    stem = Path(program).stem if program.endswith(".py") else program.removeprefix("trl.scripts.")
+    if stem in _TRAINER:
+        return _grpo([*after, *_TRAINER[stem]], processes=processes)
     raise _nothing(f"accelerate launch {program}", _LAUNCHED)
 
 

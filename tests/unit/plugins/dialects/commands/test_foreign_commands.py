@@ -33,6 +33,10 @@ MORE = [
         'lachesis train config.yaml \'--set=reward_funcs=["a.b", "c.d"]\'',
     ),
     (
+        "trl rloo --config config.yaml --beta 0.1",
+        "lachesis train config.yaml --set=beta=0.1 '--set=trl_trainer=\"rloo\"'",
+    ),
+    (
         "trl grpo --config config.yaml --no_gradient_checkpointing",
         "lachesis train config.yaml --set=gradient_checkpointing=false",
     ),
