@@ -18,6 +18,7 @@ from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.tools.parsers import hermes
+from lachesis.train.packing import Row, trees
 from tests.fakes import FakeEngine
 from tests.threads import listening
 from tests.tiny import EOS, tiny_tokenizer
@@ -79,6 +80,11 @@ def gpt(world: World) -> openai.OpenAI:
 
 def claude(world: World) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=world.proxy.url, api_key=world.key, max_retries=0)
+
+
+def gemini(world: World, method: str, body: Any, *, key: str = "", query: str = "") -> httpx.Response:
+    url = f"{world.proxy.url}/v1beta/models/gemini-pro:{method}{query}"
+    return httpx.post(url, json=body, headers={"x-goog-api-key": key or world.key})
 
 
 def assert_one_trajectory(world: World, *, said: Sequence[str] = (CALL, "It is 8.")) -> None:
@@ -200,6 +206,227 @@ def test_a_conversation_that_begins_anew_is_another_trajectory(world: World):
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_google_with_a_tool(world: World, stream: bool):
+    world.answers = [f"{CALL}{EOS}", f"It is 8.{EOS}"]
+    declared = {"name": "double", "parameters": {"type": "OBJECT", "properties": {"x": {"type": "INTEGER"}}}}
+    body: dict[str, Any] = {
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "contents": [{"role": "user", "parts": [{"text": "twice 4?"}]}],
+        "tools": [{"functionDeclarations": [declared]}],
+        "generationConfig": {"temperature": 0.1, "maxOutputTokens": 100},
+    }
+    found: Any = None
+    for _ in range(2):
+        if stream:
+            reply = gemini(world, "streamGenerateContent", body, query="?alt=sse").text
+            found = json.loads(reply.removeprefix("data: "))
+        else:
+            found = gemini(world, "generateContent", body).json()
+        content = found["candidates"][0]["content"]
+        body["contents"].append(content)
+        calls = [part["functionCall"] for part in content["parts"] if "functionCall" in part]
+        results = [
+            {"functionResponse": {"name": call["name"], "response": {"result": doubled(json.dumps(call["args"]))}}}
+            for call in calls
+        ]
+        body["contents"] += [{"role": "user", "parts": results}] if results else []
+    assert found["candidates"][0]["content"]["parts"] == [{"text": "It is 8."}]
+    assert found["candidates"][0]["finishReason"] == "STOP"
+    assert found["usageMetadata"]["candidatesTokenCount"] == len(world.tokenizer(f"It is 8.{EOS}")["input_ids"])
+    assert_one_trajectory(world)
+
+
+def test_google_counts_and_refuses_in_its_own_form(world: World):
+    body = {"contents": [{"parts": [{"text": "one"}]}]}
+    assert gemini(world, "countTokens", body).json() == {"totalTokens": len("[user]one;[assistant]")}
+    refused = [
+        (gemini(world, "embedContent", body), 404, "NOT_FOUND", "there is no method 'embedContent'"),
+        (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "of no rollout"),
+        (
+            gemini(world, "generateContent", body | {"tools": [{"googleSearch": {}}]}),
+            400, "INVALID_ARGUMENT", "'googleSearch'; there are functions only",
+        ),
+        (
+            gemini(world, "generateContent", {"contents": [{"parts": [{"inlineData": {}}]}]}),
+            400, "INVALID_ARGUMENT", "reads text only",
+        ),
+    ]  # fmt: skip
+    for reply, status, kind, message in refused:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["status"]) == (status, status, kind)
+        assert message in error["message"]
+    assert world.session.trajectories == []
+
+
+def whole_text(world: World, number: int) -> str:
+    conversation = world.session.trajectories[number].conversation
+    return world.tokenizer.decode((*conversation.prompt_ids, *conversation.token_ids))
+
+
+def learned(world: World, number: int) -> list[int]:
+    conversation = world.session.trajectories[number].conversation
+    return [one for one, own in zip(conversation.token_ids, conversation.mask, strict=True) if own]
+
+
+def learned_text(world: World, number: int) -> str:
+    return world.tokenizer.decode(learned(world, number))
+
+
+def test_a_branch_has_the_tokens_that_were_sampled_and_learns_only_its_own(world: World):
+    """A sub-agent, a retry, and a second turn of the sub-agent: all go on from the same sampled tokens."""
+    world.answers = [f"{CALL}{EOS}", f"main{EOS}", f"sub{EOS}", f"again{EOS}", f"deep{EOS}"]
+    tools: Any = [{"type": "function", "function": {"name": "double", "parameters": SCHEMA}}]
+
+    def ask(*messages: Any) -> Any:
+        made = gpt(world).chat.completions.create(model="m", messages=list(messages), tools=tools).choices[0].message
+        return made.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+
+    question = {"role": "user", "content": "twice 4?"}
+    call = ask(question)
+    told = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "8"}
+    ask(question, call, told)
+    sub = ask(question, call, told, {"role": "user", "content": "sub?"})
+    ask(question, call, told)
+    ask(question, call, told, {"role": "user", "content": "sub?"}, sub, {"role": "user", "content": "deeper?"})
+    shared = f"(double)[user]twice 4?;[assistant]{CALL}{EOS}"
+    assert [whole_text(world, number) for number in range(3)] == [
+        f"{shared}{TOLD}main{EOS}",
+        f"{shared};[tool]8;[user]sub?;[assistant]sub{EOS};[user]deeper?;[assistant]deep{EOS}",
+        f"{shared}{TOLD}again{EOS}",
+    ]
+    assert [learned_text(world, number) for number in range(3)] == [
+        f"{CALL}{EOS}main{EOS}", f"sub{EOS}deep{EOS}", f"again{EOS}",
+    ]  # fmt: skip
+    assert len(world.session.trajectories) == 3
+    assert sum(len(learned(world, number)) for number in range(3)) == sum(
+        len(world.tokenizer(f"{said}{EOS}")["input_ids"]) for said in (CALL, "main", "sub", "again", "deep")
+    ), "each sampled token is learned once"
+
+
+def test_the_branches_of_a_conversation_are_packed_as_a_tree(world: World):
+    """What they share goes through the model once."""
+    world.answers = [f"{CALL}{EOS}", *(f"{word}{EOS}" for word in ("main", "sub", "again"))]
+    question = {"role": "user", "content": "twice 4?"}
+    client = gpt(world)
+    said = client.chat.completions.create(model="m", messages=[question]).choices[0].message  # type: ignore[list-item]
+    answer = said.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+    for ending in ("a", "b", "c"):
+        messages: Any = [question, answer, {"role": "user", "content": ending}]
+        client.chat.completions.create(model="m", messages=messages)
+    rows = [
+        (*one.conversation.prompt_ids, *one.conversation.token_ids) for one in world.session.trajectories
+    ]  # fmt: skip
+    samples = [one.conversation.as_sample(text="", temperature=1.0) for one in world.session.trajectories]
+    (tree,) = trees([Row(sample, "sampler", 0) for sample in samples])
+    inputs = [row[:-1] for row in rows]  # no last token is one
+    assert tree.num_inputs == len({row[:end] for row in inputs for end in range(1, len(row) + 1)})
+    assert tree.num_inputs < sum(map(len, inputs)) / 2
+
+
+def test_of_several_answers_each_is_a_branch_and_any_can_be_continued(world: World):
+    world.answers = [f"a{EOS}", f"b{EOS}", f"c{EOS}", f"d{EOS}"]
+    first: list[Any] = [{"role": "user", "content": "one"}]
+    made = gpt(world).chat.completions.create(model="m", messages=first, n=3)
+    assert [(choice.index, choice.message.content) for choice in made.choices] == [(0, "a"), (1, "b"), (2, "c")]
+    assert made.usage is not None and made.usage.completion_tokens == 6
+    assert len({request.seed for requests in world.engine.requests for request in requests}) == 3
+    gpt(world).chat.completions.create(
+        model="m", messages=[*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "on"}]
+    )
+    assert [world.text(world.session, number) for number in range(3)] == [
+        f"a{EOS}", f"b{EOS};[user]on;[assistant]d{EOS}", f"c{EOS}",
+    ]  # fmt: skip
+    world.answers = [f"e{EOS}", f"f{EOS}"]
+    found: dict[int, str] = {}
+    for chunk in gpt(world).chat.completions.create(model="m", messages=first, n=2, stream=True):
+        for choice in chunk.choices:
+            found[choice.index] = found.get(choice.index, "") + (choice.delta.content or "")
+    assert found == {0: "e", 1: "f"}
+
+
+OPENING = '<tool_call>\n{"name": "double", "arguments":'
+
+
+def forced_arguments(world: World, dialect: str) -> Any:
+    """What a call has in it that the API was asked to have."""
+    said: Any = {"role": "user", "content": "twice 4?"}
+    if dialect == "chat":
+        tools: Any = [{"type": "function", "function": {"name": "double", "parameters": SCHEMA}}]
+        made: Any = gpt(world).chat.completions.create(model="m", messages=[said], tools=tools, tool_choice="required")
+        return json.loads(made.choices[0].message.tool_calls[0].function.arguments)
+    if dialect == "responses":
+        tools = [{"type": "function", "name": "double", "parameters": SCHEMA}]
+        choice: Any = {"type": "function", "name": "double"}
+        made = gpt(world).responses.create(model="m", input=[said], tools=tools, tool_choice=choice)
+        return json.loads(made.output[0].arguments)
+    if dialect == "messages":
+        tools = [{"name": "double", "input_schema": SCHEMA}]
+        made = claude(world).messages.create(
+            model="m", max_tokens=100, messages=[said], tools=tools, tool_choice={"type": "any"}
+        )
+        return made.content[0].input
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": "twice 4?"}]}],
+        "tools": [{"functionDeclarations": [{"name": "double"}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["double"]}},
+    }
+    made = gemini(world, "generateContent", body).json()
+    return made["candidates"][0]["content"]["parts"][0]["functionCall"]["args"]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "google"])
+def test_a_call_that_has_to_be_is_begun_with_tokens_that_are_not_learned(world: World, dialect: str):
+    rest = '{"x":4}}</tool_call>'
+    world.answers = [f"{rest}{EOS}"]
+    assert forced_arguments(world, dialect) == {"x": 4}
+    assert whole_text(world, 0) == f"(double)[user]twice 4?;[assistant]{OPENING}{rest}{EOS}"
+    assert learned_text(world, 0) == f"{rest}{EOS}"
+
+
+def test_a_call_of_any_of_several_tools_is_begun_up_to_its_name(world: World):
+    world.answers = [f' "half", "arguments":{{"x":4}}}}</tool_call>{EOS}']
+    tools: Any = [{"type": "function", "function": {"name": name}} for name in ("double", "half")]
+    made = gpt(world).chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "?"}], tools=tools, tool_choice="required"
+    )
+    calls: Any = made.choices[0].message.tool_calls
+    assert [call.function.name for call in calls] == ["half"]
+
+
+def in_a_format(world: World, dialect: str, questions: Sequence[str]) -> str:
+    """The answer to the last question in a schema, the first having been answered with 4."""
+    last = questions[1:]
+    said: Any = [{"role": "user", "content": questions[0]}]
+    for question in last:
+        said += [{"role": "assistant", "content": '{"x": 4}'}, {"role": "user", "content": question}]
+    if dialect == "chat":
+        form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+        made: Any = gpt(world).chat.completions.create(model="m", messages=said, response_format=form)
+        return made.choices[0].message.content
+    if dialect == "responses":
+        form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
+        return gpt(world).responses.create(model="m", input=said, text=form).output_text
+    roles = {"user": "user", "assistant": "model"}
+    contents = [{"role": roles[one["role"]], "parts": [{"text": one["content"]}]} for one in said]
+    options = {"responseMimeType": "application/json", "responseJsonSchema": SCHEMA}
+    made = gemini(world, "generateContent", {"contents": contents, "generationConfig": options}).json()
+    return made["candidates"][0]["content"]["parts"][0]["text"]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "google"])
+def test_a_schema_is_told_in_the_last_message_and_the_answer_begun(world: World, dialect: str):
+    world.answers = [f'"x": 4}}{EOS}', f'"x": 5}}{EOS}']
+    told = f"Answer with JSON of this schema: {json.dumps(SCHEMA)}"
+    assert json.loads(in_a_format(world, dialect, ["one"])) == {"x": 4}
+    assert json.loads(in_a_format(world, dialect, ["one", "two"])) == {"x": 5}
+    assert len(world.session.trajectories) == 1
+    assert whole_text(world, 0) == (
+        f'[user]one\n\n{told};[assistant]{{"x": 4}}{EOS};[user]two\n\n{told};[assistant]{{"x": 5}}{EOS}'
+    )
+    assert learned_text(world, 0) == f'"x": 4}}{EOS}"x": 5}}{EOS}'
+
+
 def test_a_turn_that_the_agent_changed_is_not_taken_for_the_models(world: World):
     world.answers = [f"a{EOS}", f"b{EOS}"]
     first: list[Any] = [{"role": "user", "content": "one"}]
@@ -230,8 +457,10 @@ def test_keys_tell_rollouts_apart_and_end_with_them(world: World):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2}, "n is not 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not text"),
+        ({"n": 17}, "17 is not a number of answers from 1 to 16"),
+        ({"response_format": {"type": "grammar"}}, "the format 'grammar' is neither text, json_object nor"),
+        ({"tool_choice": "required"}, "the tool that has to be called .any. is not among the tools"),
+        ({"tool_choice": {"type": "custom"}}, "is neither none, auto, required nor a function"),
         ({"messages": [{"role": "user", "content": "x" * 700}]}, "maximum context length is 600"),
         ({"messages": []}, "no messages"),
         (
@@ -268,6 +497,16 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"name": "f", "input_schema": {}}],
         "tool_choice": {"type": "auto"},
         "max_tokens": 3,
+    },
+    "../v1beta/models/m:generateContent": {
+        "systemInstruction": {"parts": [{"text": "s"}]},
+        "contents": [
+            {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"a": "x"}}}, {"text": "b"}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "f", "parameters": {"type": "OBJECT"}}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "generationConfig": {"maxOutputTokens": 3, "stopSequences": ["a"]},
     },
     "responses": {
         "input": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,11 @@ def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
     if not parts:
         return ParsedTurn(text)
     return ParsedTurn("".join([said, *parts[1::2]]).strip(), tuple(_hermes_call(call) for call in parts[::2]))
+
+
+def hermes_opening(name: str = "") -> str:
+    """Return the text with which a call in the format of :func:`hermes` begins, of any tool or of the one named."""
+    return "<tool_call>\n" + (f'{{"name": {json.dumps(name)}, "arguments":' if name else '{"name":')
 
 
 def _hermes_call(text: str) -> ToolCall:

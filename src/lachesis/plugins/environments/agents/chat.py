@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lachesis.common.types import Message
@@ -14,8 +14,10 @@ from lachesis.plugins.environments.agents.requests import (
     Event,
     arguments_of,
     assistant,
+    forced_of,
     limit_of,
     list_of,
+    schema_of,
     stops_of,
     text_of,
 )
@@ -25,13 +27,8 @@ def read(body: Mapping[str, Any]) -> Asked:
     """Parse a body. Sampling parameters are the run's, so the agent's temperature is ignored.
 
     Raises:
-        BadRequest: it is malformed, or asks for several choices, or for an output by a schema.
+        BadRequest: it is malformed.
     """
-    if body.get("n") not in (None, 1):
-        raise BadRequest("n is not 1: a turn of a rollout has one completion")
-    form = body.get("response_format") or {"type": "text"}
-    if not isinstance(form, dict) or form.get("type") != "text":
-        raise BadRequest("response_format is not text: nothing holds the model to a format")
     tools = [] if body.get("tool_choice") == "none" else list_of(body, "tools")
     if any(tool.get("type") != "function" for tool in tools):
         raise BadRequest("a tool is not a function")
@@ -42,6 +39,9 @@ def read(body: Mapping[str, Any]) -> Asked:
         stop=stops_of(body.get("stop")),
         stream=bool(body.get("stream")),
         model=str(body.get("model") or "policy"),
+        forced=forced_of(body.get("tool_choice")),
+        schema=schema_of(body.get("response_format")),
+        n=1 if (n := body.get("n")) is None else n,
     )
 
 
@@ -62,23 +62,32 @@ def message(one: Mapping[str, Any]) -> Message:
     raise BadRequest(f"a message has the role {role!r}")
 
 
-def answer(turn: AssistantTurn) -> dict[str, Any]:
-    """Return the document of a turn."""
+def answer(*turns: AssistantTurn) -> dict[str, Any]:
+    """Return the document of a turn, or of several to choose from."""
+    choices = [_choice(index, turn) for index, turn in enumerate(turns)]
+    return _envelope(turns[0], "chat.completion") | {"choices": choices, "usage": _usage(turns)}
+
+
+def _choice(index: int, turn: AssistantTurn) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     if turn.calls:
         said["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.json}}
             for call in turn.calls
         ]
-    choice = {"index": 0, "message": said, "finish_reason": _reason(turn), "logprobs": None}
-    return _envelope(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    return {"index": index, "message": said, "finish_reason": _reason(turn), "logprobs": None}
 
 
-def events(turn: AssistantTurn) -> Iterator[Event]:
+def events(*turns: AssistantTurn) -> Iterator[Event]:
     """Yield the answer as a stream, in as few events as clients need."""
+    for index, turn in enumerate(turns):
+        yield from _events(index, turn)
+    yield "", _envelope(turns[0], "chat.completion.chunk") | {"choices": [], "usage": _usage(turns)}
 
+
+def _events(place: int, turn: AssistantTurn) -> Iterator[Event]:
     def chunk(delta: dict[str, Any], reason: str | None = None) -> Event:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+        choice = {"index": place, "delta": delta, "finish_reason": reason, "logprobs": None}
         return "", _envelope(turn, "chat.completion.chunk") | {"choices": [choice]}
 
     yield chunk({"role": "assistant", "content": ""})
@@ -88,7 +97,6 @@ def events(turn: AssistantTurn) -> Iterator[Event]:
         function = {"name": call.name, "arguments": call.json}
         yield chunk({"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]})
     yield chunk({}, _reason(turn))
-    yield "", _envelope(turn, "chat.completion.chunk") | {"choices": [], "usage": _usage(turn)}
 
 
 def _reason(turn: AssistantTurn) -> str:
@@ -99,9 +107,6 @@ def _envelope(turn: AssistantTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": int(time.time()), "model": turn.model}
 
 
-def _usage(turn: AssistantTurn) -> dict[str, int]:
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.tokens,
-        "total_tokens": turn.prompt_tokens + turn.tokens,
-    }
+def _usage(turns: Sequence[AssistantTurn]) -> dict[str, int]:
+    prompt, tokens = turns[0].prompt_tokens, sum(turn.tokens for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}

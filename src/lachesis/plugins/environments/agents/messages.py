@@ -15,6 +15,7 @@ from lachesis.plugins.environments.agents.requests import (
     assistant,
     limit_of,
     list_of,
+    schema_of,
     stops_of,
     text_of,
 )
@@ -28,7 +29,8 @@ def read(body: Mapping[str, Any]) -> Asked:
     Raises:
         BadRequest: it is malformed, or asks for a tool that runs at Anthropic's.
     """
-    tools = [] if (body.get("tool_choice") or {}).get("type") == "none" else list_of(body, "tools")
+    choice = body.get("tool_choice") or {}
+    tools = [] if choice.get("type") == "none" else list_of(body, "tools")
     if odd := [tool.get("type") for tool in tools if tool.get("type") not in (None, "custom")]:
         raise BadRequest(f"a tool is of type {odd[0]!r}; there are functions only")
     system: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
@@ -40,6 +42,8 @@ def read(body: Mapping[str, Any]) -> Asked:
         stop=stops_of(body.get("stop_sequences")),
         stream=bool(body.get("stream")),
         model=str(body.get("model") or "policy"),
+        forced=str(choice["name"]) if choice.get("type") == "tool" else "" if choice.get("type") == "any" else None,
+        schema=schema_of((body.get("output_config") or {}).get("format") or body.get("output_format")),
     )
 
 

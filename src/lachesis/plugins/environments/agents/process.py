@@ -92,8 +92,9 @@ def run_agent(
     """Run the command to its end, or to its limit, or until ``stop`` says so; all its processes have ended then.
 
     It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and the columns that it may see.
-    ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` are the model's address, ``OPENAI_API_KEY`` and ``ANTHROPIC_API_KEY``
-    identify the rollout. If it may report a reward, ``LACHESIS_REWARD`` is the file for it.
+    ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and ``GOOGLE_GEMINI_BASE_URL`` are the model's address,
+    ``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY`` and ``GEMINI_API_KEY`` identify the rollout. If it may report a reward,
+    ``LACHESIS_REWARD`` is the file for it.
 
     Args:
         agent: the command.
@@ -252,6 +253,10 @@ def _endpoint(url: str, key: str) -> dict[str, str | None]:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": None,
+        "GOOGLE_GEMINI_BASE_URL": url,
+        "GEMINI_API_KEY": key,
+        "GOOGLE_API_KEY": None,
+        "GOOGLE_GENAI_USE_VERTEXAI": None,
         "OPENAI_ORG_ID": None,
         "OPENAI_PROJECT_ID": None,
         "NO_PROXY": "127.0.0.1,localhost",

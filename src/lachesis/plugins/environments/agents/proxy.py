@@ -1,4 +1,4 @@
-"""The server that agents talk to: OpenAI's and Anthropic's APIs in front of the run's engine, every turn recorded."""
+"""The server that agents talk to: OpenAI's, Anthropic's and Google's APIs before the run's engine, turns recorded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import BodyTooLong, LoopServer, http_server, read_body
 from lachesis.common.json_values import read_object
 from lachesis.common.types import SamplingParams
-from lachesis.plugins.environments.agents import chat, messages, responses
-from lachesis.plugins.environments.agents.requests import Asked, AssistantTurn, BadRequest, Dialect, Event
+from lachesis.plugins.environments.agents import chat, google, messages, responses
+from lachesis.plugins.environments.agents.requests import Asked, BadRequest, Dialect, Event
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.rollouts.call_batcher import Completer
 
@@ -36,12 +36,11 @@ _MAX_CONNECTIONS = 64
 _DOOR = "lachesis.agent"
 # How long an agent's thread waits for its door.
 _START_S = 20.0
-_ANSWERS: Mapping[
-    Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
-] = {
+_ANSWERS: Mapping[Dialect, tuple[Callable[..., dict[str, Any]], Callable[..., Iterator[Event]]]] = {
     "chat": (chat.answer, chat.events),
     "responses": (responses.answer, responses.events),
     "messages": (messages.answer, messages.events),
+    "google": (google.answer, google.events),
 }
 
 
@@ -67,6 +66,7 @@ class AgentProxy:
             Route("/v1/responses", self._guarded("responses", self._responses), methods=["POST"]),
             Route("/v1/messages", self._guarded("messages", self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._guarded("messages", self._count), methods=["POST"]),
+            Route("/v1beta/models/{call:path}", self._guarded("google", self._google), methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, middleware=[Middleware(OwnHostOnly, allowed=(host,))])
         self._server = LoopServer(self.app, host=host)
@@ -164,25 +164,38 @@ class AgentProxy:
         session = self._session(request)
         return await self._turn(session, _asked(messages.read, await _body(request)), "messages")
 
+    async def _google(self, request: Request) -> Response:
+        """Answer ``MODEL:METHOD``."""
+        session = self._session(request)
+        model, _, method = request.path_params["call"].rpartition(":")
+        asked = _asked(
+            partial(google.read, model=model, stream=method == "streamGenerateContent"), await _body(request)
+        )
+        if method == "countTokens":
+            return JSONResponse({"totalTokens": len(self._recorder.render(asked))})
+        if method not in ("generateContent", "streamGenerateContent"):
+            raise BadRequest(f"there is no method {method!r}", status=404)
+        return await self._turn(session, asked, "google")
+
     async def _count(self, request: Request) -> Response:
         self._session(request)
         return JSONResponse({"input_tokens": len(self._recorder.render(_asked(messages.read, await _body(request))))})
 
     async def _turn(self, session: AgentSession, asked: Asked, dialect: Dialect) -> Response:
         prepared = self._recorder.prepare(session, asked)
-        completion = await self.calls.complete(prepared.request)
-        if session.closed or completion.finish_reason == "abort":
+        completions = await asyncio.gather(*(self.calls.complete(request) for request in prepared.requests))
+        if session.closed or any(completion.finish_reason == "abort" for completion in completions):
             raise BadRequest("the rollout has ended", status=401)
-        turn = self._recorder.record(session, prepared, completion)
+        turns = [self._recorder.record(session, prepared, completion) for completion in completions]
         document, events = _ANSWERS[dialect]
         if not asked.stream:
-            return JSONResponse(document(turn))
-        return StreamingResponse(_stream(events(turn), dialect), media_type="text/event-stream")
+            return JSONResponse(document(*turns))
+        return StreamingResponse(_stream(events(*turns), dialect), media_type="text/event-stream")
 
     def _session(self, request: Request) -> AgentSession:
-        """Find the session by the key, as either API's clients send it. Raises BadRequest for an unknown key."""
+        """Find the session by the key, as each API's clients send it. Raises BadRequest for an unknown key."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = request.headers.get("x-api-key") or bearer
+        key = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or bearer
         session, door = self._sessions.get(key), request.scope.get(_DOOR)
         if session is None or (door != key and (door is not None or key in self._doors)):
             raise BadRequest("the key is of no rollout that is under way", status=401, code="invalid_api_key")
@@ -230,6 +243,10 @@ def _refusal(dialect: Dialect, message: str, *, status: int, code: str) -> Respo
         kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
         kind = kinds.get(status, "invalid_request_error")
         document: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    elif dialect == "google":
+        kinds = {401: "UNAUTHENTICATED", 404: "NOT_FOUND", 500: "INTERNAL"}
+        kind = kinds.get(status, "INVALID_ARGUMENT")
+        document = {"error": {"code": status, "message": message, "status": kind}}
     else:
         kind = "server_error" if status == 500 else "invalid_request_error"
         document = {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -12,6 +12,8 @@ from lachesis.common.errors import LachesisError
 from lachesis.common.json_values import read_json
 from lachesis.common.types import FinishReason, Message
 
+_MOST_ANSWERS = 16
+
 
 class BadRequest(LachesisError):
     """A request that cannot be served; ``status`` and ``code`` are those of OpenAI's API."""
@@ -27,6 +29,8 @@ class Asked:
     """A turn that an agent asks for.
 
     ``messages`` and ``tools`` are in the format of chat templates: contents are texts, arguments of calls mappings.
+    ``forced`` is the tool that has to be called, empty for any; ``schema`` that of the JSON that has to be answered,
+    empty for any object; ``n`` the number of answers.
     """
 
     messages: tuple[Message, ...]
@@ -35,6 +39,16 @@ class Asked:
     stop: tuple[str, ...] = ()
     stream: bool = False
     model: str = "policy"
+    forced: str | None = None
+    schema: Mapping[str, Any] | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        names = [tool["function"]["name"] for tool in self.tools]
+        if self.forced is not None and (not names or (self.forced and self.forced not in names)):
+            raise BadRequest(f"the tool that has to be called ({self.forced or 'any'}) is not among the tools")
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or not 1 <= self.n <= _MOST_ANSWERS:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"{self.n!r} is not a number of answers from 1 to {_MOST_ANSWERS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ class AssistantTurn:
 Event = tuple[str, dict[str, Any]]
 """One event of a stream: its name, and its data."""
 
-Dialect = Literal["chat", "responses", "messages"]
+Dialect = Literal["chat", "responses", "messages", "google"]
 
 
 def text_of(content: object, *, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
@@ -85,6 +99,34 @@ def text_of(content: object, *, kinds: Sequence[str] = ("text", "input_text", "o
             raise BadRequest(f"a part of a content is of type {kind!r}; this model reads text only")
         texts.append(str(part.get("text", part.get("refusal", ""))))
     return "\n".join(texts)
+
+
+def schema_of(form: object) -> Mapping[str, Any] | None:
+    """Return the schema of OpenAI's format of an answer: None for text. Raises BadRequest."""
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return None
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind == "json_object":
+        return {}
+    schema = form.get("json_schema", form).get("schema") if isinstance(form, dict) and kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise BadRequest(f"the format {kind!r} is neither text, json_object nor json_schema with a schema")
+    return schema
+
+
+def forced_of(choice: object) -> str | None:
+    """Return the tool that OpenAI's ``tool_choice`` asks for: empty for any, None for a free choice.
+
+    Raises:
+        BadRequest: the choice is another.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return ""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return str(choice.get("function", choice)["name"])
+    raise BadRequest(f"tool_choice {choice!r} is neither none, auto, required nor a function")
 
 
 def arguments_of(value: object) -> Mapping[str, Any]:

@@ -15,8 +15,10 @@ from lachesis.plugins.environments.agents.requests import (
     Event,
     arguments_of,
     assistant,
+    forced_of,
     limit_of,
     list_of,
+    schema_of,
     text_of,
 )
 
@@ -25,14 +27,11 @@ def read(body: Mapping[str, Any], *, before: Sequence[Message] = ()) -> Asked:
     """Parse a body; ``before`` are the messages up to and with the response that it continues.
 
     Raises:
-        BadRequest: it is malformed, or asks for a tool that is not a function, or for an output by a schema.
+        BadRequest: it is malformed, or asks for a tool that is not a function.
     """
     tools = [] if body.get("tool_choice") == "none" else list_of(body, "tools")
     if odd := [tool.get("type") for tool in tools if tool.get("type") != "function"]:
         raise BadRequest(f"a tool is of type {odd[0]!r}; there are functions only")
-    form = (body.get("text") or {}).get("format") or {"type": "text"}
-    if form.get("type") != "text":
-        raise BadRequest("text.format is not text: nothing holds the model to a format")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(body, "input")
     history = [one for one in before if one["role"] != "system" or not body.get("instructions")]
@@ -45,6 +44,8 @@ def read(body: Mapping[str, Any], *, before: Sequence[Message] = ()) -> Asked:
         max_tokens=limit_of(body.get("max_output_tokens")),
         stream=bool(body.get("stream")),
         model=str(body.get("model") or "policy"),
+        forced=forced_of(body.get("tool_choice")),
+        schema=schema_of((body.get("text") or {}).get("format")),
     )
 
 

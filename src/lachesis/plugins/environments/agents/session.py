@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.types import Completion, GenerationRequest, Message, SamplingParams
 from lachesis.plugins.environments.agents.requests import Asked, AssistantCall, AssistantTurn, BadRequest, assistant
 from lachesis.rollouts.generation import request_seed
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.tools.parsers import ToolParser
+from lachesis.rollouts.tools.parsers import ToolParser, hermes, hermes_opening
 from lachesis.rollouts.tools.template import Continuation, call_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 _MOST_TOOL_SETS = 32
 
@@ -30,22 +33,43 @@ class ContinuedTurns:
     tools: tuple[Mapping[str, Any], ...]
     known: list[Message]
     given: int
+    ends: list[TurnEnd] = field(default_factory=list["TurnEnd"])
 
     @property
     def messages(self) -> list[Message]:
         """Messages after the first prompt, including the model's turns."""
         return self.known[self.given :]
 
+    def shared(self, messages: Sequence[Message]) -> TurnEnd | None:
+        """Return the last turn of the model up to and with which the messages are these, if others follow it."""
+        alike = 0
+        for known, given in zip(self.known, messages, strict=False):
+            if _essence(known) != _essence(given):
+                break
+            alike += 1
+        most = min(alike, len(messages) - 1)
+        return next((end for end in reversed(self.ends) if end.messages <= most), None)
+
+
+class TurnEnd(NamedTuple):
+    """Numbers of messages and of tokens up to and with a turn of the model."""
+
+    messages: int
+    tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """A turn about to be sampled: of a new trajectory, or after ``added`` tokens of an existing one."""
+    """A turn about to be sampled, once for each answer: of a new trajectory, or after ``before`` tokens of another.
+
+    ``opening`` is the text that the turn was made to begin with, the last tokens of the prompt.
+    """
 
     asked: Asked
-    trajectory: ContinuedTurns
-    added: tuple[int, ...]
-    request: GenerationRequest
-    new: bool
+    trajectory: ContinuedTurns | None
+    before: int
+    opening: str
+    requests: tuple[GenerationRequest, ...]
 
 
 @dataclass(slots=True)
@@ -67,7 +91,12 @@ class Recorder:
 
     If a request repeats the messages of a trajectory, its last answer unchanged, and adds others, the prompt is that
     trajectory's sampled tokens plus the chat template's for the new messages. The same if the template's tokens
-    happen to begin with all of a trajectory's. Otherwise a new trajectory begins.
+    happen to begin with all of a trajectory's. If it goes on from an earlier turn, a new trajectory branches off, whose
+    prompt is the sampled tokens up to there: trained once, and computed once where prefixes are shared. Otherwise a
+    new trajectory begins with the template's tokens.
+
+    A turn that has to call a tool, or to be JSON, is begun for the model with tokens that are not trained. The schema
+    is told in the last message. What the model makes of it is its own.
 
     Args:
         max_context: most tokens of a trajectory.
@@ -83,6 +112,7 @@ class Recorder:
     ) -> None:
         self._tokenizer = tokenizer
         self._parse = parse
+        self._opens = parse is hermes
         self._kwargs = dict(template_kwargs)
         self._max_context = max_context
         self._continuations: dict[str, Continuation] = {}
@@ -91,12 +121,10 @@ class Recorder:
         """Return the engine's request for a turn. Raises BadRequest if it cannot be rendered, or does not fit."""
         if not asked.messages:
             raise BadRequest("there are no messages")
-        trajectory, added = self._place(session, asked)
-        new = trajectory is None
-        if trajectory is None:
-            rendered = tuple(self.render(asked))
-            trajectory = ContinuedTurns(Conversation(rendered), asked.tools, list(asked.messages), len(asked.messages))
-        prompt = trajectory.conversation.next_prompt + added
+        trajectory, prompt = self._place(session, replace(asked, messages=_told(asked)))
+        before = len(trajectory.conversation.next_prompt) if trajectory is not None else 0
+        opening = self._opening(asked)
+        prompt += tuple(self._tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else ()
         room = self._max_context - len(prompt)
         if room < 1:
             raise BadRequest(
@@ -107,33 +135,37 @@ class Recorder:
         wanted = min(room, params.max_tokens, asked.max_tokens or room)
         fields = {name: getattr(params, name) for name in SamplingParams.__slots__}
         fields |= {"max_tokens": wanted, "min_tokens": min(params.min_tokens, wanted), "stop": params.stop + asked.stop}
-        seed = request_seed(session.seed, session.begun)
-        session.begun += 1
-        request = GenerationRequest(prompt, SamplingParams(**fields), 1, seed, conversation=f"agent {session.seed}")
-        return PreparedTurn(asked, trajectory, added, request, new)
+        numbers = range(session.begun, session.begun + asked.n)
+        session.begun += asked.n
+        requests = tuple(
+            GenerationRequest(
+                prompt, SamplingParams(**fields), 1, request_seed(session.seed, number),
+                conversation=f"agent {session.seed}",
+            )
+            for number in numbers
+        )  # fmt: skip
+        return PreparedTurn(asked, trajectory, before, opening, requests)
 
     def record(self, session: AgentSession, prepared: PreparedTurn, completion: Completion) -> AssistantTurn:
-        """Add a turn to its trajectory; if that has grown meanwhile, to a new one."""
-        trajectory, asked = prepared.trajectory, prepared.asked
-        before = len(prepared.request.prompt_ids) - len(prepared.added)
-        if prepared.new or len(trajectory.conversation.next_prompt) != before:
-            trajectory = ContinuedTurns(
-                Conversation(prepared.request.prompt_ids), asked.tools, list(asked.messages), len(asked.messages)
-            )
+        """Add a turn to its trajectory; if that has grown meanwhile, or has another answer, to a new one."""
+        trajectory, asked, prompt = prepared.trajectory, prepared.asked, prepared.requests[0].prompt_ids
+        if trajectory is None or len(trajectory.conversation.next_prompt) != prepared.before:
+            trajectory = ContinuedTurns(Conversation(prompt), asked.tools, list(asked.messages), len(asked.messages))
             session.trajectories.append(trajectory)
         else:
-            trajectory.conversation.give(prepared.added)
+            trajectory.conversation.give(prompt[prepared.before :])
             trajectory.known += asked.messages[len(trajectory.known) :]
         trajectory.conversation.sample(completion)
-        content, calls = self._read(session, completion, asked.tools)
+        content, calls = self._read(session, prepared.opening, completion, asked.tools)
         trajectory.known.append(assistant(content, [(call.id, call.name, call.arguments) for call in calls]))
+        trajectory.ends.append(TurnEnd(len(trajectory.known), len(trajectory.conversation.next_prompt)))
         trajectory.conversation.calls += len(calls)
         session.turns += 1
         turn = AssistantTurn(
             content=content,
             calls=calls,
             finish_reason=completion.finish_reason,
-            prompt_tokens=len(prepared.request.prompt_ids),
+            prompt_tokens=len(prompt),
             tokens=len(completion.token_ids),
             model=asked.model,
         )
@@ -148,20 +180,40 @@ class Recorder:
             raise BadRequest(error.message) from error
 
     def _place(self, session: AgentSession, asked: Asked) -> tuple[ContinuedTurns | None, tuple[int, ...]]:
-        """Return the trajectory that a request continues, and the new tokens; None if it begins a new one."""
+        """Return the prompt of a request, and the trajectory that it continues; None if it begins a new one."""
+        branch: tuple[ContinuedTurns, TurnEnd] | None = None
         for trajectory in reversed(session.trajectories):
-            known = trajectory.known
-            new = asked.messages[len(known) :]
-            if new and trajectory.tools == asked.tools and _alike(known, asked.messages[: len(known)]):
-                end = trajectory.conversation.token_ids[-1] == self._tokenizer.eos_token_id
-                return trajectory, tuple(self._continuation(asked).tokens(known[-1], new, ended=end))
-        if session.trajectories:
-            rendered = tuple(self.render(asked))
-            for trajectory in reversed(session.trajectories):
-                sampled = trajectory.conversation.next_prompt
-                if rendered[: len(sampled)] == sampled and len(asked.messages) > len(trajectory.known):
-                    return trajectory, rendered[len(sampled) :]
-        return None, ()
+            end = trajectory.shared(asked.messages) if trajectory.tools == asked.tools else None
+            if end is not None and end is trajectory.ends[-1]:
+                return trajectory, self._after(trajectory, end, asked)
+            if end is not None and (branch is None or end.messages > branch[1].messages):
+                branch = trajectory, end
+        rendered = tuple(self.render(asked))
+        for trajectory in reversed(session.trajectories):
+            sampled = trajectory.conversation.next_prompt
+            if rendered[: len(sampled)] == sampled and len(asked.messages) > len(trajectory.known):
+                return trajectory, rendered
+        return None, rendered if branch is None else self._after(*branch, asked)
+
+    def _after(self, trajectory: ContinuedTurns, end: TurnEnd, asked: Asked) -> tuple[int, ...]:
+        """Return a trajectory's tokens up to the end of a turn, and the template's for the messages that follow."""
+        sampled = trajectory.conversation.next_prompt[: end.tokens]
+        ended = sampled[-1] == self._tokenizer.eos_token_id
+        answer, new = trajectory.known[end.messages - 1], asked.messages[end.messages :]
+        try:
+            return sampled + tuple(self._continuation(asked).tokens(answer, new, ended=ended))
+        except ConfigError as error:
+            raise BadRequest(error.message) from error
+
+    def _opening(self, asked: Asked) -> str:
+        """Return the text that a turn is made to begin with; empty if the model chooses."""
+        if asked.forced is None:
+            return "" if asked.schema is None else "{"
+        if not self._opens:
+            logger.warning("tool_choice asks for a call, and only calls in the format hermes can be begun: it is free")
+            return ""
+        names = [tool["function"]["name"] for tool in asked.tools]
+        return hermes_opening(asked.forced or (names[0] if len(names) == 1 else ""))
 
     def _continuation(self, asked: Asked) -> Continuation:
         """One for all turns that are told of the same tools."""
@@ -176,13 +228,13 @@ class Recorder:
         return self._kwargs | ({"tools": [dict(tool) for tool in asked.tools]} if asked.tools else {})
 
     def _read(
-        self, session: AgentSession, completion: Completion, tools: Sequence[Mapping[str, Any]]
+        self, session: AgentSession, opening: str, completion: Completion, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, tuple[AssistantCall, ...]]:
         """Return the text and calls of a turn; a malformed call stays part of the text, as agents expect."""
         ids = list(completion.token_ids)
         if ids and ids[-1] == self._tokenizer.eos_token_id:
             ids.pop()
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        text = opening + str(self._tokenizer.decode(ids, skip_special_tokens=False))
         parsed = self._parse(text, tools)
         if any(call.error for call in parsed.calls):
             return text, ()
@@ -194,8 +246,13 @@ class Recorder:
         return parsed.content, tuple(calls)
 
 
-def _alike(known: Sequence[Message], given: Sequence[Message]) -> bool:
-    return len(known) == len(given) and all(_essence(a) == _essence(b) for a, b in zip(known, given, strict=True))
+def _told(asked: Asked) -> tuple[Message, ...]:
+    """Return the messages, the last with the schema that the answer has to fit."""
+    if asked.schema is None:
+        return asked.messages
+    *before, last = asked.messages
+    of = f" of this schema: {json.dumps(asked.schema, ensure_ascii=False)}" if asked.schema else ""
+    return (*before, {**last, "content": f"{last['content']}\n\nAnswer with JSON{of}"})
 
 
 def _essence(message: Message) -> tuple[Any, ...]:

@@ -111,7 +111,7 @@ def test_messages_are_read_with_the_answers_of_tools_before_what_else_is_said():
         (chat.read, {"messages": [], "tools": [{"type": "retrieval"}]}, "a tool is not a function"),
         (responses.read, {"input": "a", "tools": [{"type": "web_search"}]}, "of type 'web_search'"),
         (responses.read, {"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference'"),
-        (responses.read, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format is not text"),
+        (responses.read, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "nor json_schema with a schema"),
         (chat.read, {"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "not JSON: it is nested"),
         (messages.read, {"messages": [{"role": "system", "content": "a"}]}, "the role 'system'"),
         (messages.read, {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "functions only"),
