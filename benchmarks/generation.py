@@ -353,7 +353,7 @@ def ports(arguments: argparse.Namespace, count: int) -> range:
 
 def server(port: int, flags: list[str], arguments: argparse.Namespace, *, share: float) -> ManagedProcess:
     command = [
-        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(port),
+        sys.executable, "-m", "lachesis.plugins.serving.vllm_launch", str(arguments.model_dir), "--port", str(port),
         "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
         "--gpu-memory-utilization", f"{share:.2f}", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
         *flags,

@@ -36,12 +36,12 @@ from lachesis.config.schema import EmbeddedEngineConfig, InProcessBridgeConfig, 
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 from lachesis.config.smoke import trial
 from lachesis.engines.build import server_options
-from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plan.plan import plan
 from lachesis.plugins.dialects.foreign_files import translated
 from lachesis.plugins.dialects.hydra import flat
 from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.serving.serve import vllm_arguments
+from lachesis.plugins.serving.vllm_launch import plan_launch
 from lachesis.run.train import train
 
 _YAML_BLOCK = re.compile(r"^```\{?\.?yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

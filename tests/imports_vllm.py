@@ -18,8 +18,8 @@ import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
 
-import lachesis.engines.vllm.launch
-from lachesis.engines.vllm.launch import leave_to_server
+import lachesis.plugins.serving.vllm_launch
+from lachesis.plugins.serving.vllm_launch import leave_to_server
 from tests import imports
 
 __all__ = ["imports", "lachesis", "vllm"]

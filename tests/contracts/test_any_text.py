@@ -16,10 +16,10 @@ import pytest
 from examples.environments import calculator
 
 from lachesis.common.json_values import read_json
-from lachesis.common.tool_calls import written_calls
 from lachesis.plugins.atropos.environments.records import Trajectory
 from lachesis.plugins.environments.agents.requests import BadRequest, arguments_of
 from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answer
+from lachesis.plugins.report.written_calls import written_calls
 from lachesis.plugins.sandbox.rewards.code_tests import same_output
 from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
 from lachesis.rollouts.rewards import registry

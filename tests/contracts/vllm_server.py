@@ -68,7 +68,7 @@ def start_vllm(
     """
     port = free_port()
     command = [
-        sys.executable, "-m", "lachesis.engines.vllm.launch", str(model), "--port", str(port),
+        sys.executable, "-m", "lachesis.plugins.serving.vllm_launch", str(model), "--port", str(port),
         "--served-model-name", "tiny", "--max-model-len", str(MAX_LEN), "--dtype", "float32", "--enforce-eager",
         *(("--enable-lora", "--max-lora-rank", str(MAX_RANK)) if lora else ()), "--adapter-root", str(root), *arguments,
     ]  # fmt: skip

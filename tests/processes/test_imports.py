@@ -155,7 +155,7 @@ def test_a_server_of_vllm_says_what_transformers_goes_without_before_that_is_imp
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     code = f"""if True:
         import sys
-        import lachesis.engines.vllm.launch as launch
+        import lachesis.plugins.serving.vllm_launch as launch
         from lachesis.cli import main
         launch.serve = lambda arguments: print(*launch.needless(arguments))
         sys.argv[1:] = ["serve", "--model", {str(tmp_path)!r}]

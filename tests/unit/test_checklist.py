@@ -15,13 +15,13 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.options import ServeOptions
-from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plugins.atropos.services import load_words
 from lachesis.plugins.dialects.atropos import SERVER, SPELLINGS, TRAINER
 from lachesis.plugins.dialects.atropos_help import help_text
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.explain import explain
 from lachesis.plugins.serving import serve
+from lachesis.plugins.serving.vllm_launch import plan_launch
 from lachesis.transport.bridge_file import BRIDGE_FILE, SHARED_VARIABLE, BridgeFile, search_places, write_bridge_file
 from tests.paths import EXAMPLES
 

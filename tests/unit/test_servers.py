@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 
 from lachesis.common.types import SamplingParams
 from lachesis.engines.serving.session import new_session
-from lachesis.engines.vllm.launch import plan_launch
 from lachesis.plugins.atropos.api.server import ServerOptions, build_app
 from lachesis.plugins.embedded_server.app import build_app as build_engine_app
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.turn_server import TurnServer
 from lachesis.plugins.report.watch import Watch
+from lachesis.plugins.serving.vllm_launch import plan_launch
 from lachesis.plugins.tinker.clients import Clients
 from lachesis.plugins.tinker.options import TinkerOptions
 from lachesis.plugins.tinker.server import build_app as build_tinker_app

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from lachesis.common.errors import DependencyError, ModelError, first_line
+
 _CONFIG = "config.json"
 _LIMIT_S = 5.0
 _answered: set[str] = set()
@@ -31,6 +35,30 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
     finally:
         for place, value in zip(places, before, strict=True):
             place.HF_HUB_OFFLINE = value
+
+
+@contextmanager
+def load_errors(path: str | Path) -> Iterator[None]:
+    """Turn errors of reading a model from ``path``, a directory or a hub name, into ModelError or DependencyError."""
+    place = described_path(path)
+    try:
+        with cache_alone_where_the_hub_is_away(path):
+            yield
+    except ImportError as error:
+        raise DependencyError(
+            f"{place} needs a package that is not installed: {first_line(error)}",
+            remedy="install it, or name a checkpoint in 16 bits",
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"no causal language model could be loaded from {place}: {first_line(error)}",
+            remedy="name a directory with config.json, tokenizer and weights (model.path), or a hub id in the cache",
+        ) from error
+
+
+def described_path(path: str | Path) -> str:
+    """Return a model's path for a message, which says if it is not a directory."""
+    return repr(str(path)) if Path(path).is_dir() else f"{str(path)!r}, which is not a directory here"
 
 
 def language_model_class(config: Any, *, images: bool = False) -> Any:

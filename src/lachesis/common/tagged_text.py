@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+# Tool calls of Hermes and Qwen. A turn that ends early has no end of its call.
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = "```"
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 _LANGUAGE = re.compile(r"[ \t]*([\w.+-]*)")

@@ -14,7 +14,7 @@ import torch
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, EngineError
-from lachesis.common.hub import config_here
+from lachesis.common.hub import config_here, load_errors
 from lachesis.common.json_values import is_object, read_json
 from lachesis.common.world import launchers_variables, world_size
 from lachesis.config.schema import (
@@ -236,8 +236,6 @@ def _stated_dtype(model: ModelConfig) -> str | None:
 
 def _configured_dtype(model: ModelConfig) -> str:
     from transformers import AutoConfig
-
-    from lachesis.engines.embedded.loading import load_errors
 
     with load_errors(model.path):
         revision = {} if model.revision is None else {"revision": model.revision}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -12,11 +12,12 @@ from lachesis.common.types import Group
 from lachesis.pipeline.admission import prompts_in_line
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.replay import ReplayBuffer
+from lachesis.rollouts.base import ResumablePart
 
 BatchT = TypeVar("BatchT")
 
 
-class Feed(ABC, Generic[BatchT]):
+class Feed(ResumablePart, Generic[BatchT]):
     """Source of packed batches; back-pressure, staleness and deadlines are handled behind it."""
 
     @abstractmethod
@@ -30,30 +31,6 @@ class Feed(ABC, Generic[BatchT]):
     @abstractmethod
     def advance(self, step: int) -> None:
         """Free the slots of the batch just trained on; the weights are now those of ``step``."""
-
-    @abstractmethod
-    def counters(self) -> dict[str, float]:
-        """Return counts and seconds since the last call."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume exactly; JSON-serializable."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-
-    def saved(self) -> None:
-        """Record that the last state taken is on disk, so that what it contains need not be kept."""
-        return None
-
-    def complete(self) -> None:
-        """Record that the run has done its last step and saved its result; no batch is asked for afterwards."""
-        return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop all background work. Idempotent."""
 
 
 @dataclass(kw_only=True, eq=False)

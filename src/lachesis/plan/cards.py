@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
@@ -172,27 +171,3 @@ def chosen_share(
         if least <= left * card + ENGINE_GRAPHS_BYTES:
             return min(left, OWN_GPU_UTILIZATION)
     return usual
-
-
-def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
-    """Yield for each size of card whether the plan fits, and what it takes; ``planned`` is for ``cuda``."""
-    yield f"on one card, each of {planned.devices}" if planned.devices > 1 else "on one card"
-    for size in CARDS:
-        decided = decide_activations(config, card_gb=size, devices=planned.devices)
-        counted = planned if decided is config else plan(decided, device="cuda", devices=planned.devices)
-        use = card_use(decided, counted, card_gb=size)
-        parts = f"trainer {use.trainer / GB:.1f} GB"
-        if use.engine:
-            parts += f", engine {use.engine / GB:.1f} GB" + (f" (its share is {use.share:g})" if use.share else "")
-        elif not use.engine_fits:
-            parts += f"; the engine's own needs {use.engine_least / OWN_GPU_UTILIZATION / GB:.1f} GB"
-        if decided is not config:
-            parts += f"; activations {decided.model.activations}"
-        if use.aside:
-            parts += f", {use.aside / GB:.1f} GB an update that it keeps aside"
-        elif use.by_host and use.fits:
-            parts += "; weight updates are staged in host memory"
-            if use.room_share:
-                parts += f" (set engine.gpu_memory_utilization <= {use.room_share:g} to keep them on the GPU)"
-        short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
-        yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

@@ -22,7 +22,6 @@ from lachesis.config.steps import (
 )
 from lachesis.plan.memory import (
     ALWAYS,
-    TRAINING,
     Lengths,
     MemoryPart,
     Phase,
@@ -38,14 +37,6 @@ from lachesis.plan.memory import (
 from lachesis.plan.shapes import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
 
 _ASSUMED_PROMPT = 512
-_PHASES: dict[tuple[Phase, ...], str] = {
-    ALWAYS: "",
-    TRAINING: "  while training",
-    ("passes",): "  in forward and backward",
-    ("update",): "  in the update",
-    ("generation",): "  while generating",
-    ("passes", "generation"): "  from one transfer to the next",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,60 +359,6 @@ def _prompt_notes(
     elif _prompt_limit(config) is None and prompt_tokens is None:
         prompt = lengths.longest - completion
         yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
-
-
-def plan_lines(planned: Plan) -> list[str]:
-    """Return the plan as lines of text."""
-    batches = planned.batches
-    steps = "steps unknown" if batches.steps is None else f"{batches.steps:,} optimizer steps"
-    size, prompts = planned.lengths, "groups as the environment makes them"
-    if batches.prompts is not None:
-        prompts = f"{batches.prompts:,} prompt{'s' if batches.prompts != 1 else ''}"
-    lines = [
-        "batches",
-        f"  step          {prompts}, {batches.completions:,} completions, at most "
-        f"{batches.tokens:,} tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
-        + (f", {-(-batches.micro_batches // planned.mesh.parts):,} passes of each device" * (planned.devices > 1)),
-        f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
-    ]
-    if batches.start_steps:
-        before = "" if batches.steps is None else f"; {batches.start_steps + batches.steps:,} steps in all"
-        lines.append(
-            f"  start         {batches.start_steps:,} steps of sft before, on {batches.answers:,} answers each, "
-            f"{batches.start_steps * batches.answers:,} answers{before}"
-        )
-    if batches.steps is not None:
-        lines.append(
-            f"                {batches.steps * batches.completions:,} completions trained on, {batches.transfers:,} "
-            f"weight transfers, {batches.evaluations:,} evaluations"
-        )
-    if planned.shape is not None and planned.trained is not None:
-        lines += ["model", f"  parameters    {planned.shape.parameters:,}, of which {planned.trained:,} are trained"]
-        places: tuple[Place, ...] = ("trainer", "engine")
-        for place in places:
-            lines += list(_memory_lines(planned, place))
-        lines += list(_disk_lines(planned))
-    return lines + [f"note: {text}" for text in planned.notes]
-
-
-def _memory_lines(planned: Plan, place: Place) -> Iterator[str]:
-    parts = [part for part in planned.memory if part.place == place]
-    several = place == "trainer" and planned.devices > 1
-    layout = f", {planned.mesh.words}" if planned.mesh.words else ""
-    each = f", each of {planned.devices} devices{layout}" if several else ""
-    yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"
-    for part in parts:
-        yield f"  {part.name:<18}{size_text(part.bytes):>10}{_PHASES[part.phases]}"
-
-
-def _disk_lines(planned: Plan) -> Iterator[str]:
-    if planned.checkpoint is None or planned.export is None:
-        return
-    yield "disk"
-    yield f"  {'checkpoint':<18}{size_text(planned.checkpoint):>10}  x {planned.checkpoints_kept} kept"
-    yield f"  {'final':<18}{size_text(planned.export):>10}"
-    if planned.exports_kept:
-        yield f"  {'transfers':<18}{size_text(planned.export):>10}  x {planned.exports_kept} kept"
 
 
 def size_text(count: int) -> str:

@@ -17,7 +17,35 @@ if TYPE_CHECKING:
     from lachesis.plugins.environments.rollout_func import RolloutTrainer
 
 
-class RolloutSource(ABC):
+class ResumablePart(ABC):
+    """Part of the pipeline that counts, and whose state a checkpoint has."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, float]:
+        """Return counts and seconds since the last call (dropped groups, reward errors, seconds of generation, ...)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to resume exactly, such as position, epoch and counters; JSON-serializable."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+    def saved(self) -> None:
+        """Record that the last state taken is on disk, so that what it contains need not be kept."""
+        return None
+
+    def complete(self) -> None:
+        """Record that the run has done its last step and saved its result; nothing is asked for afterwards."""
+        return None
+
+    def close(self) -> None:
+        """Stop all background work. Idempotent."""
+        return None
+
+
+class RolloutSource(ResumablePart):
     """Yields groups whose samples carry tokens, behaviour logprobs, weight versions and rewards."""
 
     @abstractmethod
@@ -38,30 +66,6 @@ class RolloutSource(ABC):
     @abstractmethod
     def report_version(self, version: int) -> None:
         """Note that the policy is now at ``version``, for sources that throttle by staleness."""
-
-    @abstractmethod
-    def counters(self) -> dict[str, float]:
-        """Return counts since the last call (dropped groups, reward errors, seconds spent generating, ...)."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume exactly: data position, epoch, sampling counters. JSON-serializable."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
-
-    def saved(self) -> None:
-        """Note that the last state taken is on disk."""
-        return None
-
-    def complete(self) -> None:
-        """Note that the run has done its last step, and that its result is saved."""
-        return None
-
-    def close(self) -> None:
-        """Stop whatever runs in the background. Idempotent."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 
 from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Sample
-from lachesis.train.prefix_tree import branches
 
 OldLogprobs = Literal["sampler", "trainer"]
 """Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
@@ -28,6 +27,8 @@ OldLogprobs = Literal["sampler", "trainer"]
 PASS_TOKENS = 384
 # Of the smaller budgets that are tried for several ranks: the even one has no room for sequences of unequal lengths.
 _SLACK = (1.0, 1.1, 1.25, 1.5)
+
+Tokens = tuple[int, ...]
 
 
 class Shares(NamedTuple):
@@ -231,3 +232,36 @@ def _cut(tree: Unit, *, budget: _Budget) -> Iterator[Unit]:
         kept.append(part if kept else part._replace(shared=0))
         inputs += kept[-1].new
     yield Unit(tuple(kept))
+
+
+class Branch(NamedTuple):
+    """Place of a sequence in a prefix tree: its ``index``, and how many first tokens it shares with the one before."""
+
+    index: int
+    shared: int
+
+
+def branches(sequences: Sequence[Tokens]) -> list[Branch]:
+    """Return the sequences in lexicographic order, which is a depth-first order of their prefix tree.
+
+    In that order ``shared`` is all that a sequence has in common with any before it, so that Σ(length - shared) is the
+    number of nodes of the tree: of distinct tokens, where a token is one with all that comes before it. One that is the
+    beginning of another comes before it.
+    """
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    before = [(), *(sequences[index] for index in order)]
+    return [Branch(index, common_length(sequences[index], last)) for index, last in zip(order, before, strict=False)]
+
+
+def common_length(one: Tokens, other: Tokens) -> int:
+    """Return the number of first tokens that two sequences have in common."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # equal before low, not all equal before high
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -26,10 +26,9 @@ from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.covariance import USES_COVARIANCE, CovarianceCut, covariance_cut
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.kl import KlWeight
-from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
+from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss, sft_loss
 from lachesis.train.losses.ratios import count_rows, gather_terms
 from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
-from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
 from lachesis.train.model.experts import ExpertRouting, watch_experts
 from lachesis.train.model.forward import (

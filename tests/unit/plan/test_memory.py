@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lachesis.engines import receiver
 from lachesis.plan import cards, memory
 from lachesis.plan.memory import layer_activations, memory_parts
-from lachesis.plan.plan import plan, plan_lines
+from lachesis.plan.plan import plan
 from lachesis.plan.shapes import read_shape
+from lachesis.plugins.planning.plan_text import card_lines, plan_lines
 from lachesis.train.model import head
 from lachesis.train.optim import weight_update
 from lachesis.transport import layout
@@ -193,7 +194,7 @@ def test_keys_of_a_shared_prompt_count_for_each_of_its_completions(build, tmp_pa
 def test_the_lines_of_the_cards(build, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
     config = build(model={"path": str(tmp_path)}, engine={"kind": "vllm"}, bridge={"kind": "shared_vllm"})
-    lines = list(cards.card_lines(config, plan(config, device="cuda")))
+    lines = list(card_lines(config, plan(config, device="cuda")))
     assert lines[0] == "on one card" and [line.split()[0] for line in lines[1:]] == [str(size) for size in cards.CARDS]
     assert "fits" in lines[-1] and "engine 64.5 GB" in lines[-1]  # 0.45 of 141, and the graphs
 

@@ -6,8 +6,9 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.plan.memory import checkpoint_bytes, export_bytes, trainable_parameters, weight_bytes
-from lachesis.plan.plan import plan, plan_lines
+from lachesis.plan.plan import plan
 from lachesis.plan.shapes import read_shape
+from lachesis.plugins.planning.plan_text import plan_lines
 
 # Qwen2.5-1.5B: 1,543,714,304 parameters by its model card's count of tensors.
 QWEN = {

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.plan.cards import card_lines, decide_activations
+from lachesis.plan.cards import decide_activations
 from lachesis.plan.plan import plan
+from lachesis.plugins.planning.plan_text import card_lines
 from lachesis.run.parts import with_activations
 
 

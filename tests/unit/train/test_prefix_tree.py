@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lachesis.train.prefix_tree import branches, common_length
+from lachesis.train.packing import branches, common_length
 
 
 def prefixes(sequences) -> set[tuple[int, ...]]:

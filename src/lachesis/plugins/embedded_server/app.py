@@ -19,12 +19,12 @@ from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import bind, http_server
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
 from lachesis.plugins.embedded_server.backend import EmbeddedBackend
+from lachesis.plugins.embedded_server.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
 from lachesis.plugins.embedded_server.openai import OpenAIRoutes
 from lachesis.plugins.embedded_server.weights import EmbeddedWeights
 from lachesis.transport.bridge_file import asked_at_start

@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.errors import LachesisError, ModelError, StaleWeights
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.loading import load_causal_lm
 from lachesis.engines.serving.adapter_files import (
     WEIGHTS_NAME,
     adapted_module,
@@ -36,6 +35,7 @@ from lachesis.engines.serving.backend import (
     TensorInfo,
 )
 from lachesis.engines.serving.session import Session
+from lachesis.plugins.embedded_server.loading import load_causal_lm
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file
 from lachesis.transport.digest import digests, served_lora_b
 from lachesis.transport.shared_tensors import SharedFile, dtype_name, export_cuda, export_from_file, share_tensors

@@ -17,13 +17,13 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.single_sources import single_configs
 from lachesis.config.steps import prompts_per_generation
 from lachesis.metrics.names import format_share
-from lachesis.plan.cards import card_lines
-from lachesis.plan.plan import plan, plan_lines
+from lachesis.plan.plan import plan
 from lachesis.plan.shapes import find_shape
 from lachesis.plugins.planning.cost import scale_lines
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from lachesis.plugins.planning.fit import fit, fit_lines
 from lachesis.plugins.planning.node import Node, node_lines
+from lachesis.plugins.planning.plan_text import card_lines, plan_lines
 from lachesis.plugins.planning.way import way_line
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
-from lachesis.common.tool_calls import written_calls
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.plugins.report.written_calls import written_calls
 from lachesis.web.tokens import token_spans
 
 _EXCERPT = 100

@@ -136,7 +136,7 @@ def _vllm_at(
 
 
 def vllm_arguments(options: ServeOptions) -> list[str]:
-    """Return the options as arguments of :mod:`lachesis.engines.vllm.launch`; the user's own come last."""
+    """Return the options as arguments of :mod:`lachesis.plugins.serving.vllm_launch`; the user's own come last."""
     if options.device not in (None, "auto"):
         raise ConfigError(
             f"--device {options.device} goes with --engine embedded",
@@ -179,7 +179,7 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
 def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
     if options.port == 0:
         raise ConfigError("vLLM takes no free port by itself", remedy="choose one with --port")
-    from lachesis.engines.vllm import launch
+    from lachesis.plugins.serving import vllm_launch as launch
 
     launch.check_installed()
 

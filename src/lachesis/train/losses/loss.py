@@ -340,6 +340,16 @@ def policy_loss(
     return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
 
 
+def sft_loss(logprobs: Tensor, *, num_tokens: float) -> PolicyLoss:
+    """Return -Σ log π / N: a micro-batch's part of the mean over the N tokens of the whole optimizer step.
+
+    Its gradient is that of a policy gradient on the same tokens with an advantage of 1. ``logprobs``: float [T].
+    """
+    total = -logprobs.sum()
+    count = torch.full_like(total, logprobs.numel())
+    return PolicyLoss(total / max(num_tokens, 1), {"sft_loss": torch.stack([total.detach(), count])})
+
+
 def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossType:
     """Return the formulas of the loss type, with what the options put in their place."""
     named = LOSS_TYPES[options.loss_type]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,14 @@ from transformers.utils.quantization_config import Mxfp4Config
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import ConfigError, DependencyError, ModelError, first_line
+from lachesis.common.errors import ConfigError, ModelError, first_line
 from lachesis.common.hub import (
     cache_alone_where_the_hub_is_away,
     can_see,
     config_here,
+    described_path,
     language_model_class,
+    load_errors,
 )
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers, text_part
@@ -249,7 +251,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         key = "model.tokenizer" if config.tokenizer else "model.path or model.tokenizer"
         raise ModelError(
-            f"no tokenizer could be loaded from {_place(path)}: {first_line(error)}",
+            f"no tokenizer could be loaded from {described_path(path)}: {first_line(error)}",
             remedy=f"set {key} to a directory that holds one",
         ) from error
     _give_roles(tokenizer, config.special_tokens, path)
@@ -299,7 +301,7 @@ def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows
     """Return the model without its weights and their location, or None if it has to be loaded whole."""
     if config.quantization != "none" or config.matmul_dtype != "auto" or saved_quantization(config) is not None:
         return None
-    with _load_errors(config.path):
+    with load_errors(config.path):
         dtype: Any = _dtype(config)
         dtype = _read_config(config).dtype if dtype == "auto" else getattr(torch, dtype)
     if dtype is None:
@@ -307,7 +309,7 @@ def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows
     model = empty_transformer(config, dtype=dtype)
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         return None
-    with _load_errors(config.path):
+    with load_errors(config.path):
         rows = find_rows(model, config.path, revision=_revision(config), left_out=_is_part(model, config))
     if rows is None:
         return None
@@ -348,7 +350,7 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
 
 def _saved_in(config: ModelConfig) -> Mapping[str, Any]:
     """Return how a checkpoint says that its weights are quantized; empty if they are not."""
-    with _load_errors(config.path):
+    with load_errors(config.path):
         saved: Any = getattr(_read_config(config), "quantization_config", None)
     return saved if isinstance(saved, dict) else {} if saved is None else saved.to_dict()
 
@@ -363,7 +365,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     elif config.quantization != "none":
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
-    with _load_errors(config.path):
+    with load_errors(config.path):
         found: Any = language_model_class(_read_config(config), images=config.sees_images).from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -399,7 +401,7 @@ def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrain
     weights.attach(model)
     if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # Buffers that are saved: an engine has them among its weights, under names of its own.
-        with _load_errors(config.path):
+        with load_errors(config.path):
             fill_buffers(model, tensor_files(config.path, _revision(config)) or {})
     return model
 
@@ -447,7 +449,7 @@ def whole_checkpoint(model: PreTrainedModel, config: ModelConfig) -> WholeCheckp
     """
     if not _is_part(model, config):
         return None
-    with _load_errors(config.path):
+    with load_errors(config.path):
         files = tensor_files(config.path, _revision(config))
     return find_whole(saved_shapes(model), path=config.path, files=files, revision=_revision(config))
 
@@ -539,7 +541,7 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
         weights = load_peft_weights(directory, device="cpu")
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ModelError(
-            f"no adapter could be loaded from {_place(directory)}: {first_line(error)}",
+            f"no adapter could be loaded from {described_path(directory)}: {first_line(error)}",
             remedy="set adapter.path to a directory with adapter_config.json and adapter_model.safetensors",
         ) from error
     extra = sorted(name for name in _MORE_THAN_LORA if getattr(saved, name, None) not in (None, False, "none", {}, []))
@@ -566,7 +568,7 @@ def takes_images(config: ModelConfig) -> bool:
     Raises:
         ConfigError: it cannot, and ``model.vision`` says that it is.
     """
-    with _load_errors(config.path):
+    with load_errors(config.path):
         able = can_see(_read_config(config))
     if config.sees_images and not able:
         raise ConfigError(
@@ -582,7 +584,7 @@ def context_length(config: ModelConfig) -> int:
     Raises:
         ModelError: there is no model.
     """
-    with _load_errors(config.path):
+    with load_errors(config.path):
         text_config = _read_config(config).get_text_config()
     limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((limit for limit in limits if limit), 1 << 30)
@@ -619,27 +621,6 @@ def _require_no_adapter(path: str) -> None:
         remedy=f"set model.path: {base}, adapter.kind: lora and adapter.path: {path} to go on training it; or merge it "
         "(lachesis export --merge), and set model.path to what that writes",
     )
-
-
-def _place(path: str) -> str:
-    return repr(path) if Path(path).is_dir() else f"{path!r}, which is not a directory here"
-
-
-@contextmanager
-def _load_errors(path: str) -> Iterator[None]:
-    try:
-        with cache_alone_where_the_hub_is_away(path):
-            yield
-    except ImportError as error:
-        raise DependencyError(
-            f"{_place(path)} needs a package that is not installed: {first_line(error)}",
-            remedy="install it, or set model.path to a checkpoint in 16 bits",
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"no causal language model could be loaded from {_place(path)}: {first_line(error)}",
-            remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
-        ) from error
 
 
 def freeze_other_senses(model: PreTrainedModel) -> None:

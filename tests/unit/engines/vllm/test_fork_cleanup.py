@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from lachesis.engines.vllm.launch import leave_to_server
+from lachesis.plugins.serving.vllm_launch import leave_to_server
 
 FORK = get_context("fork")
 

@@ -14,9 +14,8 @@ from lachesis.common.types import EvalResult, Group, StepRecord
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig
 from lachesis.metrics.health import rules
 from lachesis.metrics.health.digests import digest
-from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms
+from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms, for_environments
 from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
-from lachesis.metrics.health.wording import for_environments
 
 MakeGroup = Callable[..., Group]
 

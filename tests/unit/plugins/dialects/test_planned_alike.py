@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from lachesis.config.load import LoadedConfig, load_argv, load_config
-from lachesis.plan.cards import CARDS, card_lines, card_use
+from lachesis.plan.cards import CARDS, card_use
 from lachesis.plan.plan import Plan, plan
+from lachesis.plugins.planning.plan_text import card_lines
 
 # Qwen2.5-1.5B.
 MODEL = {

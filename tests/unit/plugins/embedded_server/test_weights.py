@@ -187,6 +187,6 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded():
 
 def test_a_model_that_cannot_be_loaded_leaves_no_session(tmp_path, monkeypatch):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
-    with pytest.raises(ModelError, match="nothing can be loaded") as caught:
+    with pytest.raises(ModelError, match="no causal language model could be loaded") as caught:
         serve_embedded(ServeOptions(model=str(tmp_path), port=0))
     assert caught.value.remedy and not os.path.exists(tmp_path / "sessions")

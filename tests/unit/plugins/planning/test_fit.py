@@ -11,9 +11,10 @@ import pytest
 from lachesis.config.document import Document, apply_overrides
 from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
-from lachesis.plan.cards import GB, CardUse, card_lines, card_use
+from lachesis.plan.cards import GB, CardUse, card_use
 from lachesis.plan.plan import plan
 from lachesis.plugins.planning.fit import fit, fit_lines
+from lachesis.plugins.planning.plan_text import card_lines
 
 # Llama 3.1 8B, Qwen2.5-14B, Mistral Small 24B.
 SHAPES: dict[str, dict[str, Any]] = {

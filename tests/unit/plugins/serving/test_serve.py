@@ -22,12 +22,12 @@ from lachesis.cli import app
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.config.load import load_config
 from lachesis.engines import build
-from lachesis.engines.embedded.loading import load_causal_lm
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.session import new_session, write_session
-from lachesis.engines.vllm import launch
 from lachesis.plugins.embedded_server import app as embedded_server
+from lachesis.plugins.embedded_server.loading import load_causal_lm
 from lachesis.plugins.serving import serve
+from lachesis.plugins.serving import vllm_launch as launch
 from lachesis.plugins.serving.serve import config_options, vllm_arguments
 from tests.logs import handlers_kept
 from tests.ports import free_port

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
-from lachesis.engines.vllm import launch
-from lachesis.engines.vllm.launch import (
+from lachesis.engines.vllm.plugin import adapter_roots
+from lachesis.plugins.serving import vllm_launch as launch
+from lachesis.plugins.serving.vllm_launch import (
     check_installed,
     leave_to_server,
     main,
@@ -20,7 +21,6 @@ from lachesis.engines.vllm.launch import (
     plan_launch,
     usual_variables,
 )
-from lachesis.engines.vllm.plugin import adapter_roots
 
 
 def value(arguments: tuple[str, ...], flag: str) -> str:

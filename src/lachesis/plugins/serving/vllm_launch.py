@@ -1,7 +1,8 @@
-"""``python -m lachesis.engines.vllm.launch MODEL [options]``: vLLM's own server with our routes and worker extension.
+"""vLLM's own server with our routes and worker extension.
 
-Takes every flag of ``vllm serve``; adds ``--adapter-root DIRECTORY`` (repeatable): from there adapters and
-checkpoints may be loaded, from the current directory if none is named.
+``python -m lachesis.plugins.serving.vllm_launch MODEL [options]`` takes every flag of ``vllm serve``, and
+``--adapter-root DIRECTORY`` (repeatable): from there adapters and checkpoints may be loaded, from the current
+directory if none is named.
 """
 
 from __future__ import annotations

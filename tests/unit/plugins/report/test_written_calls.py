@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.common.tool_calls import written_calls
+from lachesis.plugins.report.written_calls import written_calls
 
 ADD, NOW = '{"name": "add", "arguments": {"a": {"b": [1, 2]}}}', '{"name": "now", "parameters": {}}'
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Hermes and Qwen. A turn that ends early has no end of its call.
-HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+from lachesis.common.tagged_text import HERMES
+
 # Llama 3 once before all calls; Mistral before them, later before each.
 _MARKER = re.compile(r"<\|python_tag\|>|\[TOOL_CALLS\]")
 # Mistral's later form, NAME{...}; what follows is JSON.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ConfigError, ModelError, first_line
-from lachesis.common.hub import cache_alone_where_the_hub_is_away, language_model_class
+from lachesis.common.hub import language_model_class, load_errors
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
@@ -82,16 +79,3 @@ def _place(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         raise ConfigError(f"--device {device} cannot be used: {first_line(error)}", remedy=remedy) from error
     return torch.device(device)
-
-
-@contextmanager
-def load_errors(path: str | Path) -> Iterator[None]:
-    """Turn errors of reading a model from ``path`` into ModelError."""
-    try:
-        with cache_alone_where_the_hub_is_away(path):
-            yield
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-        raise ModelError(
-            f"nothing can be loaded from {str(path)!r}: {first_line(error)}",
-            remedy="name a directory with config.json, tokenizer and model.safetensors",
-        ) from error
