@@ -1,4 +1,4 @@
-"""All errors that Lachesis raises on purpose.
+"""Errors that Lachesis raises on purpose.
 
 A message says what was wrong and where; ``remedy`` says what to do about it. The command line prints
 both in one line and exits with ``exit_code``.

@@ -36,7 +36,7 @@ UNKNOWN_VERSIONS = VersionSpan(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One dataset row, ready to be sampled from.
+    """Dataset row, ready to be sampled from.
 
     ``columns`` holds every column that reward functions may ask for. ``messages`` is set if the row was a
     conversation; ``text`` is always the rendered prompt. ``source`` names one of several sources. With ``images``,
@@ -99,7 +99,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sequence that an engine returned.
+    """Sequence that an engine returned.
 
     ``logprobs[i]`` is that of ``token_ids[i]`` under the distribution it was sampled from: after
     temperature, penalties and truncation. ``routed`` has the experts of prompt and completion if the request asked
@@ -115,7 +115,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion of a group, with all data that training needs.
+    """Completion in a group, with all data that training needs.
 
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
@@ -169,7 +169,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt, the unit that rewards, advantages and filters work on.
+    """Group of all completions of a prompt: the unit that rewards, advantages and filters work on.
 
     A group from the replay buffer, which was trained on before, has in ``replaces`` the group without signal whose
     place in the batch it takes: only the group generated for this step says how good the policy is. ``logged`` has,
@@ -238,7 +238,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of the health rules that says what is wrong and what to change.
+    """Sentence of the health rules that says what is wrong and what to change.
 
     ``resolved`` is the step from which on an earlier finding is gone; its message is unchanged.
     """

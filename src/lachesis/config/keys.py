@@ -28,7 +28,7 @@ _ANYWHERE_CUTOFF = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the tree; ``default`` is None if the key is required.
+    """Key of the tree; ``default`` is None if the key is required.
 
     ``kinds`` names the variants of a tagged section that have the key; it is empty if all have it.
     """
@@ -45,7 +45,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:
-    """One section; the root has the path ``""``.
+    """Section of the tree; the root has the path ``""``.
 
     ``kinds`` are the values of its ``kind`` if it is tagged, ``default_kind`` is the default.
     ``discriminated`` is True if there are several kinds to choose from.

@@ -207,7 +207,7 @@ class _Lane:
 
 
 class _Update:
-    """One update: taken off each channel in a thread, all of which then wait to be told how loading went.
+    """Update on its way: taken off each channel in a thread, all of which then wait to be told how loading went.
 
     ``arrived`` is set once all of it is there, or there is an ``error``.
     """

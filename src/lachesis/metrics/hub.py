@@ -50,7 +50,7 @@ class Sink(ABC):
 
 
 class MetricsHub:
-    """Holds the sinks and, if given, the health monitor whose findings it adds to each record.
+    """Hub of the sinks and, if given, of the health monitor whose findings it adds to each record.
 
     A sink (or the monitor) that raises is reported once, as a warning of one sentence on the logger
     ``lachesis``, and dropped; nothing of it reaches the caller.

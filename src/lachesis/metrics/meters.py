@@ -12,7 +12,7 @@ Seconds = Callable[[], float]
 
 
 class BusyTime:
-    """Seconds in which at least one of several spans, which may overlap, was open."""
+    """Meter of the seconds in which at least one of several spans, which may overlap, was open."""
 
     def __init__(self, clock: Seconds = time.monotonic) -> None:
         self._clock = clock
@@ -70,7 +70,7 @@ class TimeAverage:
 
 
 class Tally:
-    """Counts by name, to which any thread may add."""
+    """Tally of counts by name, to which any thread may add."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -46,11 +46,11 @@ class ResumablePart(ABC):
 
 
 class RolloutSource(ResumablePart):
-    """Yields groups whose samples carry tokens, behaviour logprobs, weight versions and rewards."""
+    """Source of groups whose samples carry tokens, behaviour logprobs, weight versions and rewards."""
 
     @abstractmethod
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
-        """Between 1 and ``count`` groups, with rewards set and advantages not yet.
+        """Return between 1 and ``count`` groups, with rewards set and advantages not yet.
 
         Asking for many at once lets an engine batch; a source may give fewer, for example where a group was
         dropped because its reward failed.

@@ -25,7 +25,7 @@ class Completer(Protocol):
     deadline: Deadline
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """One completion of a prompt."""
+        """Return one completion of a prompt."""
         ...
 
     async def stop(self) -> None:
@@ -52,7 +52,7 @@ class CallBatcher:
         self._closed = False
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """One completion of a prompt. Raises as :meth:`Engine.generate`."""
+        """Return one completion of a prompt. Raises as :meth:`Engine.generate`."""
         return (await self.completions(request))[0]
 
     async def completions(self, request: GenerationRequest) -> list[Completion]:

@@ -65,7 +65,7 @@ def why_unusable(sample: Sample) -> str:
 
 
 class RolloutFailed(LachesisError):
-    """One rollout came to no end that could be scored. It is left out of its group and counted under ``cause``."""
+    """Error of a rollout without an end that could be scored: it is left out of its group, counted under ``cause``."""
 
     def __init__(self, message: str, *, cause: str) -> None:
         super().__init__(message)
@@ -186,7 +186,7 @@ class TaskPlayers(Players):
 
     @abstractmethod
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Tasks to train on, and those that are held out. Raises DataError where nothing is left to train on."""
+        """Return the tasks to train on, and those held out. Raises DataError where nothing is left to train on."""
 
 
 class BuildsPlayers(Protocol):
@@ -523,7 +523,7 @@ class EpisodeSource(PromptSource):
 
 
 class Scoring:
-    """Scores groups on one thread while others are played: each call takes all that are there by then."""
+    """Scorer of groups on one thread while others are played: each call takes all that are there by then."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -594,7 +594,7 @@ class _Together:
 
 @dataclass(kw_only=True)
 class EpisodeEvaluator:
-    """Plays every held-out task once, greedily.
+    """Evaluator that plays every held-out task once, greedily.
 
     Args:
         success_reward: a rollout with at least this reward is a success.

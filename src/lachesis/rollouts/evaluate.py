@@ -20,7 +20,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Samples completions of every held-out problem (one, greedily, by ``params``) and scores them.
+    """Evaluator that samples completions of every held-out problem (one, greedily, by ``params``) and scores them.
 
     Evaluations of one run use the same seeds each time, so they can be compared where they sample.
 
@@ -131,20 +131,20 @@ class Evaluator:
 
 
 class Evaluates(Protocol):
-    """Measures the engine's current weights."""
+    """Measurement of the engine's current weights."""
 
     def run(self, step: int) -> EvalResult: ...
 
 
 class Benchmarks(Evaluates, Protocol):
-    """Measures them on named benchmarks."""
+    """Measurement of the engine's current weights on named benchmarks."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledEvaluation:
-    """Evaluates when it is due: before the first step, every N steps, and after the last.
+    """Evaluation when it is due: before the first step, every N steps, and after the last.
 
     Args:
         evaluator: ``None`` where there are no held-out problems.

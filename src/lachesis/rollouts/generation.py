@@ -1,4 +1,4 @@
-"""From prompts to unscored groups: one call of the engine, its answers checked and decoded."""
+"""Generation of unscored groups from prompts: one call of the engine, its answers checked and decoded."""
 
 from __future__ import annotations
 

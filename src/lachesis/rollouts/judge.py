@@ -15,7 +15,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 
 
 class Judge:
-    """Scores groups by a run's reward functions. Any thread may ask.
+    """Judge that scores groups by a run's reward functions. Any thread may ask.
 
     Args:
         fewest: samples that a group needs; one that is left with fewer is dropped.

@@ -61,7 +61,7 @@ class _Place:
 
 
 class PartialRollouts:
-    """Records rollouts and groups as they are finished, and hands them out again after a restart.
+    """Store that records rollouts and groups as they are finished, and hands them out again after a restart.
 
     A group is known by its request. An earlier process's record joins it if the prompt is the same, the
     weights that sampled it are still those of the run, and it is no older than its place in line: its group was

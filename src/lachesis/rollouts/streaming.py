@@ -1,4 +1,4 @@
-"""Rewards while other groups are still being generated: work on finished groups while more are coming."""
+"""Scoring of rewards while other groups are still being generated: work on finished groups while more are coming."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Overlap(Generic[ItemT, ResultT]):
         return self._results
 
     def seconds(self, *, until: float = math.inf) -> float:
-        """Seconds spent on work, up to a moment of ``time.monotonic()``."""
+        """Return the seconds spent on work, up to a moment of ``time.monotonic()``."""
         return sum(max(0.0, min(end, until) - start) for start, end in self._spans)
 
     def _turn(self, at_least: int) -> None:
@@ -103,7 +103,7 @@ Answer = tuple[int, list[Completion]]
 
 @dataclass(kw_only=True, eq=False)
 class StreamingSource(LocalSource):
-    """Scores groups as they are finished, while the engine generates others.
+    """Source that scores groups as they are finished, while the engine generates others.
 
     The engine gets the same call as without streaming, and the groups are the same, in the same order. Where
     rewards fail the rest of the generation is called off.

@@ -39,7 +39,7 @@ _started: WeakSet[Started] = WeakSet()
 
 
 def say(words: str) -> None:
-    """On standard error: while a run goes on, what is logged is in its own log and nowhere else."""
+    """Write to standard error: while a run goes on, what is logged is in its own log and nowhere else."""
     sys.stderr.write(f"lachesis: {words}\n")
     sys.stderr.flush()
 
@@ -73,7 +73,7 @@ def _forget() -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """At SIGTERM stop the runs that go on, and end the program as it would have, once they have their checkpoints.
+    """Stop the runs that go on at SIGTERM, and end the program as it would have, once they have their checkpoints.
 
     The program's own code ends by SystemExit, where it is; :func:`_finish` then waits for the runs.
     """
@@ -123,7 +123,7 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
 
 @contextmanager
 def _interrupts_counted() -> Iterator[list[int]]:
-    """Has an entry once Ctrl-C was pressed, or SIGTERM came; the second ends the process.
+    """Yield a list that has an entry once Ctrl-C was pressed, or SIGTERM came; the second ends the process.
 
     A KeyboardInterrupt could come anywhere in here, and would end the wait with the run half stopped.
     """

@@ -64,7 +64,7 @@ class LaunchedEngine:
         wait_together(self.processes, deadline=deadline)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop all servers. Idempotent."""
         for process in self.processes:
             process.stop()
 

@@ -268,12 +268,12 @@ class Run:
 
     @property
     def stops(self) -> bool:
-        """True if the run was asked to stop."""
+        """Return True if the run was asked to stop."""
         return self._asked_to_stop.is_set()
 
     @property
     def done(self) -> bool:
-        """True if the run was started by this handle and has ended."""
+        """Return True if the run was started by this handle and has ended."""
         return self._ended is not None and self._ended.done()
 
     @property

@@ -1,4 +1,4 @@
-"""One part of a run from its section of the configuration. :mod:`lachesis.run.train` wires the parts together."""
+"""Parts of a run, each from its section of the configuration. :mod:`lachesis.run.train` wires the parts together."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def build_evaluation(
     keep: Callable[[int, Sequence[Group]], None] | None = None,
     evaluator: Evaluates | None = None,
 ) -> ScheduledEvaluation:
-    """One completion for each held-out problem, greedy unless configured otherwise, and the named benchmarks.
+    """Build the evaluation: a completion of each held-out problem, greedy by default, and the named benchmarks.
 
     ``keep`` is given what each evaluation has generated. An environment that has held-out tasks of its own brings its
     ``evaluator``.

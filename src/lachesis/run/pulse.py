@@ -32,7 +32,7 @@ TRANSFER = "the transfer of weight version"
 
 @dataclass(slots=True)
 class Pulse:
-    """One server or program, and whether it was last found stopped or silent.
+    """Server or program, and whether it was last found stopped or silent.
 
     Args:
         name: what messages call it.

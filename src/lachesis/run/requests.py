@@ -53,7 +53,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RequestedPause:
-    """Holds a run up while its directory has the request.
+    """Pause that holds a run up while its directory has the request.
 
     Args:
         run: whose directory it is; its state says that the run is paused.

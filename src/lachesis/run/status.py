@@ -64,7 +64,7 @@ class NamedWait:
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_STRICT)
 class NamedEngine:
-    """One of several engines, as :class:`~lachesis.engines.fleet.EngineRow` when ``live.json`` was written."""
+    """Row of one of several engines, as :class:`~lachesis.engines.fleet.EngineRow` when ``live.json`` was written."""
 
     url: str
     state: str

@@ -1,4 +1,4 @@
-"""One batch of sequences in a transformers causal language model, over a cache that grows: prefill, fork, extend."""
+"""Batch of sequences in a transformers causal language model, over a cache that grows: prefill, fork, extend."""
 
 from __future__ import annotations
 

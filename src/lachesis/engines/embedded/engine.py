@@ -46,7 +46,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One more token of L sequences.
+    """Step that adds a token to L sequences.
 
     ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
     ``n``; ``token_ids`` and ``logprobs`` [L] are the sampled tokens; ``reasons`` [L] are finish reasons, ``None``
@@ -334,7 +334,7 @@ class EmbeddedEngine(Engine):
 
 @dataclass(slots=True)
 class _Call:
-    """One call of ``generate``: what goes along with its batches. ``done`` of ``total`` sequences have ended."""
+    """Call of ``generate``, with what goes along with its batches. ``done`` of ``total`` sequences have ended."""
 
     model: PreTrainedModel | PeftModel
     deadline: Deadline

@@ -48,7 +48,7 @@ class RouteRecorder:
 
     @contextmanager
     def pass_of(self, *, rows: int, new: int) -> Iterator[SeenRoutes]:
-        """One pass, of the last ``new`` tokens of each row among others; after the block their experts are there."""
+        """Record one pass over the last ``new`` tokens of each row; after the block their experts are there."""
         found, self._seen = SeenRoutes(), {}
         try:
             yield found

@@ -41,7 +41,7 @@ _MOST_CALLS = 64
 
 
 class HttpEngine(Engine):
-    """One engine out of servers that hold the same weights. Thread-safe.
+    """Engine made of servers that hold the same weights. Thread-safe.
 
     Each request goes, with all its ``n`` completions and its seed, to the server that :attr:`fleet` picks, and to
     another one if it is lost with its server. Changes of weights go to all live servers, and so do the proofs of

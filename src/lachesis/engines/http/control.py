@@ -212,7 +212,7 @@ class ServerControl:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since it last answered, infinite before it ever did."""
+        """Return the seconds since it last answered, infinite before it ever did."""
         return time.monotonic() - self._heard
 
     @property

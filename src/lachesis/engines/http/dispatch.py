@@ -48,7 +48,7 @@ _MOST_FAILURES = 2
 
 
 class GenerationCalls:
-    """Sends requests to the engines that the fleet picks; resends a request that is lost with its engine.
+    """Sender of requests to the engines that the fleet picks; it resends a request that is lost with its engine.
 
     Its coroutines run on one event loop.
 
@@ -120,11 +120,11 @@ class GenerationCalls:
                 self._watch = None
 
     def take_busy(self) -> dict[str, float]:
-        """Seconds in which each engine had requests under way since the last call, by its address. From any thread."""
+        """Return each engine's seconds with requests under way since the last call, by its address. From any thread."""
         return {url: busy.take() for url, busy in [*self._busy.items()]}
 
     def take_prefix_hits(self) -> dict[str, Mean]:
-        """Share of the prompts that each engine had cached since the last call, by its address. From any thread."""
+        """Return the share of prompts that each engine had cached since the last call, by address. From any thread."""
         return self._prefixes.take()
 
     async def close(self) -> None:
@@ -400,7 +400,7 @@ def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
 
 
 class PrefixHits:
-    """Counts prompt tokens, and those of them that were cached, by engine. Thread-safe."""
+    """Counter of prompt tokens, and of those that were cached, by engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -417,7 +417,7 @@ class PrefixHits:
             self._counted[url] = answer if before is None else before.merge(answer)
 
     def take(self) -> dict[str, Mean]:
-        """Since the last call, of each engine that said it."""
+        """Return the counts since the last call, of each engine that reported any."""
         with self._lock:
             counted, self._counted = self._counted, {}
         return counted

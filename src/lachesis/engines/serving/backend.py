@@ -109,7 +109,7 @@ class DigestRequest(Request):
 
     @property
     def asks(self) -> bool:
-        """True if any digest is requested."""
+        """Return True if any digest is requested."""
         return self.adapter or self.slices != {}
 
     @field_validator("slices", mode="before")

@@ -148,7 +148,7 @@ class GenerateCompletion(Completion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateResult:
-    """All completions of one request, in order.
+    """Completions of a request, in order.
 
     ``prompt_logprobs`` [P], where asked for, has ``None`` for the first position and a map for the others.
     """

@@ -46,7 +46,7 @@ VERSION = "weight_version"
 
 
 def _resolved(path: Any, info: ValidationInfo) -> Any:
-    """On a server, whose context resolves paths, the path without links, inside of its roots."""
+    """Return a path without links; on a server, whose context resolves paths, one inside its roots."""
     if not (isinstance(path, str | Path) and str(path)):
         raise ValueError("Input should be a path")
     return path if info.context is None else info.context(path)
@@ -276,7 +276,7 @@ class Proof(Canary, Digests):
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Q, A]):
-    """One route with its request and its answer.
+    """Route with its request and its answer.
 
     Args:
         name: method that does it: of ``Server``, with the request, or of the engine, with the request's fields

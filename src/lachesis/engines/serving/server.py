@@ -53,7 +53,7 @@ _VARIABLES = (
 
 
 class Server:
-    """One server: its own state, and a method for each operation that is not the engine's alone.
+    """Server with its own state, and a method for each operation that is not the engine's alone.
 
     Args:
         served: the engine.
@@ -109,7 +109,7 @@ class Server:
             raise Refused("the token is not that of this server's session", status=401, remedy=where)
 
     def inside_roots(self, path: str) -> Path:
-        """``path`` without symbolic links.
+        """Return ``path`` without symbolic links.
 
         Raises:
             Refused: (403) it, or an entry of the directory it names, is outside of the adapter roots.
@@ -179,7 +179,7 @@ class Server:
     # The operations that the engine does not do alone: what they find goes into the answer.
 
     async def health_generate(self, _: ops.Nothing) -> None:
-        """One token, or 503 with the reason."""
+        """Generate one token, or refuse (503) with the reason."""
         if await self.served.is_paused() or await self.served.is_sleeping():
             raise Refused("the engine is paused or asleep", status=503, remedy="resume it or wake it up")
         probe = GenerateBody(prompt_token_ids=(1,), sampling={"max_tokens": 1}, request_id="health_generate")
@@ -369,7 +369,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
 
 
 def error_response(error: LachesisError) -> JSONResponse:
-    """Refused has its own status; an engine that is dead is 503, a deadline 504, anything else 500."""
+    """Return the answer to an error: Refused has its own status, a dead engine 503, a deadline 504, all else 500."""
     status = error.status if isinstance(error, Refused) else _STATUS.get(type(error), 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_document(error), status_code=status, headers=headers)
@@ -404,7 +404,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def event_stream(first: str, rest: AsyncIterator[str]) -> StreamingResponse:
-    """Server-sent events: each text is one ``data:``, the last is ``[DONE]``; an error in between is an event."""
+    """Return server-sent events: each text is a ``data:``, the last is ``[DONE]``; an error in between is an event."""
 
     async def events() -> AsyncIterator[str]:
         yield f"data: {first}\n\n"

@@ -24,7 +24,7 @@ DIRECTORY_VARIABLE = "LACHESIS_SESSION_DIR"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One life of a server.
+    """Life of a server from its start to its end.
 
     ``session_id`` is in all its answers about weights; ``token`` is its secret. Adapters and checkpoints load
     from inside ``adapter_roots`` only, which are absolute.

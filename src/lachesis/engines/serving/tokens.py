@@ -39,7 +39,7 @@ class ChoiceLogprobs(BaseModel):
 
 
 class TokensChoice(BaseModel):
-    """One completion of T tokens; ``logprobs.content`` has T entries."""
+    """Completion of T tokens; ``logprobs.content`` has T entries."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -73,7 +73,7 @@ def tokens_answer(result: GenerateResult, *, request_id: str) -> TokensAnswer:
 
 
 def token_choice(completion: Completion, *, index: int) -> TokensChoice:
-    """One completion in an answer."""
+    """Return a completion as it stands in an answer."""
     places = zip(completion.token_ids, completion.logprobs, strict=True)
     content = [TokenLogprob(token=f"token_id:{token}", logprob=finite(value)) for token, value in places]
     return TokensChoice(

@@ -1,4 +1,4 @@
-"""All that is imported from vLLM, and what differs between its versions 0.26 and 0.32. Imported only where vLLM is."""
+"""Names imported from vLLM, and differences between its versions 0.26 and 0.32. Imported only where vLLM is."""
 
 from __future__ import annotations
 

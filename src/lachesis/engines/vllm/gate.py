@@ -28,12 +28,12 @@ class Gate:
 
     @property
     def sleeping(self) -> bool:
-        """True while a part of its memory is released."""
+        """Return True while a part of its memory is released."""
         return bool(self.asleep)
 
     @property
     def is_open(self) -> bool:
-        """True while the engine generates."""
+        """Return True while the engine generates."""
         return self._open.is_set()
 
     async def wait(self) -> None:

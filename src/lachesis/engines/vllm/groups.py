@@ -140,7 +140,7 @@ class Group:
 
 
 class _Collector:
-    """Stands where vLLM has its ``RequestOutputCollector``: gets the last output of a sequence, and no other."""
+    """Collector in place of vLLM's ``RequestOutputCollector``: it gets the last output of a sequence, and no other."""
 
     __slots__ = ("_group", "_place")
 

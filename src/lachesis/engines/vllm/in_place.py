@@ -64,7 +64,7 @@ class ParameterSlice:
 
 
 class InPlaceLoader:
-    """Copies the tensors of an update to their slices. ``spare`` are rows that belong to no checkpoint, and are 0."""
+    """Loader of an update's tensors into their slices. ``spare`` are rows that belong to no checkpoint, and are 0."""
 
     def __init__(self, slices: Mapping[str, Sequence[ParameterSlice]], *, spare: Sequence[Tensor] = ()) -> None:
         self._slices = slices

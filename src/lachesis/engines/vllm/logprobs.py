@@ -135,7 +135,7 @@ class WorkerLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """For each request of a step the tokens computed before it, and those computed in it."""
+    """Requests of a step, each with the tokens computed before it, and those computed in it."""
 
     computed: Mapping[str, int]
     scheduled: Mapping[str, int]

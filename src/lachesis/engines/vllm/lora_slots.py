@@ -54,7 +54,7 @@ class ModuleSlots:
 
 
 class LoraSlots:
-    """See the module.
+    """Slots of vLLM for adapters, as the module describes them.
 
     Args:
         worker_loras: vLLM's ``WorkerLoRAManager``.

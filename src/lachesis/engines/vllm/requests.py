@@ -1,4 +1,4 @@
-"""From our requests to vLLM's and from its outputs to ours."""
+"""Translation of our requests to vLLM's, and of its outputs to ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Generator:
-    """Runs requests on vLLM's engine.
+    """Runner of requests on vLLM's engine.
 
     The ``n`` completions of a request go in one by one, as vLLM itself would split them (completion ``i`` has
     seed + i), so that each has its own times, from which its weight versions follow.

@@ -158,7 +158,7 @@ BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of values in equal ranges from ``low`` to ``high``; the last range includes its upper end."""
+    """Histogram of values in equal ranges from ``low`` to ``high``; the last range includes its upper end."""
 
     low: float
     high: float

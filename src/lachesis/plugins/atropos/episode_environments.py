@@ -54,7 +54,7 @@ class ClientCalls:
         self._client = client
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """One completion. Raises EngineError, DeadlineExceeded as the client does."""
+        """Return one completion. Raises EngineError, DeadlineExceeded as the client does."""
         asked = self._client.generate(request.prompt_ids, params=request.params, n=1, seed=request.seed)
         return (await asked)[0]
 
@@ -159,7 +159,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         )
 
     async def collect_trajectory(self, item: Prompt, *, params: SamplingParams) -> Trajectory:
-        """One episode. Raises DataError where it fails."""
+        """Return the trajectory of one episode. Raises DataError where it fails."""
         done, failures = await self._play(item, count=1, greedy=params.greedy)
         if not done:
             raise DataError(f"task {item.id} failed ({', '.join(failures)})", remedy="look into the log")

@@ -70,7 +70,7 @@ class Services:
 
     @property
     def starts_api(self) -> bool:
-        """True if the API is one of the services; otherwise it runs already."""
+        """Return True if the API is one of the services; otherwise it runs already."""
         return self._config.services.api is not None
 
     def pulses(self) -> list[Pulse]:

@@ -70,7 +70,7 @@ def check_data(
 
 
 class _Findings:
-    """Collects findings; of each rule the first few, and a count of the others."""
+    """Collection of findings; of each rule the first few, and a count of the others."""
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []

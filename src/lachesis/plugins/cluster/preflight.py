@@ -68,7 +68,7 @@ class NodePlace:
 
     @property
     def engine(self) -> bool:
-        """True if this node will have servers, and no rank."""
+        """Return True if this node will have servers, and no rank."""
         return self.world.rank >= self.ranks
 
     def names(self, facts: Sequence[Facts]) -> list[str]:
@@ -333,7 +333,7 @@ def _all_reduce(
 
 
 def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float) -> float:
-    """Seconds of an all-reduce by the ranks that will train."""
+    """Return the seconds of an all-reduce by the ranks that will train."""
     whole = place.world
     world = World(rank=whole.rank, size=place.ranks, local_rank=whole.local_rank, local_size=whole.local_size)
     device = rank_device(world, wanted=config.model.device)

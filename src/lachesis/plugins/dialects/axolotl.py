@@ -210,7 +210,7 @@ def _row_key(name: str, row: dict[str, Any], key: str) -> str:
 
 
 def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """One of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
+    """Return one of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
     dataset = {key: row[key] for key in _ROW_KEYS if row.get(key) is not None}
     files = row.get("data_files")
     if is_list(files) and len(files) == 1:

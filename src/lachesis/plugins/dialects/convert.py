@@ -70,7 +70,7 @@ def top_k(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One text is a list of one."""
+    """Return a list; a single text becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
 

@@ -61,7 +61,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Key):
-    """One key of ours, and its names elsewhere.
+    """Key of ours, and its names elsewhere.
 
     ``dialect`` is the table through which it was found (empty: it is our own name); ``aliases`` its names in all
     tables. A name of theirs that sets nothing here has the empty ``path``, and ``description`` says what Lachesis does

@@ -32,7 +32,7 @@ def same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of their names.
+    """Entry of the table: one of their names.
 
     Attributes:
         name: dotted, as in their file; a flag without its dashes.
@@ -302,7 +302,7 @@ class Translation:
             say(entry.name, entry.note)
 
     def _say_nothing(self) -> None:
-        """One name with its reason; several in one note."""
+        """Note names without effect, each with its reason; several in one note."""
         if len(self._nothing) == 1:
             self.note(self._nothing[0].name, self._nothing[0].note)
         elif self._nothing:

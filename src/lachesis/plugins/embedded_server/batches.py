@@ -26,7 +26,7 @@ _INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
 
 @dataclass(slots=True)
 class Growing:
-    """One completion that grows. ``times`` [T] are ``time.monotonic()`` at each token, ``routed`` comes at its end."""
+    """Completion that grows. ``times`` [T] are ``time.monotonic()`` at each token, ``routed`` comes at its end."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Growing:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way: filled by the engine's thread, read by its client.
+    """Request on its way: filled by the engine's thread, read by its client.
 
     Args:
         request: what to generate.
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True once every completion has ended, or the request has failed."""
+        """Return True once every completion has ended, or the request has failed."""
         return self.error is not None or all(sequence.reason for sequence in self.sequences)
 
     def tell(self) -> None:
@@ -98,7 +98,7 @@ class BatchRunner:
 
     @property
     def alive(self) -> bool:
-        """True while requests are served."""
+        """Return True while requests are served."""
         return self._thread.is_alive() and not self._gate.closed
 
     def submit(self, job: Job) -> None:

@@ -163,7 +163,7 @@ class _Connection:
 
     @property
     def over(self) -> bool:
-        """True if the connection broke or was closed."""
+        """Return True if the connection broke or was closed."""
         return self._task.done()
 
     async def close(self) -> None:

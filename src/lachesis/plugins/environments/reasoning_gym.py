@@ -22,7 +22,7 @@ _NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One of the library's data sets: its name, how many problems, from which seed, and what else it is made with."""
+    """Data set of the library: its name, how many problems, from which seed, and what else it is made with."""
 
     name: str
     size: int

@@ -89,7 +89,7 @@ class RolloutTrainer:
         self._calls = 0
 
     def generate(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
-        """One completion of each prompt by the policy, sampled as the run does.
+        """Return one completion of each prompt by the policy, sampled as the run does.
 
         With as many prompts as the function was given, the completion of each depends on that prompt and its
         place in the group only, and not on the others of the batch.
@@ -157,7 +157,7 @@ class _Group:
 
 @dataclass(kw_only=True, eq=False)
 class FunctionPlayers(Players):
-    """Has a function of the user make the rollouts of a group.
+    """Players that have a function of the user make the rollouts of a group.
 
     The function gets each prompt once for each of its rollouts, in a row, as TRL gives it, and the trainer's
     stand-in. It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know

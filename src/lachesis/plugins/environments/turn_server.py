@@ -41,7 +41,7 @@ _PARAMS = _FIELDS - {"seed", "skip_special_tokens", "detokenize"}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One completion as the engine sampled it, with the prompt that it was asked to continue."""
+    """Completion as the engine sampled it, with the prompt that it was asked to continue."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion

@@ -58,7 +58,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:
-    """One source of a mixture.
+    """Source of a mixture.
 
     Args:
         source: the source.

@@ -130,7 +130,7 @@ class Watch:
         return JSONResponse(await anyio.to_thread.run_sync(_found, self._dir(request), dict(request.query_params)))
 
     async def rollout(self, request: Request) -> Response:
-        """One rollout, turn by turn."""
+        """Return one rollout, turn by turn."""
         place = request.query_params.get("place", "")
         hit, turns = await anyio.to_thread.run_sync(read_sample, self._dir(request), place)
         return JSONResponse({"hit": _row(hit), "turns": [asdict(turn) for turn in turns]})

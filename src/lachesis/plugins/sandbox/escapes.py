@@ -31,7 +31,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One way out, and whether the wall held; ``detail`` says what came out where it did not."""
+    """Attempt at a way out, and whether the wall held; ``detail`` says what came out where it did not."""
 
     name: str
     held: bool

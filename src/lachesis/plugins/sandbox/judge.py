@@ -78,7 +78,7 @@ def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
 
 
 class _Counted(ast.NodeTransformer):
-    """Lets each assertion of a test tell that it is evaluated."""
+    """Transformer that lets each assertion of a test tell that it is evaluated."""
 
     assertions = 0
 
@@ -154,7 +154,7 @@ class _Names:
 
 @cache  # as all tests of a code ask for the same
 def _import_statements(source: str, *, any_module: bool) -> list[ast.Import | ast.ImportFrom]:
-    """One for each name that is imported at the top."""
+    """Return an import statement for each name that is imported at the top."""
     found: list[ast.Import | ast.ImportFrom] = []
     try:
         body = ast.parse(source).body

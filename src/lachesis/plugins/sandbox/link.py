@@ -46,7 +46,7 @@ def send_packed(link: socket.socket, content: bytes, parts: Sequence[bytes]) -> 
 
 
 def receive_part(link: socket.socket) -> bytes:
-    """One of the parts of :func:`send_packed`. Raises LinkClosed."""
+    """Return one of the parts of :func:`send_packed`. Raises LinkClosed."""
     return _exactly(link, int.from_bytes(_exactly(link, 4), "big"))
 
 

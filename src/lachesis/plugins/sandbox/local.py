@@ -44,7 +44,7 @@ _REASONS = {
 
 
 class LocalSandbox:
-    """Runs programs and tests behind a wall of this machine; thread-safe.
+    """Sandbox that runs programs and tests behind a wall of this machine; thread-safe.
 
     Args:
         walls: kind of wall that the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
@@ -197,7 +197,7 @@ def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: 
 
 
 class _Warden:
-    """One warden, seen from this process."""
+    """Warden, seen from this process."""
 
     def __init__(self, walls: str, command: Callable[[], Command] | None) -> None:
         main, args = (keep, (walls,)) if command is None else (run_inside, (command(), walls))

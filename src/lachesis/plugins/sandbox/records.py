@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """True if the program ended by itself with exit code 0."""
+        """Return True if the program ended by itself with exit code 0."""
         return self.ending == "exited" and self.exit_code == 0
 
 

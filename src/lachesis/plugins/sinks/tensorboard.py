@@ -11,7 +11,7 @@ from lachesis.metrics.names import evaluation_values
 
 
 class TensorBoardSink(Sink):
-    """Writes every value as a scalar under its own name, and health findings as text.
+    """Sink that writes every value as a scalar under its own name, and health findings as text.
 
     Args:
         directory: usually RUN/tensorboard.

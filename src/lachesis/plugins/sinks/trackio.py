@@ -17,7 +17,7 @@ from lachesis.plugins.sinks.section import TrackioConfig
 
 
 class TrackioSink(Sink):
-    """Logs every value under its own name at its step; findings are alerts.
+    """Sink that logs every value under its own name at its step; findings are alerts.
 
     Args:
         config: the section ``logging.trackio``.

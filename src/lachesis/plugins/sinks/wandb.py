@@ -25,7 +25,7 @@ _INSTALL = 'pip install "lachesis[wandb]"'
 
 
 class WandbSink(Sink):
-    """Logs every value of a step, drawn over our own step number.
+    """Sink that logs every value of a step, drawn over our own step number.
 
     The id of the W&B run is kept in RUN/wandb/lachesis_run_id, so that a resumed run continues it.
 

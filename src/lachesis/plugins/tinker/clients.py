@@ -38,7 +38,7 @@ class Client:
 
 
 class Clients:
-    """All clients that may ask, by their keys.
+    """Clients that may ask, by their keys.
 
     Args:
         by_key: clients by key; an empty key admits everybody.

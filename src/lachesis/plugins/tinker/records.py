@@ -36,7 +36,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward pass, and the backward pass unless ``forward_only``."""
+    """Forward pass, and the backward pass unless ``forward_only``."""
 
     data: Sequence[Datum]
     loss: str
@@ -54,7 +54,7 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """One step of AdamW, with the names of torch; ``grad_clip_norm`` 0 does not clip."""
+    """Step of AdamW, with the names of torch; ``grad_clip_norm`` 0 does not clip."""
 
     learning_rate: float
     beta1: float

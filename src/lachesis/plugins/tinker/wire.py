@@ -241,5 +241,5 @@ def sample_answer(sampled: Sampled) -> Answer:
 
 
 def json_answer(model: BaseModel) -> Answer:
-    """One of the client's own answers."""
+    """Return one of the client's own answers."""
     return Answer(model.model_dump_json(exclude_none=True).encode())

@@ -1,4 +1,4 @@
-"""One thread that computes, and the futures of its requests."""
+"""Thread that computes, and the futures of its requests."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BestModel:
 
 
 class CallbackSink(Sink):
-    """Calls callbacks as transformers' trainer would, in its order, before the next step begins.
+    """Sink that calls callbacks as transformers' trainer would, in its order, before the next step begins.
 
     An exception of a callback ends the run and is kept in :attr:`error`.
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("lachesis")
 
 
 class GRPOTrainer:
-    """Trains as TRL's ``GRPOTrainer`` would, as a run of Lachesis in ``args.output_dir``.
+    """Trainer that trains as TRL's ``GRPOTrainer`` would, as a run of Lachesis in ``args.output_dir``.
 
     Models and tokenizers that are passed as objects are saved beside that directory, where the run reads them.
 

@@ -1,4 +1,4 @@
-"""From datasets to prompts: read, transform, bring into form, render, tokenize."""
+"""Preparation of datasets into prompts: read, transform, bring into form, render, tokenize."""
 
 from __future__ import annotations
 

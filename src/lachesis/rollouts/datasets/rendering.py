@@ -1,4 +1,4 @@
-"""From problems to text and tokens: the chat template and the tokenizer."""
+"""Rendering of problems as text and tokens: the chat template and the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reward function with a deadline: if a call fails, who is to blame, and what can be kept."""
+"""Reward function with a deadline: if a call fails, who is to blame, and what can be kept."""
 
 from __future__ import annotations
 

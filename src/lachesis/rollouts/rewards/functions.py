@@ -1,4 +1,4 @@
-"""One call of a reward function: its arguments, its log, its result, and the reasons of a failure."""
+"""Call of a reward function: its arguments, its log, its result, and the reasons of a failure."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """In place of a reward: the completion could not be judged, for a cause that it has no part in.
+    """Stand-in for the reward of a completion that could not be judged, for a cause that it has no part in.
 
     It leaves its group, whatever other functions say of it, and is counted by its cause. ``why`` is for the log.
     """

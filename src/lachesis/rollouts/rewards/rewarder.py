@@ -169,7 +169,7 @@ def _whole_name(spec: str | Mapping[str, Any]) -> str:
 
 
 class Rewarder:
-    """Scores groups with several functions: a reward for each function, and their weighted sum.
+    """Scorer of groups with several functions: a reward for each function, and their weighted sum.
 
     Each function is called once for all groups (or once in each process, with a part of the groups). When that
     fails it is called group by group, to name the culprit and, with ``drop_group``, to keep the others.

@@ -36,7 +36,7 @@ _DEATH_REMEDY = "find out why it ends its process (memory, a crash in native cod
 
 
 class RewardRunner(Protocol):
-    """Runs one function; up to ``width`` calls of it at a time."""
+    """Runner of one function; up to ``width`` calls of it at a time."""
 
     @property
     def width(self) -> int: ...
@@ -50,7 +50,7 @@ class RewardRunner(Protocol):
 
 
 class ThreadRunner:
-    """Runs a function on a thread of this process, which ``watchdog`` ends where the thread does not let go of it."""
+    """Runner of a function on a thread of this process, which ``watchdog`` ends where the thread does not let go."""
 
     width = 1
 
@@ -159,7 +159,7 @@ def _close_started(starting: Future[WorkerPool]) -> None:
 
 
 class WorkerRunner:
-    """Runs one of the functions of the workers.
+    """Runner of one of the functions of the workers.
 
     Args:
         here: makes what runs it in this process instead, from the first call on whose values cannot go to another one

@@ -11,7 +11,7 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Me
 
 @dataclass(slots=True)
 class Conversation:
-    """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
+    """Rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
 
     ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``last_turn``
     are the tokens sampled last.

@@ -126,7 +126,7 @@ def described(spec: str, function: Callable[..., Any]) -> Tool:
 
 
 class Toolbox:
-    """Calls tools for rollouts of one event loop, which wait for their own calls only.
+    """Caller of tools for rollouts of one event loop, which wait for their own calls only.
 
     One thread makes the calls that come together, one after the other for as long as each is quick, as to hand a call
     to a thread takes longer than a calculator. From the first that is not, each of the others gets a thread of its own.

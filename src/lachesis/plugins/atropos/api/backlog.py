@@ -1,4 +1,4 @@
-"""All groups that are held and not yet handed out: limits, strict checks, buffers for mixed sizes, the queue."""
+"""Backlog of groups that are held and not yet handed out: limits, strict checks, buffers for mixed sizes, the queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One group set aside. ``at`` is wall-clock time in seconds."""
+    """Group that was set aside. ``at`` is wall-clock time in seconds."""
 
     at: float
     environment: str
@@ -30,7 +30,7 @@ class Misfit:
 
 
 class SetAside:
-    """Counts all groups set aside; keeps the last 50, or fewer where they take more than 16 MiB."""
+    """Record of groups set aside: counts them, and keeps the last 50, or fewer where they take more than 16 MiB."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -78,7 +78,7 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """True if the queue takes no more: it is at its limit, or had no room for a post since groups last left it."""
+        """Return True if the queue is full: at its limit, or without room for a post since groups last left it."""
         return self.limit is not None and (self._turned_away or self.weight >= self.limit)
 
     def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:

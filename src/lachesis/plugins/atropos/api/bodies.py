@@ -119,7 +119,7 @@ def _accepts_gzip(accepted: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_local(host: str) -> bool:
-    """On the loopback interface or a Unix socket compressing costs more than it saves."""
+    """Return True for a client on this machine, where compressing costs more than it saves."""
     try:
         return not host or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -17,7 +17,7 @@ RECEIPTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """One group as the server keeps it: its JSON, and its properties for the queue.
+    """Group as the server keeps it: its JSON, and its properties for the queue.
 
     ``json`` has all keys of the protocol, nulls included, and goes into a batch unchanged. ``problem`` says why
     no trainer could use the group; empty if one could, or if it was not checked.

@@ -16,7 +16,7 @@ _SMOOTHING = 0.05
 
 @dataclass(slots=True)
 class RegisteredEnvironment:
-    """One registration. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
+    """Registration of an environment. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
 
     ``reason`` is what ended one that has left, where it said so.
     """
@@ -46,7 +46,7 @@ class RegisteredEnvironment:
 
 
 class Environments:
-    """All registrations of a run, by id.
+    """Registrations of a run, by id.
 
     An environment counts while it is connected and was heard from within ``timeout_s``: the original's clients
     never disconnect, and one that died must not hold up batches with its minimum.

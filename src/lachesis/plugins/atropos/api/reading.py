@@ -20,7 +20,7 @@ _TIMEOUT_S = 120.0
 
 
 class GroupReader:
-    """Parses the bodies of posts; ``check`` is that of :func:`lachesis.plugins.atropos.api.wire.parse_group`."""
+    """Parser of the bodies of posts; ``check`` is that of :func:`lachesis.plugins.atropos.api.wire.parse_group`."""
 
     def __init__(self, *, check: bool) -> None:
         self._check = check

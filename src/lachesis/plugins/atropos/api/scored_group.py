@@ -37,7 +37,7 @@ class WireRecord(BaseModel):
 
 
 class ScoredGroup(WireRecord):
-    """All sequences of one problem with their scores; lists are of [sequence][position].
+    """Sequences of a problem with their scores; lists are of [sequence][position].
 
     ``masks`` are -100 where a position does not train and the token elsewhere, ``inference_logprobs`` are 1.0 where
     the mask is -100. ``overrides`` has a mapping for each sequence, ``group_overrides`` is one for all. The order of

@@ -139,7 +139,7 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 async def _sync(journal: Journal) -> None:
-    """One flush to the disk for all that a second brought."""
+    """Flush to the disk once all that a second brought."""
     while True:
         await asyncio.sleep(_SYNC_S)
         try:

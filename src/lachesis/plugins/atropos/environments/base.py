@@ -66,7 +66,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
 
     @abstractmethod
     async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
-        """One rollout on a problem, sampled with ``params`` (their ``max_tokens`` is for each turn)."""
+        """Return one rollout on a problem, sampled with ``params`` (their ``max_tokens`` is for each turn)."""
 
     @abstractmethod
     async def score(self, item: Item, trajectories: Sequence[Trajectory]) -> Sequence[float]:
@@ -181,7 +181,7 @@ class SingleTurn(Environment[Item, ConfigT]):
         """Return the token ids of a problem's prompt, and the same as a conversation."""
 
     async def collect_trajectory(self, item: Item, *, params: SamplingParams) -> Trajectory:
-        """One completion."""
+        """Return one completion."""
         (trajectory,) = await self._sample(item, params=params, n=1)
         return trajectory
 

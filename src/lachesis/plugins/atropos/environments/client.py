@@ -54,7 +54,7 @@ class ServerBusy(EngineError):
 
 @dataclass(slots=True)
 class _Server:
-    """One server. ``down_until`` is when it may be asked again, on the monotonic clock; ``failures`` in a row."""
+    """Server with a pause until ``down_until`` on the monotonic clock, after ``failures`` in a row."""
 
     url: str
     http: httpx.AsyncClient
@@ -64,7 +64,7 @@ class _Server:
 
 
 class InferenceClient:
-    """Samples completions, with the logprob of each token under the distribution it was sampled from.
+    """Client that samples completions, with the logprob of each token under the distribution it was sampled from.
 
     Requests go to the server with the fewest sequences in flight among those that answer. A request that a server
     loses (it restarts, or its engine aborts) is sent again, until ``timeout`` has passed.
@@ -226,7 +226,7 @@ class InferenceClient:
 
 
 class _Pace:
-    """At most ``count`` passes in any ``interval_s`` seconds; without a count, any number."""
+    """Limit of ``count`` passes in any ``interval_s`` seconds; without a count, any number."""
 
     def __init__(self, count: int | None, interval_s: float) -> None:
         self._count = count

@@ -42,7 +42,7 @@ class JsonLines:
 
 
 class Outputs:
-    """All outputs of one environment, apart from its posts. Outputs that are not requested cost nothing.
+    """Outputs of an environment, apart from its posts. Outputs that are not requested cost nothing.
 
     Args:
         log_dir: metrics.jsonl goes here.

@@ -16,7 +16,7 @@ from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED, Sco
 
 @dataclass(slots=True)
 class Trajectory:
-    """One growing sequence: the given tokens, and the tokens that the model sampled, in order.
+    """Growing sequence: the given tokens, and the tokens that the model sampled, in order.
 
     ``masks`` [T] has the token where it trains and -100 elsewhere; ``logprobs`` [T] has 1.0 elsewhere, as a mark.
     Nothing is ever tokenized again.

@@ -80,7 +80,7 @@ class QueueStatus:
 
 
 class RolloutApi:
-    """One rollout API, ours or the original.
+    """Rollout API, ours or the original.
 
     Every call is repeated while the API is away or overloaded; repeated posts are taken in once, where the API
     knows idempotency keys.

@@ -54,7 +54,7 @@ class _Progress:
 
 
 class Runner:
-    """Serves one environment to one rollout API."""
+    """Runner that serves an environment to a rollout API."""
 
     def __init__(self, environment: Environment[Any, Any], *, api: RolloutApi, outputs: Outputs) -> None:
         self._environment = environment

@@ -101,7 +101,7 @@ class SlurmConfig(Settings):
 
 
 class EnvironmentOptions(Settings):
-    """All that an environment is started with."""
+    """Options that an environment is started with."""
 
     env: EnvironmentConfig
     openai: ServerConfig

@@ -21,7 +21,7 @@ _IN_A_ROW = 10
 
 @dataclass(kw_only=True, eq=False)
 class GroupWorkers:
-    """Makes groups of an environment, on its event loop."""
+    """Makers of groups of an environment, on its event loop."""
 
     environment: Environment[Any, Any]
     deliver: Callable[[UsableGroup], None]

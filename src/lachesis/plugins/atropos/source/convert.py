@@ -1,4 +1,4 @@
-"""From a scored group as environments send it to the records that are trained on. Pure.
+"""Conversion of scored groups, as environments send them, to the records that are trained on. Pure.
 
 The protocol's conventions: ``masks`` are -100 where a position does not train and the token elsewhere (some
 environments write 0 and 1), ``inference_logprobs`` are 1.0 where the mask is -100, scores are raw rewards, a
@@ -53,7 +53,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """One sequence of a group [T]. ``trains`` is True where a position counts in the loss."""
+    """Sequence of a group [T]. ``trains`` is True where a position counts in the loss."""
 
     tokens: tuple[int, ...]
     trains: tuple[bool, ...]

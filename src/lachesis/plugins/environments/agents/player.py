@@ -22,7 +22,7 @@ from lachesis.rollouts.rewards.attempts import TURNS
 
 @dataclass(kw_only=True, eq=False)
 class AgentPlayers(Players):
-    """Runs agents, many at the same time, and makes samples of what the proxy recorded of them.
+    """Players that run agents, many at the same time, and make samples of what the proxy recorded of them.
 
     A rollout that took too long, went beyond a limit, ended with another code than 0 (unless ``score_nonzero``) or
     never asked the model has failed.

@@ -203,7 +203,7 @@ class AgentProxy:
 
 
 class _Refused(asyncio.Protocol):
-    """One connection more than an agent may have: it is closed at once."""
+    """Connection beyond those that an agent may have: it is closed at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()

@@ -74,7 +74,7 @@ class PreparedTurn:
 
 @dataclass(slots=True)
 class AgentSession:
-    """One rollout, by its key. Requests may overlap; the model's completed turns are recorded."""
+    """Rollout of an agent, by its key. Requests may overlap; the model's completed turns are recorded."""
 
     seed: int
     params: SamplingParams
@@ -87,7 +87,7 @@ class AgentSession:
 
 
 class Recorder:
-    """Makes prompts of agents' requests, and records the sampled turns.
+    """Recorder that makes prompts of agents' requests, and records the sampled turns.
 
     If a request repeats the messages of a trajectory, its last answer unchanged, and adds others, the prompt is that
     trajectory's sampled tokens plus the chat template's for the new messages. The same if the template's tokens

@@ -108,7 +108,7 @@ def _cause(error: Exception) -> str:
 
 
 class Game(ABC):
-    """One episode. ``subject`` is the object of the user's that is played."""
+    """Game of one episode. ``subject`` is the object of the user's that is played."""
 
     subject: Any = None
 

@@ -92,7 +92,7 @@ def _text_field(url: str) -> str:
 
 
 class OpenEnvGame(Game):
-    """One session. ``reset`` gets all columns of the task; the server takes those that it knows."""
+    """Session of a server. ``reset`` gets all columns of the task; the server takes those that it knows."""
 
     def __init__(self, server: OpenEnvServer, row: Row) -> None:
         self._server = server

@@ -31,7 +31,7 @@ class EpisodeLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One episode as it grows.
+    """Episode as it grows.
 
     Args:
         prompt_ids: prompt of the next turn; ``base`` of the tokens were there before the first turn.
@@ -93,7 +93,7 @@ class StepPlayers(TaskPlayers):
             self.rewarder.report_step(version)
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """One episode, from a new environment to its end."""
+        """Play one episode, from a new environment to its end."""
         params = replace(self.policy.params, temperature=0.0) if greedy else self.policy.params
         game = await self.make(prompt.columns)
         try:

@@ -27,7 +27,7 @@ class ChatHarnessConfig(HarnessConfig):
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Answers the prompt, calls the task's tools, and ends with the first answer that calls none.
+    """Harness that answers the prompt, calls the task's tools, and ends with the first answer that calls none.
 
     What ``null`` of verifiers does, without a process and an interpreter for each rollout.
     """

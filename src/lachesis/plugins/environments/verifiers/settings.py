@@ -24,7 +24,7 @@ NEEDS = "pip install 'lachesis[verifiers]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersSettings:
-    """One environment and the way it is played.
+    """Settings of an environment and the way it is played.
 
     Args:
         environment: its id, or a ``.py`` file, which is imported under its own name.

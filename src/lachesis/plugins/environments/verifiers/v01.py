@@ -32,7 +32,7 @@ _PARSERS = ("tool_parser", "reasoning_parser")
 
 
 class EnvironmentPlayers(VerifiersPlayers):
-    """Plays the rollouts of one environment, as its own ``run_rollout`` and ``run_group`` do.
+    """Players of the rollouts of one environment, as its own ``run_rollout`` and ``run_group`` do.
 
     Raises:
         ConfigError: there is no such environment, or its arguments do not fit.
@@ -48,7 +48,7 @@ class EnvironmentPlayers(VerifiersPlayers):
 
     @property
     def scores_groups(self) -> bool:
-        """True if the rubric scores all rollouts of a group at once."""
+        """Return True if the rubric scores all rollouts of a group at once."""
         return bool(self._env.requires_group_rollouts)
 
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -80,7 +80,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         self._client = RendererClient(config, renderer=_renderer(self.settings))
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """One rollout, scored alone unless the rubric scores groups, which :meth:`score` does then."""
+        """Play one rollout, scored alone unless the rubric scores groups, which :meth:`score` does then."""
         server, params = self.settings.server, self.settings.params
         # The client hands on the headers of its sampling arguments, and no others.
         name = uuid.uuid4().hex

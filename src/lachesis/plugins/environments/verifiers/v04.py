@@ -39,7 +39,7 @@ _NO_KEY = "LACHESIS_NO_KEY"  # of a variable that is not set: the port is this p
 
 
 class V04Players(VerifiersPlayers):
-    """Plays the episodes of one environment.
+    """Players of the episodes of one environment.
 
     Raises:
         ConfigError: there is no such environment, or its arguments do not fit.
@@ -73,7 +73,7 @@ class V04Players(VerifiersPlayers):
         await self._stack.enter_async_context(self._env.serving())
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """One episode. Its trainable traces become samples, each with the reward of its trace."""
+        """Play one episode. Its trainable traces become samples, each with the reward of its trace."""
         server, minted = self.settings.server, list[str]()
         assert self._client is not None, "start comes first"
         params = self.settings.params

@@ -16,7 +16,7 @@ _BOXED = "\\boxed{"
 
 
 class MathScorer:
-    """Scores answers: 1 where the last boxed expression equals the right answer, else 0.
+    """Scorer of answers: 1 where the last boxed expression equals the right answer, else 0.
 
     An answer that cannot be compared within ``limit_s`` seconds is not shown to be right: it scores 0, and is counted
     in ``timeouts``.
