@@ -120,7 +120,8 @@ class Sample:
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
-    ``teacher`` holds logprobs of a teacher outside of the trainer, ``routed`` the experts that the engine used.
+    ``teacher`` holds logprobs of a teacher outside of the trainer, ``teacher_prompt_ids`` the prompt that the policy's
+    own teacher reads in place of ``prompt_ids``, ``routed`` the experts that the engine used.
     """
 
     prompt_ids: tuple[int, ...]
@@ -136,6 +137,7 @@ class Sample:
     advantage: float | None = None
     token_advantages: tuple[float, ...] | None = None
     teacher: TeacherLogprobs | None = None
+    teacher_prompt_ids: tuple[int, ...] | None = None
     routed: RoutedExperts | None = None
 
     def loss_mask(self) -> tuple[int, ...]:
@@ -163,6 +165,7 @@ class Sample:
             advantage=advantage,
             token_advantages=self.token_advantages,
             teacher=self.teacher,
+            teacher_prompt_ids=self.teacher_prompt_ids,
             routed=self.routed,
         )
 

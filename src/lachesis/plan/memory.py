@@ -432,7 +432,7 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
 def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
     """Return the bytes of a copy for the KL term; 0 for an adapter, whose base model is there already."""
     algorithm = config.algorithm
-    if algorithm.beta == 0 or algorithm.kl_reference == "sampler":
+    if not algorithm.holds_reference or algorithm.kl_reference == "sampler":
         return 0
     if config.adapter.kind == "lora":
         return trainable_parameters(config, shape) * width if algorithm.kl_reference == "ema" else 0

@@ -23,7 +23,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "benchmarks": {"suite": "benchmarks.suite:build_suite"},
     "vision": {"inputs": "vision.inputs:image_inputs", "reader": "vision.reading:build_reader"},
     "images": {"settle": "vision.settle:settle", "placeholders": "vision.settle:placeholders"},
-    "teachers": {"url": "teachers.teacher:build_teach"},
+    "teachers": {"url": "teachers.teacher:build_teach", "self": "teachers.own_prompts:build_teach"},
     "rewards": {
         "code": "sandbox.rewards.open_r1:code_reward",
         "binary_code": "sandbox.rewards.open_r1:binary_code_reward",

@@ -251,13 +251,13 @@ def build_reroll(config: LachesisConfig) -> Reroll | None:
 
 
 def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
-    """Return what asks the teacher of ``algorithm.teacher.url``; without one, groups stay as they are.
+    """Return what asks ``algorithm.teacher.url``, or writes the policy's own teacher's prompts; else nothing changes.
 
     Raises:
         ModelError: the teacher has another tokenizer.
         EngineError, DeadlineExceeded: the teacher does not answer.
     """
     options = config.algorithm.teacher
-    if options is None or options.kind != "url":
+    if options is None or options.kind not in ("url", "self"):
         return list
-    return load("teachers", "url")(config, tokenizer=tokenizer, closing=closing)
+    return load("teachers", options.kind)(config, tokenizer=tokenizer, closing=closing)

@@ -15,6 +15,7 @@ from lachesis.common.imports import names_module
 from lachesis.common.types import Finding, Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig, TeacherConfig
+from lachesis.config.schema.training import placeholders
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
 from lachesis.plugins import load
@@ -94,9 +95,18 @@ def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None
         DataError: a problem does not say where it is from.
         ConfigError: no problem is from an environment that has a weight.
     """
-    if options is None or not problems or not (options.weights or options.reward_weights):
+    if options is None or not problems:
         return
     key = "algorithm.teacher"
+    columns = {name for problem in problems for name, value in problem.columns.items() if value not in (None, "")}
+    for text in options.prompts:
+        if missing := sorted(placeholders(text) - columns - {"prompt", "solution"}):
+            raise ConfigError(
+                f"{key}.prompts {text!r}: no problem has anything in {', '.join(missing)}",
+                remedy=f"name a column that there is: {', '.join(sorted(columns)) or 'none'}",
+            )
+    if not (options.weights or options.reward_weights):
+        return
     silent = next((problem for problem in problems if problem.columns.get(options.column) is None), None)
     if silent is not None:
         raise DataError(

@@ -30,7 +30,7 @@ from lachesis.common.errors import TrainingError
 from lachesis.common.prompt_images import PromptImages
 from lachesis.common.teacher_logprobs import NO_TOKEN, TeacherLogprobs
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
-from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
+from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, flat, trees
 from lachesis.train.route_tensors import Stretch, routed_tensor
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ class MicroBatch:
         routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where they are not known; ``None``
             where none is.
         images: those of each segment's prompt; empty where no prompt has any.
+        taught: the completions behind the prompts of the policy's own teacher; ``None`` where it has none.
+        taught_index: int64 [M], which of its predictions stands for each; -1 where none does.
     """
 
     input_ids: Tensor
@@ -91,6 +93,8 @@ class MicroBatch:
     teacher_sampled: Tensor | None = None
     routed: Tensor | None = None
     images: tuple[PromptImages | None, ...] = ()
+    taught: MicroBatch | None = None
+    taught_index: Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -109,6 +113,7 @@ class MicroBatch:
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
+        moved["taught"] = None if self.taught is None else self.taught.to(device)
         return dataclasses.replace(self, **moved)
 
 
@@ -130,9 +135,9 @@ class MicroBatches(Sequence[MicroBatch]):
         self._makers = tuple(makers)
 
     @classmethod
-    def of(cls, passes: Iterable[Sequence[Unit]]) -> MicroBatches:
+    def of(cls, passes: Iterable[Sequence[Unit]], *, share_prefixes: bool) -> MicroBatches:
         """Return a micro-batch for the units of each pass."""
-        return cls(cache(partial(_collate, units)) for units in passes)
+        return cls(cache(partial(_collate, units, share_prefixes=share_prefixes)) for units in passes)
 
     def __len__(self) -> int:
         return len(self._makers)
@@ -219,7 +224,7 @@ def pack(
     passes = arrange(whole, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes, ranks=ranks)
     return Batch(
         groups=tuple(groups),
-        micro_batches=MicroBatches.of(passes),
+        micro_batches=MicroBatches.of(passes, share_prefixes=share_prefixes),
         num_sequences=len(rows),
         num_tokens=sum(row.sample.num_learned for row in counted),
         skipped_sequences=len(counted) - len(kept),
@@ -292,6 +297,7 @@ class _Stream:
         self.teacher: list[Said] = []  # of each prediction
         self.routes: list[Stretch] = []
         self.images: list[PromptImages | None] = []  # of each segment
+        self.numbers: list[tuple[Row, Sequence[int]]] = []  # the predictions of each row
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
@@ -320,7 +326,7 @@ class _Stream:
         number_shared = bisect_left(counted, overlap - before)
         numbers: list[int] = []
         for i, place, target in zip(counted[:number_shared], places, targets, strict=False):
-            numbers.append(known.setdefault((place, target, inverse), len(self.predict)))
+            numbers.append(known.setdefault((place, target, inverse, sample.teacher_prompt_ids), len(self.predict)))
             if numbers[-1] == len(self.predict):
                 self._predict([place], [target], inverse)
                 self.teacher.append((sample.teacher, i))
@@ -339,6 +345,7 @@ class _Stream:
     def _add_row(self, row: Row, mask: Sequence[int], numbers: Sequence[int]) -> None:
         """Append a sample; the tokens that ``mask`` counts are the predictions ``numbers``."""
         sample = row.sample
+        self.numbers.append((row, numbers))
         self.expand.extend(numbers)
         self.row.extend([len(self.advantages)] * len(numbers))
         span = sample.versions
@@ -361,7 +368,38 @@ def _leaf(parts: Sequence[Part], place: int) -> int:
     return place
 
 
-def _collate(units: Sequence[Unit]) -> MicroBatch:
+def _collate(units: Sequence[Unit], *, share_prefixes: bool = True) -> MicroBatch:
+    stream = _streamed(units)
+    return dataclasses.replace(_tensors(stream), **_own_teacher(stream, share_prefixes=share_prefixes))
+
+
+def _own_teacher(stream: _Stream, *, share_prefixes: bool) -> dict[str, Any]:
+    """Return ``taught`` and ``taught_index`` of the rows whose teacher has a prompt; empty without such rows."""
+    taught = [(row, numbers) for row, numbers in stream.numbers if row.sample.teacher_prompt_ids]
+    if not taught:
+        return {}
+    own = [
+        row._replace(
+            sample=dataclasses.replace(
+                row.sample,
+                prompt_ids=row.sample.teacher_prompt_ids or (),
+                teacher_prompt_ids=None,
+                teacher=None,
+                routed=None,
+            )
+        )
+        for row, _ in taught
+    ]
+    whole = [*trees(own)]
+    second = _streamed(whole if share_prefixes else [unit for tree in whole for unit in flat(tree)])
+    places = {id(row.sample): numbers for row, numbers in second.numbers}
+    index = torch.full((len(stream.predict),), -1, dtype=torch.int64)
+    for (_, numbers), row in zip(taught, own, strict=True):
+        index[[*numbers]] = torch.tensor([*places[id(row.sample)]], dtype=torch.int64)
+    return {"taught": _tensors(second), "taught_index": index}
+
+
+def _streamed(units: Sequence[Unit]) -> _Stream:
     stream = _Stream()
     for unit in units:
         path: list[int] = []
@@ -378,7 +416,7 @@ def _collate(units: Sequence[Unit]) -> MicroBatch:
             # In the order of the tree no later sequence shares more than the next one does.
             following = unit.parts[place + 1].shared if place + 1 < len(unit.parts) else 0
             stream.add_sequence(sequence, path=path, overlap=max(shared, following), known=known)
-    return _tensors(stream)
+    return stream
 
 
 def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:

@@ -120,11 +120,12 @@ def trees(rows: Sequence[Row]) -> Iterator[Unit]:
         prompt = (sample.prompt_ids, id(row.images))  # pictures of one size have equal tokens
         tree = tree_of.get(row.group, tree_of.get(prompt, row.group))
         tree_of[row.group] = tree_of[prompt] = tree
-        # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
-        key = (sample.prompt_ids, sample.completion_ids, sample.mask, sample.temperature)
+        # Samples with other loss masks, temperatures or teachers have other predictions: they are not duplicates.
+        other = (sample.mask, sample.temperature, sample.teacher_prompt_ids)
+        key = (sample.prompt_ids, sample.completion_ids, *other)
         grown.setdefault(tree, {}).setdefault(key, []).append(row)
     for tree in grown.values():
-        sequences = [Inputs(p + c[:-1], len(p), tuple(same)) for (p, c, _, _), same in tree.items()]
+        sequences = [Inputs(p + c[:-1], len(p), tuple(same)) for (p, c, *_), same in tree.items()]
         order = branches([sequence.ids for sequence in sequences])
         yield Unit(tuple(Part(sequences[branch.index], branch.shared) for branch in order))
 
@@ -146,7 +147,7 @@ def arrange(
 
     def ways(tokens: int) -> list[list[_Pass]]:
         budget = _Budget(tokens, math.inf if max_rows is None else max_rows)
-        cut = partial(_cut, budget=budget) if share_prefixes else _flat
+        cut = partial(_cut, budget=budget) if share_prefixes else flat
         units = [unit for tree in whole for unit in cut(tree)]
         filled = [_filled(units, budget=budget, split=False)]
         least = -(-sum(one.tokens for one in filled[0]) // tokens)
@@ -214,7 +215,7 @@ def _split(unit: Unit, *, tokens: int, rows: float) -> tuple[Unit, Unit] | None:
     return head, Unit((first._replace(shared=0), *others))
 
 
-def _flat(tree: Unit) -> Iterator[Unit]:
+def flat(tree: Unit) -> Iterator[Unit]:
     """Yield each sample alone, with its whole sequence."""
     for sequence, _ in tree.parts:
         yield from (Unit((Part(dataclasses.replace(sequence, rows=(row,)), 0),)) for row in sequence.rows)

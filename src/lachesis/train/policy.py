@@ -109,8 +109,10 @@ class Policy(PolicyState):
         self.strategy = strategy
         # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
         self.model.eval()
-        needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
-        kl_reference = options if needs_reference else None
+        self._loss_reads_reference: bool = options.loss_beta > 0 or (
+            custom_loss is not None and custom_loss.needs_reference
+        )
+        kl_reference = options if options.holds_reference or self._loss_reads_reference else None
         second = second_model(loaded, kl_reference)  # what is sharded cannot be copied any more
         self._place(second, teacher)
         self.device: torch.device = strategy.device(self.transformer)
@@ -156,6 +158,8 @@ class Policy(PolicyState):
             packing=packing,
             device=self.device,
             student=self.transformer,
+            plan=self.plan,
+            reference=self.reference,
             context=self.strategy.context,
             tensor=self.strategy.tensor,
         )
@@ -430,7 +434,7 @@ class Policy(PolicyState):
             with self._routed(micro, num_inputs=num_inputs) as auxiliary:
                 taught = sft_loss(self._scores(micro).logprobs, num_tokens=counts.num_tokens)
             return PolicyLoss(sum(auxiliary, taught.loss), taught.metrics)
-        reference = self._reference_logprobs(micro)
+        reference = self._reference_logprobs(micro) if self._loss_reads_reference else None
         read = None if self.teacher is None else self.teacher.reader(micro)
         with self._routed(micro, num_inputs=num_inputs) as auxiliary:
             scores = self._scores(micro, read=read)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, TeacherConfig
+from lachesis.config.schema.training import placeholders
 from lachesis.config.steps import steps_per_batch
 
 DEFAULT_LEARNING_RATE = 1e-6
@@ -231,7 +232,7 @@ def _loss(config: LachesisConfig) -> Iterator[Said]:
 
 def _reference(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
-    if algorithm.kl_reference == "ema" and algorithm.beta == 0:
+    if algorithm.kl_reference == "ema" and not algorithm.holds_reference:
         yield problem("algorithm.kl_reference is ema and beta 0, so no reference is used; set beta")
     if algorithm.kl_reference == "sampler" and algorithm.beta == 0:
         yield warning("algorithm.kl_reference sampler does nothing while algorithm.beta is 0; set beta")
@@ -297,6 +298,32 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
         yield note("algorithm.teacher.column does nothing without weights or reward_weights")
 
 
+def _own_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Said]:
+    """Yield what does not go with a teacher that is the policy itself."""
+    key = "algorithm.teacher"
+    if not teacher.prompts:
+        yield problem(f'{key}.kind is self, and {key}.prompts is not set; write one, as ["{{prompt}} {{answer}}"]')
+    for text in teacher.prompts:
+        try:
+            names = placeholders(text)
+        except ValueError as error:
+            yield problem(f"{key}.prompts {text!r}: {error}; double the braces that are no name's")
+            continue
+        if not names - {"prompt"}:
+            yield problem(f"{key}.prompts {text!r} tells the teacher nothing more: name a column, or {{solution}}")
+    if teacher.model is not None:
+        yield problem(f"{key}.model is set, and {key}.kind is self; remove one of them")
+    if teacher.weights_of == "reference" and config.algorithm.kl_reference == "sampler":
+        yield problem(f"{key}.weights_of reference with kl_reference sampler, which is not held; take base or ema")
+    for path, differs in (
+        ("algorithm.router_replay", config.algorithm.router_replay),
+        ("model.vision", config.model.sees_images),
+        ("distributed.context_parallel_size", config.distributed.context_parallel_size > 1),
+    ):
+        if differs:
+            yield problem(f"{key}.kind self does not go with {path}; remove one of them")
+
+
 def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Said]:
     """Check that the teacher is named, and that its kind supports the options."""
     key = "algorithm.teacher"
@@ -314,6 +341,10 @@ def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterato
             f"{key}.kind rollouts takes what environments post to the rollout API, and source.kind is "
             f"{config.source.kind}; set source.kind: atropos, or another kind of teacher"
         )
+    if teacher.kind == "self":
+        yield from _own_teacher(config, teacher)
+    elif teacher.prompts:
+        yield problem(f"{key}.prompts is set, and {key}.kind is {teacher.kind}; write kind: self, or remove them")
     if teacher.kind == "url" and teacher.estimate == "exact" and teacher.top_k is None:
         yield problem(
             f"{key}.estimate exact without top_k is over the whole vocabulary, which no server sends for each token; "

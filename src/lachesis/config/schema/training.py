@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -35,15 +36,34 @@ Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
+def placeholders(text: str) -> set[str]:
+    """Return the names in braces of a text; raise ValueError if a brace is not closed."""
+    return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+
+
 class TeacherConfig(Section):
     """A teacher that the policy's own samples are shown to (on-policy distillation), beside the rewards."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    kind: Literal["model", "url", "rollouts"] = Field(
+    kind: Literal["model", "url", "rollouts", "self"] = Field(
         default="model",
-        description="A model that is held frozen beside the policy, a server that is asked, or what rollouts bring "
-        "from the rollout API (`distill_token_ids` and `distill_logprobs`).",
+        description="A model that is held frozen beside the policy, a server that is asked, what rollouts bring "
+        "from the rollout API (`distill_token_ids` and `distill_logprobs`), or the policy itself with a prompt that "
+        "says more (`prompts`).",
+    )
+    prompts: list[str] = Field(
+        default_factory=list[str],
+        description="With kind self: what the teacher reads in place of the last message (or the text). `{prompt}` is "
+        "that, `{solution}` a completion of the group with a reward of `success`, and another `{name}` a column of the "
+        "problem. The first one counts whose names all have a value; without one, a completion has no teacher.",
+    )
+    success: float = Field(
+        default=1.0, description="With kind self: least reward of a completion that another one's teacher is shown."
+    )
+    weights_of: Literal["policy", "reference"] = Field(
+        default="policy",
+        description="With kind self: the weights are those of now, or of `algorithm.kl_reference` (base or ema).",
     )
     model: str | None = Field(
         default=None,
@@ -247,6 +267,12 @@ class AlgorithmConfig(Section):
     def loss_beta(self) -> float:
         """Return the weight of the KL term in the loss: 0 where it is in the reward."""
         return self.beta if self.kl_placement == "loss" else 0.0
+
+    @property
+    def holds_reference(self) -> bool:
+        """Return True if the KL term or the policy's own teacher needs the reference."""
+        taught = self.teacher
+        return self.beta > 0 or (taught is not None and taught.kind == "self" and taught.weights_of == "reference")
 
     @property
     def tightest_clip(self) -> float:

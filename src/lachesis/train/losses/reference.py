@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lachesis.common.errors import CheckpointError
+from lachesis.common.errors import CheckpointError, TrainingError
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.engines.embedded.adapters import is_adapted
 from lachesis.train.batch import MicroBatch
@@ -36,12 +36,20 @@ class Reference(ABC):
     By default no step changes it and it has no state to save.
     """
 
+    plan: ForwardPlan
+
     @abstractmethod
+    def weights(self) -> AbstractContextManager[PreTrainedModel]:
+        """Return a context in which a model has the reference's weights."""
+
+    @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Return log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown.
 
         No gradient.
         """
+        with self.weights() as model:
+            return loss_token_logprobs(model, micro, plan=self.plan).logprobs
 
     def after_step(self, step: int) -> None:
         """Update the reference after optimizer step ``step`` (counted from 1, over the whole run)."""
@@ -126,6 +134,9 @@ def _follow(
 class SamplerReference(Reference):
     """Reference to the samples' own logprobs: nothing is computed or held (Atropos's meaning of reference)."""
 
+    def weights(self) -> AbstractContextManager[PreTrainedModel]:
+        raise TrainingError("the policy that sampled is not held", remedy="take another algorithm.kl_reference")
+
     def logprobs(self, micro: MicroBatch) -> Tensor:
         return micro.sampling_logprobs
 
@@ -136,12 +147,12 @@ class AdapterOff(Reference):
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan) -> None:
         self._adapted = adapted
         self._transformer = loaded.transformer
-        self._plan = plan
+        self.plan = plan
 
-    @torch.no_grad()
-    def logprobs(self, micro: MicroBatch) -> Tensor:
+    @contextmanager
+    def weights(self) -> Generator[PreTrainedModel]:
         with self._adapted.disable_adapter():
-            return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
+            yield self._transformer
 
 
 class Copy(Reference):
@@ -158,12 +169,11 @@ class Copy(Reference):
             attention.install(second)
         elif chosen is not None:
             second.set_attn_implementation(chosen)  # pyright: ignore[reportUnknownMemberType]  # a bare dict in it
-        self._plan = plan
+        self.plan = plan
         self._options = options
 
-    @torch.no_grad()
-    def logprobs(self, micro: MicroBatch) -> Tensor:
-        return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
+    def weights(self) -> AbstractContextManager[PreTrainedModel]:
+        return nullcontext(self._transformer)
 
     def after_step(self, step: int) -> None:
         _follow(self.state_dict(), self._policy, step=step, options=self._options)
@@ -184,24 +194,19 @@ class AveragedAdapter(Reference):
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan, options: AlgorithmConfig) -> None:
         self._adapted = adapted
         self._transformer = loaded.transformer
-        self._plan = plan
+        self.plan = plan
         self._options = options
         self._policy = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._policy.items()}
 
-    @torch.no_grad()
-    def logprobs(self, micro: MicroBatch) -> Tensor:
-        with self._in_place():
-            return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
-
     @contextmanager
-    def _in_place(self) -> Generator[None]:
+    def weights(self) -> Generator[PreTrainedModel]:
         """Point parameters at the average within the block; their own storage is written to only if sharded."""
         training = self._adapted.training
         self._adapted.eval()  # an average has no dropout
         try:
             self._exchange()
-            yield
+            yield self._transformer
         finally:
             self._exchange()
             self._adapted.train(training)

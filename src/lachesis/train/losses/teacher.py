@@ -8,9 +8,10 @@ or estimated from the sampled tokens alone, in which case it becomes a part of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +20,17 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group
 from lachesis.config.schema import TeacherConfig
-from lachesis.train.batch import MicroBatch
+from lachesis.train.batch import MicroBatch, idle_micro_batch
 from lachesis.train.losses.divergence import IMPOSSIBLE, divergence, sampled_reverse_kl, with_rest
 from lachesis.train.losses.ratios import count_rows
+from lachesis.train.losses.reference import Reference
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.model.tensor import TensorGroup
 from lachesis.train.packing import Shares
+
+T = TypeVar("T")
 
 
 class Candidates(NamedTuple):
@@ -174,6 +178,82 @@ class TeacherModel(Teacher):
         return target_logprobs(self._model, micro, plan=self._plan).logprobs
 
 
+class SelfTeacher(Teacher):
+    """Teacher that is the policy, or its reference, and reads more before the same completion.
+
+    With weights of a reference and a solution in the prompt it is that of OPSD (arXiv 2601.18734), with a demonstration
+    and an average of the policy that of SDFT (2601.19897), with another completion's solution or feedback that of SDPO
+    (2601.20802).
+
+    Args:
+        weights: makes a context in which a model has the teacher's weights.
+        plan, vocab: as for :class:`TeacherModel`.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], AbstractContextManager[PreTrainedModel]],
+        *,
+        plan: ForwardPlan,
+        vocab: int,
+        options: TeacherConfig,
+    ) -> None:
+        super().__init__(options)
+        self._weights = weights
+        self._plan = plan
+        self._vocab = vocab
+
+    def candidates(self, micro: MicroBatch) -> Candidates:
+        found = self._asked(micro, lambda teacher, taught: teacher.candidates(taught))
+        places = _places(micro)
+        ids = None if found.ids is None else found.ids[places]
+        return found._replace(logprobs=found.logprobs[places], ids=ids)
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        return self._asked(micro, lambda teacher, taught: teacher.logprobs(taught))[_places(micro)]
+
+    def known(self, micro: MicroBatch) -> Tensor:
+        return super().known(micro) if micro.taught_index is None else micro.taught_index >= 0
+
+    def reader(self, micro: MicroBatch) -> Read | None:
+        """Return the reader, as for any teacher; None where no completion has a teacher.
+
+        Ranks that share the weights meet in each pass, so that one without a completion passes an idle one.
+        """
+        if micro.taught is None and self.options.estimate == "exact":
+            self._asked(micro, lambda teacher, taught: teacher.logprobs(taught))
+        return None if micro.taught is None else super().reader(micro)
+
+    def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
+        if micro.taught is not None:
+            return super().lesson(micro, scores)
+        if self.options.estimate == "sampled":
+            self._asked(micro, lambda teacher, taught: teacher.logprobs(taught))
+        return Lesson(micro.advantages)
+
+    def _asked(self, micro: MicroBatch, ask: Callable[[TeacherModel, MicroBatch], T]) -> T:
+        taught = idle_micro_batch().to(micro.row.device) if micro.taught is None else micro.taught
+        with self._weights() as model:
+            return ask(TeacherModel(model, plan=self._plan, vocab=self._vocab, options=self.options), taught)
+
+
+def _places(micro: MicroBatch) -> Tensor:
+    """Return the teacher's prediction for each of the policy's; any one where it has none."""
+    assert micro.taught_index is not None, "reader() has looked"
+    return micro.taught_index.clamp(min=0)
+
+
+@contextmanager
+def in_eval_mode(model: PreTrainedModel) -> Generator[PreTrainedModel]:
+    """Switch off what only training does, such as an adapter's dropout, within the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(training)
+
+
 def build_teacher(
     model: PreTrainedModel | None,
     *,
@@ -181,6 +261,8 @@ def build_teacher(
     packing: Packing,
     device: torch.device,
     student: PreTrainedModel,
+    plan: ForwardPlan,
+    reference: Reference | None = None,
     context: ContextGroup | None = None,
     tensor: TensorGroup | None = None,
 ) -> Teacher | None:
@@ -188,7 +270,8 @@ def build_teacher(
 
     Args:
         model: where the teacher is one of ours: loaded, and placed where the policy's is.
-        student: the policy's model.
+        student: the policy's model, and ``plan`` how it is run.
+        reference: the policy's, where it is the policy's teacher.
         context: the ranks that share the tokens of a micro-batch.
         tensor: the ranks that share the matrices of its layers.
 
@@ -197,11 +280,17 @@ def build_teacher(
     """
     if options is None:
         return None
+    vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
+    if options.kind == "self":
+        weights = partial(in_eval_mode, student) if options.weights_of == "policy" else None
+        if weights is None:
+            assert reference is not None, "holds_reference has asked for it"
+            weights = reference.weights
+        return SelfTeacher(weights, plan=plan, vocab=vocab, options=options)
     if options.kind != "model":
         return ToldTeacher(options)
     assert model is not None, "load_teacher() loads it"
     plan = plan_forward(model, packing=packing, device=device, context=context, tensor=tensor)
-    vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)
 
 
