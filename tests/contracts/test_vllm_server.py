@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -128,6 +129,35 @@ def test_requests_that_hold_an_unloaded_adapter_go_on(server: Server, base: PreT
         server.post("/lora/unload", adapter_name="adapter-4")
         assert flying.result(60).json()["finish_reasons"] == ["length"]
     assert server.http.get("/health").is_success
+
+
+def test_an_answer_says_by_token_which_weights_sampled_it(server: Server):
+    """vLLM labels tokens itself from 0.32 on; the label changes in the middle of a request that goes on."""
+    body = {"prompt_token_ids": LONG_PROMPT[:2], "max_tokens": MAX_LEN - 2, "ignore_eos": True, "n": 8}
+    for trial in range(20):
+        before = server.get("/bridge/info")["weight_version"]
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(server.post, "/generate", **body)
+            time.sleep(0.02 * (1 + trial))
+            server.post("/bridge/pause", mode="keep")
+            server.post("/bridge/set_version", weight_version=before + 1)
+            server.post("/bridge/resume")
+            answer = reply.result(60)
+        for tokens, labels, span in zip(
+            answer["token_ids"], answer["weight_versions"], answer["weight_version"], strict=True
+        ):
+            assert [labels[0]["start"], *(one["end"] for one in labels)] == [
+                0, *(one["start"] for one in labels[1:]), len(tokens),
+            ]  # fmt: skip
+            versions = [one["version"] for one in labels]
+            assert versions == sorted({before, before + 1} & {*versions})
+            assert span == {"first": versions[0], "last": versions[-1]}
+        if any(len(labels) == 2 for labels in answer["weight_versions"]):
+            break
+    else:
+        pytest.fail("no request straddled a change of version in 20 trials")
+    arrays = server.http.post("/generate", json={**body, "max_tokens": 2, "text": False}, headers={"Accept": ARRAYS})
+    assert read_arrays(arrays.content)["weight_version"] == [{"first": before + 1, "last": before + 1}] * 8
 
 
 def cached_in(server: Server) -> list[int]:

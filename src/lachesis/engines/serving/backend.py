@@ -392,6 +392,10 @@ class EngineBackend(Protocol):
 
     async def reset_prefix_cache(self) -> None: ...
 
+    async def label_weights(self, version: int) -> None:
+        """Have each token that is sampled from now on said to be of this version, if the engine can."""
+        ...
+
     def check_alive(self) -> None:
         """Raise EngineUnreachable where the engine is dead, as it may be while its server answers."""
         ...

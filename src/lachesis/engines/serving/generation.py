@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, GetPydanticSchema, model_validator
@@ -128,9 +128,19 @@ B = TypeVar("B", bound=SampledBody)
 T = TypeVar("T")
 
 
+class TokenVersions(NamedTuple):
+    """Version of the weights that sampled the tokens from ``start`` up to ``end``, as vLLM counts them."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCompletion(Completion):
-    """A completion of T tokens and what only its server knows; the routes fill in ``versions`` by the times.
+    """A completion of T tokens and what only its server knows; the routes fill in ``versions``.
+
+    They are those of ``token_versions`` where the engine labels each token, else those of the times.
 
     ``top_logprobs`` [T], where asked for, map token ids to logprobs, the sampled token first. The times are
     ``time.monotonic()`` of this host at the first and the last token. A completion that was ended has the finish
@@ -143,6 +153,7 @@ class GenerateCompletion(Completion):
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     first_token_time: float
     last_token_time: float
+    token_versions: tuple[TokenVersions, ...] = ()
     cached_tokens: int | None = None
 
 
@@ -202,6 +213,12 @@ class VersionClock:
         """Return the versions in force at two moments."""
         return VersionSpan(self.at(first), self.at(last))
 
+    def of(self, completion: GenerateCompletion) -> VersionSpan:
+        """Return the versions of the first and the last token: the engine's own where it says them."""
+        if told := completion.token_versions:
+            return VersionSpan(told[0].version, told[-1].version)
+        return self.span(completion.first_token_time, completion.last_token_time)
+
 
 def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields: Collection[str]) -> B:
     """Parse a body that has an engine's sampling fields among its own.
@@ -224,6 +241,7 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
     ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
     ``routed_experts[i]``, if asked for, are the numbers of :class:`RoutedExperts`. ``cached_tokens[i]`` of the
     prompt were in the prefix cache, null if unknown; the field is missing if it is unknown for all.
+    ``weight_versions[i]``, where the engine says them, are the versions by token.
     """
     done = result.completions
     document: dict[str, Any] = {
@@ -234,8 +252,10 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
         "finish_reasons": [c.finish_reason for c in done],
         "logprobs": None if request.logprobs is None else [_documented(c) for c in done],
         "token_logprobs": [[finite(value) for value in c.logprobs] for c in done],
-        "weight_version": [clock.span(c.first_token_time, c.last_token_time)._asdict() for c in done],
+        "weight_version": [clock.of(c)._asdict() for c in done],
     }
+    if any(c.token_versions for c in done):
+        document["weight_versions"] = [[one._asdict() for one in c.token_versions] for c in done]
     cached = [c.cached_tokens for c in done]
     if any(tokens is not None for tokens in cached):
         document["cached_tokens"] = cached
@@ -265,7 +285,7 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
     logprobs = np.fromiter(chain.from_iterable(c.logprobs for c in done), dtype=np.float32)
     if np.isnan(logprobs).any():
         finite(math.nan)
-    spans = [clock.span(c.first_token_time, c.last_token_time) for c in done]
+    spans = [clock.of(c) for c in done]
     arrays = {
         "lengths": np.array([len(c.token_ids) for c in done], dtype=np.int64),
         "token_ids": np.fromiter(chain.from_iterable(c.token_ids for c in done), dtype=np.int32),

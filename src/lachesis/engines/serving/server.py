@@ -169,7 +169,9 @@ class Server:
             try:
                 answer = await change()
                 await self.served.reset_prefix_cache()
-                self.clock.record(self.clock.current + 1 if version is None else version)
+                now = self.clock.current + 1 if version is None else version
+                await self.served.label_weights(now)
+                self.clock.record(now)
                 return answer
             finally:
                 self._changing = None

@@ -312,6 +312,10 @@ class VllmBackend:
         if self._engine.model_config.is_multimodal_model:
             await self._answered(self._engine.reset_encoder_cache())
 
+    async def label_weights(self, version: int) -> None:
+        if compat.LABELS_TOKENS:
+            await self._answered(self._engine.update_weight_version(str(version)))
+
     async def _try_to_empty_cache(self) -> None:
         epoch = self._cache_epoch
         try:

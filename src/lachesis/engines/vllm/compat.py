@@ -15,10 +15,15 @@ from vllm.lora.lora_model import LoRAModel as LoRAModel
 from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
 from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from lachesis.engines.serving.backend import Refused
+from lachesis.engines.serving.generation import TokenVersions
+
+# From vLLM 0.32 on a completion says which of its tokens are of which version of the weights.
+LABELS_TOKENS = hasattr(AsyncLLM, "update_weight_version")
 
 # What the server itself decides, or what has no meaning in an answer of ours.
 _NOT_FOR_CALLERS = {
@@ -26,6 +31,12 @@ _NOT_FOR_CALLERS = {
     "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "routed_experts_prompt_start",
     "trace_decode_token_ids", "watermarking", "logprob_token_ids", "detokenize",
 }  # fmt: skip
+
+
+def token_versions(output: Any) -> tuple[TokenVersions, ...]:
+    """Return the versions of a finished completion's tokens, 0 before the first label; empty if unknown."""
+    found = getattr(output, "weight_versions", None) or ()
+    return tuple(TokenVersions(int(s.version) if s.version.isdecimal() else 0, s.start, s.end) for s in found)
 
 
 def engine_kind() -> str:

@@ -275,6 +275,7 @@ def _sequence(
         routed=read_routes(output) if request.routed_experts else None,
         first_token_time=getattr(output.metrics, "first_token_ts", 0.0) or started,
         last_token_time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
+        token_versions=compat.token_versions(output.outputs[0]),
     )
 
 

@@ -62,7 +62,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     """TRL's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
     rloo = is_rloo(document.data)
     if rloo:
-        document.data = RLOO_DEFAULTS | {key: value for key, value in document.data.items() if value is not None}
+        document.data = {**RLOO_DEFAULTS, **{key: value for key, value in document.data.items() if value is not None}}
     translation = Translation(document, RLOO if rloo else TRL)
     translation.run()
     _put_model(translation)

@@ -249,6 +249,9 @@ class EmbeddedBackend(EngineBackend):
     async def reset_prefix_cache(self) -> None:
         """Do nothing: this engine keeps no prefixes from one batch to the next."""
 
+    async def label_weights(self, version: int) -> None:
+        """Do nothing: its tokens are told apart by their times."""
+
     def check_alive(self) -> None:
         if not self._runner.alive:
             raise EngineUnreachable("the engine is dead: its thread has ended", remedy="start the server again")

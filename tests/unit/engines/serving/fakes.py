@@ -35,6 +35,7 @@ class FakeServed(EngineBackend):
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.labels: list[int] = []
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
@@ -157,6 +158,10 @@ class FakeServed(EngineBackend):
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
+
+    async def label_weights(self, version: int) -> None:
+        await self._call("label_weights")
+        self.labels.append(version)
 
     def check_alive(self) -> None:
         if "check_alive" in self.fail:

@@ -89,7 +89,8 @@ def test_a_change_resets_the_prefix_cache_before_its_version_counts(drive):
     async def test(api: Api) -> None:
         reply = await api.post("/nccl/receive", {"weight_version": 7})
         assert reply.status_code == 200 and reply.json()["weight_version"] == 7
-        assert api.served.calls[-2:] == ["receive", "reset_prefix_cache"]
+        assert api.served.calls[-3:] == ["receive", "reset_prefix_cache", "label_weights"]
+        assert api.served.labels[-1] == await api.version()
         api.served.hold["reset_prefix_cache"] = asyncio.Event()
         changing = asyncio.create_task(api.post("/bridge/set_version", {"weight_version": 8}))
         await until(lambda: api.served.calls[-1] == "reset_prefix_cache" and len(api.served.calls) > 2)
