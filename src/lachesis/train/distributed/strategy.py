@@ -267,8 +267,13 @@ def by_size(
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated blocks of a language model: the members of its longest module list."""
+    return list(decoder_list(model))
+
+
+def decoder_list(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list that holds a language model's repeated blocks; an empty one of a model without such a list."""
     lists = [module for module in text_part(model).modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
+    return max(lists, key=len, default=nn.ModuleList())
 
 
 def text_part(model: PreTrainedModel) -> nn.Module:

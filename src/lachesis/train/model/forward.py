@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from lachesis.train.model import attention, recurrent
 from lachesis.train.model.activations import spares_memory
 from lachesis.train.model.attention import AttentionKind
 from lachesis.train.model.context import ContextGroup
+from lachesis.train.model.first_layers import first_layers_in_float32, has_float32
 from lachesis.train.model.head import (
     Logits,
     Read,
@@ -41,9 +43,14 @@ logger = logging.getLogger(__name__)
 
 HeadKind = Literal["chunked", "model"]
 Packing = Literal["auto", "packed", "padded"]
+# Of the probe: what correct ways of running a model may differ by, in nats: one of 32 bits or more, the first layers in
+# float32 of one of 16 bits, and all of it in 16 bits.
+_EXACT, _FIRST_LAYERS, _ROUNDED = 1e-4, 1e-3, 0.15
 # Of the probe: rows that run beside each other, and what of a logprob may be rounding at most.
 _COPIES = 8
 _MOST_ROUNDING = 0.6
+# Of the probe: its tokens are among so many.
+_VOCABULARY = 320
 # Numbers of tokens beyond which attention sees less, and what they are while a model is probed, by longer sequences.
 _REACH = re.compile(r"(window|window_size|attention_chunk_size|block_size|block_length|local_attention)$")
 _PROBED_REACH = 6
@@ -250,7 +257,7 @@ def _planned(
     tensor: TensorGroup | None,
 ) -> ForwardPlan:
     """Return the fastest way of running the model that the probe finds right; as :func:`plan_forward`."""
-    trials = _Trials(model, device, _probe(model, device))
+    trials = _Trials(model, device, _Judge(model, device, alone=context is None and tensor is None))
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     ways = recurrent.ways_of(model, device)
     if ways and context is not None:
@@ -296,7 +303,7 @@ class _Trials:
 
     model: PreTrainedModel
     device: torch.device
-    probe: _Probe
+    judge: _Judge
     differences: dict[str, str] = field(default_factory=dict[str, str])
 
     def packed(
@@ -329,7 +336,7 @@ class _Trials:
 
     def _first_right(self, plans: Iterable[ForwardPlan]) -> ForwardPlan | None:
         for plan in plans:
-            self.differences[plan.words] = difference = _difference(self.model, plan, self.probe, self.device)
+            self.differences[plan.words] = difference = self.judge.difference(plan)
             if not difference:
                 return plan
         return None
@@ -370,14 +377,57 @@ class _Probe:
     tolerance: float
 
 
+class _Judge:
+    """Judge of the ways of running a model.
+
+    In 16 bits two correct ways differ by rounding, and on some models by more than a wrong one does on others: Gemma 3
+    270M by 0.6, and positions that are one off change SmolLM2-135M by 0.2. A way whose kernels compute in float32, too,
+    is therefore tried in float32, on the model's first layers: there correct ones differ by 0.00003 on both, and such
+    positions make 2 to 5 nats. The model as it is then has to run that way at all. What has no float32 (flash
+    attention, the scans of flash-linear-attention, quantized weights) or no whole layers (weights cut over ranks) is
+    judged in 16 bits.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, alone: bool) -> None:
+        self._model = model
+        self._device = device
+        least = _ROUNDED if model.dtype.itemsize == 2 else _EXACT
+        self._exact = self._probe_first_layers() if least > _EXACT and alone and has_float32(model) else None
+        # Before attention is replaced. On a CPU no kernel lacks float32.
+        needed = self._exact is None or device.type != "cpu"
+        self._whole = _probe(model, device, least=least) if needed else self._exact
+
+    def difference(self, plan: ForwardPlan) -> str:
+        """Describe how this plan's results deviate from the model's own; empty if they do not."""
+        scans = plan.recurrent is not None and plan.recurrent.end_to_end
+        if self._exact is None or scans or plan.attention == "flash":
+            return _difference(self._model, plan, self._whole, self._device)
+        with first_layers_in_float32(self._model, vocab_size=_VOCABULARY):
+            difference = _difference(self._model, plan, self._exact, self._device)
+        runs = replace(self._exact, tolerance=math.inf)
+        return difference or _difference(self._model, plan, runs, self._device)
+
+    def _probe_first_layers(self) -> _Probe | None:
+        with first_layers_in_float32(self._model, vocab_size=_VOCABULARY):
+            try:
+                return _probe(self._model, self._device, least=_FIRST_LAYERS)
+            except ModelError as error:
+                logger.info("ways of running the model are judged in 16 bits, as float32 is not to be had: %s", error)
+                return None
+
+
 @torch.no_grad()
-def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
+def _probe(model: PreTrainedModel, device: torch.device, *, least: float) -> _Probe:
     """Return a probe of groups whose samples share a prompt, each sequence run by itself.
 
-    How far 16-bit logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many
-    rows matrices are multiplied in another order, and 4-bit ones by another kernel.
+    How far logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many rows
+    matrices are multiplied in another order, and 4-bit ones by another kernel. With more bits than 16
+    nobody asks.
+
+    Args:
+        least: the least that another way may differ by.
     """
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size = min(_VOCABULARY, model.config.get_text_config().vocab_size)
     ids = tuple((5 * i + 3) % vocab_size for i in range(64))
     sequences = (
         (ids[:4], ids[4:7]),
@@ -390,14 +440,12 @@ def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
     for prompt, completion in sequences:
         inputs = torch.tensor([prompt + completion], device=device)
         own = _completion_logprobs(model, inputs, start=len(prompt))[0]
-        if model.dtype != torch.float32:
+        if least > _EXACT:
             copies = _completion_logprobs(model, inputs.expand(_COPIES, -1), start=len(prompt))
             rounding = max(rounding, float((copies - own).abs().max()))
         sample = Sample(prompt, completion, tuple(own.tolist()), "stop", VersionSpan(0, 0), advantage=1.0)
         groups.append(Group(Prompt(id="probe", token_ids=prompt, text=""), (sample,)))
-    if model.dtype == torch.float32:
-        return _Probe(groups, tolerance=1e-4)
-    return _Probe(groups, tolerance=min(max(0.15, 4 * rounding), _MOST_ROUNDING))
+    return _Probe(groups, tolerance=min(max(least, 4 * rounding), _MOST_ROUNDING))
 
 
 def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import pack
-from lachesis.train.model import attention
+from lachesis.train.model import attention, forward
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -184,6 +186,56 @@ def test_more_than_rounding_is_refused_with_what_was_tried():
         ModelError, match=r"padded \(attention bucketed, head chunked: logprobs differ by .*, where 0\.6"
     ):
         plan_forward(model, packing="auto")
+
+
+def loud(architecture: str):
+    """A model of 16 bits whose logits are so large that their rounding is more than a wrong way makes elsewhere."""
+    model = tiny_model(architecture).to(torch.bfloat16)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(64)
+    return model
+
+
+@torch.no_grad()
+def test_rounding_of_large_logits_is_no_reason_to_refuse(monkeypatch):
+    assert plan_forward(loud("llama"), packing="auto").packed
+    monkeypatch.setattr(forward, "has_float32", lambda model: False)
+    with pytest.raises(ModelError, match="could not be reproduced"):
+        plan_forward(loud("llama"), packing="auto")
+
+
+def one_position_late(monkeypatch) -> None:
+    plain = forward._packed
+
+    def late(module, micro, *, plan):
+        first = micro.input_ids.new_tensor([0])
+        lasts = torch.cat([micro.cu_seq_q[1:-1].long(), first])  # the first token of each segment after the first
+        positions = micro.position_ids.clone()
+        positions[lasts[lasts > 0]] += 1
+        return plain(module, replace(micro, position_ids=positions), plan=plan)
+
+    monkeypatch.setattr(forward, "_packed", late)
+
+
+def window_one_too_wide(monkeypatch) -> None:
+    plain = attention._narrowed
+    wider = lambda *shape, window, chunk: plain(*shape, window=window and window + 1, chunk=chunk)  # noqa: E731
+    monkeypatch.setattr(attention, "_narrowed", wider)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("architecture", "fault"),
+    [("llama", one_position_late), ("gemma2", window_one_too_wide), ("mistral", window_one_too_wide)],
+)
+@pytest.mark.parametrize("make", [loud, lambda architecture: tiny_model(architecture).to(torch.bfloat16)])
+def test_small_faults_are_found_in_16_bits_too(monkeypatch, architecture: str, fault, make):
+    assert plan_forward(make(architecture), packing="auto").packed
+    fault(monkeypatch)
+    plan = plan_forward(make(architecture), packing="auto")
+    assert not plan.packed
+    assert "attention bucketed, head chunked: logprobs differ by" in plan.told
+    assert "where 0.001 may be" in plan.told
 
 
 def test_a_model_that_transformers_cannot_run_is_named(monkeypatch):
