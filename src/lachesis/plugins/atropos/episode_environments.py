@@ -14,11 +14,11 @@ from pydantic import BaseModel, Field, field_validator
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
-from lachesis.common.types import Completion, EvalResult, GenerationRequest, Prompt, Sample, SamplingParams
+from lachesis.common.types import Completion, GenerationRequest, Prompt, Sample, SamplingParams
 from lachesis.plugins.atropos.api.scored_group import NO_LOGPROB, UNTRAINED
 from lachesis.plugins.atropos.environments.base import Environment, endless, together
 from lachesis.plugins.atropos.environments.client import InferenceClient
-from lachesis.plugins.atropos.environments.evaluation import Attempts, evaluate_environment
+from lachesis.plugins.atropos.environments.evaluation import Attempts
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.environments.section import StepsSourceConfig, VerifiersSourceConfig
@@ -70,6 +70,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
     """
 
     config_class = EpisodesConfig
+    to_hold_out = "set --env.eval_tasks"
 
     @abstractmethod
     def build(self, policy: PolicyAccess) -> TaskPlayers:
@@ -142,20 +143,6 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
             lengths=tuple(sum(sample.num_learned for sample in one.samples) for one in done),
             metrics={name: [one.metrics[name] for one in done if name in one.metrics] for name in names},
             failures=failures,
-        )
-
-    async def evaluate(self) -> EvalResult:
-        """Greedy episodes of the held-out tasks; one that failed is no success, and in no mean."""
-        if not self._held_out:
-            raise ConfigError(f"the environment {self.name} holds no tasks out", remedy="set --env.eval_tasks")
-        found = await evaluate_environment(self, samples=1, greedy=True)
-        return EvalResult(
-            step=self.step,
-            accuracy=found.pass_at[1] * found.rollouts / found.problems,
-            mean_reward=found.mean_reward,
-            problems=found.problems,
-            mean_length=found.mean_length,
-            seconds=found.seconds,
         )
 
     async def collect_trajectory(self, item: Prompt, *, params: SamplingParams) -> Trajectory:

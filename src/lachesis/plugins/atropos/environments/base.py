@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError
 from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.plugins.atropos.environments.client import InferenceClient
-from lachesis.plugins.atropos.environments.evaluation import Attempts, together
+from lachesis.plugins.atropos.environments.evaluation import Attempts, causes_in_words, evaluate_environment, together
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup, scored_group
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.tokenizer import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
 # What will not be better with the next problem.
 FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
@@ -34,7 +36,8 @@ class Environment(ABC, Generic[Item, ConfigT]):
     """Maker of scored groups. Runs on an event loop, which it must not block.
 
     A subclass gives problems (:meth:`get_next_item`), a rollout on one (:meth:`collect_trajectory`), and scores
-    (:meth:`score`); it may override more. ``name`` is its name, ``config_class`` its section ``env``.
+    (:meth:`score`); it may override more. ``name`` is its name, ``config_class`` its section ``env``, ``to_hold_out``
+    says how it gets held-out problems.
 
     Args:
         config: the section ``env``.
@@ -44,6 +47,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
 
     name: ClassVar[str]
     config_class: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
+    to_hold_out: ClassVar[str] = "do not evaluate it"
 
     def __init__(self, config: ConfigT, *, client: InferenceClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
@@ -108,27 +112,25 @@ class Environment(ABC, Generic[Item, ConfigT]):
     async def evaluate(self) -> EvalResult:
         """Greedy rollouts on the held-out problems; a score of 1 or above is a success.
 
+        A rollout that fails is no success, and in no mean; the log has its cause.
+
         Raises:
             ConfigError: there are no held-out problems.
+            DataError: every rollout failed.
         """
-        started, step, items = time.monotonic(), self.step, self.held_out()
-        if not items:
-            raise ConfigError(f"the environment {self.name} has no held-out problems", remedy="do not evaluate it")
-        params = self.sampling(greedy=True)
-
-        async def one(item: Item) -> tuple[float, int]:
-            trajectory = await self.collect_trajectory(item, params=params)
-            (score,) = await self.score(item, [trajectory])
-            return score, trajectory.sampled_length
-
-        outcomes = await together(map(one, items))
+        step = self.step
+        if not self.held_out():
+            raise ConfigError(f"the environment {self.name} has no held-out problems", remedy=self.to_hold_out)
+        found = await evaluate_environment(self, samples=1, greedy=True)
+        if found.failures:
+            logger.warning("rollouts on held-out problems failed: %s", causes_in_words(found.failures))
         return EvalResult(
             step=step,
-            accuracy=sum(score >= 1.0 for score, _ in outcomes) / len(items),
-            mean_reward=sum(score for score, _ in outcomes) / len(items),
-            problems=len(items),
-            mean_length=sum(length for _, length in outcomes) / len(items),
-            seconds=time.monotonic() - started,
+            accuracy=found.pass_at[1] * found.rollouts / found.problems,
+            mean_reward=found.mean_reward,
+            problems=found.problems,
+            mean_length=found.mean_length,
+            seconds=found.seconds,
         )
 
     def metrics(self) -> Mapping[str, float]:

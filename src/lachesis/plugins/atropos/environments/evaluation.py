@@ -91,7 +91,7 @@ def summary(name: str, found: Sequence[Attempts], *, samples: int, seconds: floa
         for key, values in one.metrics.items():
             metrics.setdefault(key, []).extend(values)
     if not rewards:
-        causes = ", ".join(f"{cause} {count}" for cause, count in sorted(failures.items()))
+        causes = causes_in_words(failures)
         raise DataError(f"no rollout of {name} came to an end ({causes})", remedy="look into the log")
     passed = {k: pass_at(k, found) for k in sizes(samples)}
     return EnvironmentEvaluation(
@@ -105,6 +105,11 @@ def summary(name: str, found: Sequence[Attempts], *, samples: int, seconds: floa
         mean_length=fmean(length for one in found for length in one.lengths),
         seconds=seconds,
     )
+
+
+def causes_in_words(failures: Mapping[str, int]) -> str:
+    """Return "sandbox 3, timeout 2"."""
+    return ", ".join(f"{cause} {count}" for cause, count in sorted(failures.items()))
 
 
 def sizes(samples: int) -> list[int]:
