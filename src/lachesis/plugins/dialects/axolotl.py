@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lachesis.common.json_values import is_list, is_object
+from lachesis.common.json_values import is_object
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
@@ -18,27 +18,22 @@ from lachesis.plugins.dialects.convert import one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
 from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
-    note_paging,
     put_address,
+    put_algorithm,
     put_batch,
     put_betas,
-    put_cispo_bound,
-    put_completions,
     put_dtype,
     put_every,
-    put_generation_kwargs,
     put_output_dir,
     put_per_epoch,
     put_quantization,
-    put_reference,
-    put_rewards,
-    put_sampler_correction,
     put_schedule,
     put_serving,
     put_steps,
     put_strategy,
 )
 from lachesis.plugins.dialects.hub import put_axolotl_hub
+from lachesis.plugins.dialects.mixtures import ROW_KEYS, dataset_of
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 
 # Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
@@ -63,7 +58,6 @@ AXOLOTL = Dialect(
     open_sections=("gradient_checkpointing_kwargs", "fsdp_config"),
 )
 
-_ROW_KEYS = ("path", "name", "split")
 _FSDP = "fsdp_config."
 _FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
 _FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
@@ -125,14 +119,8 @@ def _put_model(translation: Translation) -> None:
         translation.put("adapter.kind", "lora", "adapter")
         if adapter == "qlora":
             translation.put("model.quantization", "nf4", "adapter")
-        for name, path in (
-            ("lora_r", "adapter.r"),
-            ("lora_alpha", "adapter.alpha"),
-            ("lora_dropout", "adapter.dropout"),
-            ("lora_target_modules", "adapter.targets"),
-            ("peft_layers_to_transform", "adapter.layers"),
-        ):
-            translation.copy(name, path)
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "peft_layers_to_transform"):
+            translation.put_entry(name)
         if translation.switch("lora_target_linear"):
             translation.put("adapter.targets", "all-linear", "lora_target_linear")
     elif adapter is not None:
@@ -205,20 +193,13 @@ def _row_key(name: str, row: dict[str, Any], key: str) -> str:
     """Return the key of a dataset's row there that sets ``key`` here."""
     if key == "path" and row.get("data_files"):
         return f"{name}.data_files"
-    written = key if key in _ROW_KEYS else "field_messages" if key == "prompt_column" else "type"
+    written = key if key in ROW_KEYS else "field_messages" if key == "prompt_column" else "type"
     return f"{name}.{written}"
 
 
 def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return one of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
-    dataset = {key: row[key] for key in _ROW_KEYS if row.get(key) is not None}
-    files = row.get("data_files")
-    if is_list(files) and len(files) == 1:
-        files = files[0]
-    if isinstance(files, str):
-        dataset["path"] = files
-    elif files is not None:
-        translation.problem(f"{name}.data_files", "Lachesis reads one file a dataset; list the files as datasets")
+    dataset = dataset_of(translation, name, row)
     kind = row.get("type")
     if isinstance(kind, str) and "." in kind:
         dataset["transform"] = kind
@@ -282,17 +263,11 @@ def _put_evaluations(translation: Translation) -> None:
 
 
 def _put_algorithm(translation: Translation) -> None:
-    put_rewards(translation, "trl.")
-    note_paging(translation, "optimizer")
-    put_cispo_bound(translation, "trl.")
-    put_reference(translation, "trl.", alpha=0.9, steps=64)
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
     # Only its asynchronous trainer has its own defaults; the other one is TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
-    put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
+    put_algorithm(translation, "trl.", optimizer="optimizer", alpha=0.9, steps=64, mode=mode, floor=bool(produced))
     _put_staleness(translation)
-    put_generation_kwargs(translation, "trl.generation_kwargs")
-    put_completions(translation, "trl.")
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):
         translation.copy(length, f"sampling.{length}")

@@ -41,13 +41,6 @@ _SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "warmup_type": "linear"}
 _OF_DECAY = ("optimizer.decay_steps", "optimizer.stable_steps", "optimizer.decay")
 
 
-def put_cispo_bound(translation: Translation, prefix: str) -> None:
-    """Set CISPO's bound where the file does not: TRL 1.16 takes ``epsilon``, 0.2; ours would be 5."""
-    name = f"{prefix}epsilon_high"
-    if translation.value(f"{prefix}loss_type") == "cispo" and not translation.has(name):
-        translation.put("algorithm.epsilon_high", translation.value(f"{prefix}epsilon", _EPSILON), name)
-
-
 def put_address(translation: Translation, name: str, port: Any) -> str:
     """Return the URL of the server whose host ``name`` says; a host that is a URL already is a problem."""
     host = translation.text(name, "0.0.0.0")
@@ -56,45 +49,44 @@ def put_address(translation: Translation, name: str, port: Any) -> str:
     return engine_address(host, port)
 
 
-def note_paging(translation: Translation, name: str) -> None:
-    """Note that states of paged optimizers are not paged here; bitsandbytes moves them to the CPU on a full GPU."""
-    if str(translation.value(name)).startswith("paged_"):
-        translation.note(
-            name, "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
-        )
-
-
-def put_rewards(translation: Translation, prefix: str) -> None:
-    """Reward functions get completions of texts as texts, and those of conversations as messages."""
-    translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
-
-
-def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:
-    """Set an averaged reference, with ``alpha`` and ``steps`` as defaults there."""
-    if not translation.value(f"{prefix}sync_ref_model"):
-        return
-    translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
-    for name, path, default in (
-        (f"{prefix}ref_model_mixup_alpha", "algorithm.ref_mixup_alpha", alpha),
-        (f"{prefix}ref_model_sync_steps", "algorithm.ref_sync_steps", steps),
-    ):
-        translation.put(path, translation.value(name, default), name)
-
-
-def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, floor: bool) -> None:
-    """Set the correction for a separate sampler, which is on unless it is switched off.
+def put_algorithm(
+    translation: Translation, prefix: str, *, optimizer: str, alpha: float, steps: int, mode: str | None, floor: bool
+) -> None:
+    """Set rewards, loss, reference, the correction for a separate sampler, and what is shown of completions.
 
     Args:
         translation: of the document.
         prefix: of the names.
-        mode: the default there.
+        optimizer: their name of it.
+        alpha, steps: defaults there of an averaged reference.
+        mode: default there of the correction; ``None`` where there is none.
         floor: True if truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
             a mask masks.)
     """
+    # Reward functions get completions of texts as texts, and those of conversations as messages.
+    translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
+    # bitsandbytes moves the states of these to the CPU on a full GPU.
+    if str(translation.value(optimizer)).startswith("paged_"):
+        paged = "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
+        translation.note(optimizer, paged)
+    # CISPO's bound where the file has none: TRL 1.16 takes epsilon, 0.2; ours would be 5.
+    bound = f"{prefix}epsilon_high"
+    if translation.value(f"{prefix}loss_type") == "cispo" and not translation.has(bound):
+        translation.put("algorithm.epsilon_high", translation.value(f"{prefix}epsilon", _EPSILON), bound)
+    if translation.value(f"{prefix}sync_ref_model"):
+        translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
+        translation.put_entry(f"{prefix}ref_model_mixup_alpha", alpha)
+        translation.put_entry(f"{prefix}ref_model_sync_steps", steps)
+    if mode is not None and translation.value(f"{prefix}use_vllm"):
+        _put_sampler_correction(translation, prefix, mode=mode, floor=floor)
+    _put_generation_kwargs(translation, f"{prefix}generation_kwargs")
+    _put_completions(translation, prefix)
+
+
+def _put_sampler_correction(translation: Translation, prefix: str, *, mode: str, floor: bool) -> None:
+    """Set the correction for a separate sampler, which is on unless it is switched off; :func:`put_algorithm`."""
     keys = ("correction", "mode", "cap", "clip_max", "clip_min")
     names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in keys}
-    if not translation.value(f"{prefix}use_vllm"):
-        return
     correction = translation.value(names["correction"], True)
     if correction is False:
         translation.put("algorithm.sampler_correction", "none", names["correction"])
@@ -113,7 +105,7 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
         translation.put("algorithm.sampler_correction_min", 1 / cap, source)
 
 
-def put_completions(translation: Translation, prefix: str) -> None:
+def _put_completions(translation: Translation, prefix: str) -> None:
     """Set how many completions are shown: a number, all without one, none unless they are requested."""
     shown = translation.value(f"{prefix}log_completions", False)
     if not isinstance(shown, bool):
@@ -123,7 +115,7 @@ def put_completions(translation: Translation, prefix: str) -> None:
         translation.put("logging.completions", translation.value(name, "all"), name)
 
 
-def put_generation_kwargs(translation: Translation, name: str) -> None:
+def _put_generation_kwargs(translation: Translation, name: str) -> None:
     """Fields of vLLM's SamplingParams: those that every engine here knows go to their own keys."""
     fields = translation.value(name)
     if fields is None:

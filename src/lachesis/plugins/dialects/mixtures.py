@@ -1,4 +1,4 @@
-"""Datasets of TRL's and open-r1's files: one by its name, several as a mixture."""
+"""Datasets of other trainers' files: one by its name, several as a mixture."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import describe
 from lachesis.plugins.dialects.table import Translation
 
-_KEYS = ("path", "name", "split")
+ROW_KEYS = ("path", "name", "split")
 
 
 def put_datasets(translation: Translation) -> None:
     """Set ``data``: TRL's ``datasets`` stand before ``dataset_name``, as there."""
     rows = [row for row in translation.value("datasets", []) if is_object(row)]
-    found = [_dataset(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
+    found = [dataset_of(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
     _put(translation, "datasets", found)
     _put_mixture(translation)
     _put_prompts(translation)
@@ -27,9 +27,9 @@ def _put(translation: Translation, name: str, datasets: list[dict[str, Any]]) ->
         translation.put("data.more", datasets[1:], name)
 
 
-def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
+def dataset_of(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of ``datasets:`` as one of ours. ``data_files`` with one file is that file."""
-    dataset = {key: row[key] for key in _KEYS if row.get(key) is not None}
+    dataset = {key: row[key] for key in ROW_KEYS if row.get(key) is not None}
     files = row.get("data_files")
     if is_list(files) and len(files) == 1:
         files = files[0]

@@ -12,28 +12,18 @@ from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
-from lachesis.plugins.dialects.convert import (
-    DTYPES,
-    nonzero,
-    one_of,
-)
+from lachesis.plugins.dialects.convert import DTYPES, nonzero, one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
-    note_paging,
     put_address,
+    put_algorithm,
     put_batch,
     put_betas,
-    put_cispo_bound,
-    put_completions,
     put_dtype,
     put_every,
-    put_generation_kwargs,
     put_output_dir,
     put_quantization,
-    put_reference,
-    put_rewards,
-    put_sampler_correction,
     put_schedule,
     put_serving,
     put_steps,
@@ -77,19 +67,13 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
         processes=processes,
     )
     _check_generation_batch(translation, processes=counted)
-    put_rewards(translation, "")
+    mode = None if rloo else "sequence_mask"
+    put_algorithm(translation, "", optimizer="optim", alpha=0.6, steps=512, mode=mode, floor=False)
     put_open_r1_rewards(translation)
-    note_paging(translation, "optim")
-    put_cispo_bound(translation, "")
-    put_reference(translation, "", alpha=0.6, steps=512)
     if translation.value(TRAINER_KEY, "grpo") not in ("grpo", "rloo"):
         translation.problem(TRAINER_KEY, "grpo and rloo are known")
     if rloo:
         _put_rloo(translation)
-    else:
-        put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
-    put_generation_kwargs(translation, "generation_kwargs")
-    put_completions(translation, "")
     _put_new_tokens(translation)
     if not translation.has("max_grad_norm") and translation.has("gradient_clipping"):
         translation.put_converted(
@@ -120,13 +104,9 @@ def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
 def _put_model(translation: Translation) -> None:
     if translation.switch("use_peft"):
         translation.put("adapter.kind", "lora", "use_peft")
-        for name, path, default in (
-            ("lora_r", "adapter.r", 16),
-            ("lora_alpha", "adapter.alpha", 32),
-            ("lora_dropout", "adapter.dropout", 0.05),
-            ("lora_target_modules", "adapter.targets", "all-linear"),
-        ):
-            translation.put(path, translation.value(name, default), name)
+        lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "all-linear"}
+        for name, default in lora.items():
+            translation.put_entry(name, default)
     put_quantization(translation)
     options = translation.value("model_init_kwargs", {})
     if not is_object(options):
