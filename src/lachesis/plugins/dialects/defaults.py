@@ -6,11 +6,11 @@ file that leaves such keys out gets one note about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lachesis.common.types import Finding
-from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.table import Translation, read_table
 
 
 class Difference(NamedTuple):
@@ -39,56 +39,25 @@ def _saves(data: Mapping[str, Any]) -> bool:
     return bool(data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"})
 
 
-_DTYPES = ("torch_dtype", "bf16", "fp16", "model_init_kwargs")
-# By dialect and key.
-DIFFERENT: Mapping[str, Mapping[str, Difference]] = {
-    "Axolotl": {
-        "sequence_len": Difference(
-            "512, by which its code drops no prompt of GRPO",
-            "a prompt may be as long as the model's context leaves room for",
-        ),
-        "output_dir": Difference("./model-out", "the run is in runs/run", "./model-out"),
-        "vllm.gpu_memory_utilization": Difference(
-            "0.9",
-            "0.45 beside the trainer, 0.9 on a separate GPU",
-            "0.9",
-            ("trl.vllm_gpu_memory_utilization",),
-            applies=_has_own_server,
-        ),
-        "trl.reward_num_workers": Difference(
-            "1, which is the training process itself",
-            "rewards run in one subprocess where they can be imported there",
-            "1",
-        ),
-    },
-    "TRL": {
-        "dtype": Difference(
-            "float32",
-            "weights are in the dtype of the model's files, with float32 masters beside 16 bits",
-            "float32",
-            _DTYPES,
-        ),
-        "torch_compile": Difference("false", "decoder layers are compiled if it pays", "false"),
-        "logging_steps": Difference("10", "each step is logged", "10"),
-    },
-}
+_APPLIES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {"has_own_server": _has_own_server, "saves": _saves}
+
+
+def _differences(part: str) -> dict[str, dict[str, Difference]]:
+    """Return a part of ``names/defaults.toml``, by dialect and key."""
+    return {
+        dialect: {key: _difference(**row) for key, row in rows.items()}
+        for dialect, rows in read_table("defaults")[part].items()
+    }
+
+
+def _difference(*, or_by: Sequence[str] = (), applies: str | None = None, **row: str) -> Difference:
+    more = {} if applies is None else {"applies": _APPLIES[applies]}
+    return Difference(**row, or_by=tuple(or_by), **more)
+
+
+DIFFERENT = _differences("classes")
 # Of their code and not of their classes.
-IN_CODE: Mapping[str, Mapping[str, Difference]] = {
-    "Axolotl": {
-        "bf16": Difference(
-            "bfloat16 on a GPU that has it",
-            "weights are in the dtype of the model's files",
-            "true",
-            ("bfloat16", "fp16", "float16", "float32"),
-        ),
-        "logging_steps": Difference("500", "each step is logged", "500"),
-        "torch_compile": Difference("false", "decoder layers are compiled if it pays", "false"),
-    },
-    "TRL": {
-        "output_dir": Difference("./trainer_output", "the run is in runs/run", "./trainer_output"),
-        "save_total_limit": Difference("all checkpoints are kept", "the last two are kept", "1000000", applies=_saves),
-    },
-}
+IN_CODE = _differences("code")
 
 # What TRL had up to 0.17, by wheels 0.15.2 to 0.17.0, where its class has others today. Only these versions have
 # the key `vllm_device`.

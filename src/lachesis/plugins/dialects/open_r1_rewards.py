@@ -5,36 +5,18 @@ TRL's own script takes rewards by module; open-r1's, whose files have TRL's keys
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lachesis.common.json_values import is_list
-from lachesis.plugins.dialects.table import Translation, read_names
+from lachesis.plugins.dialects.table import Translation, read_names, read_table
 
 _NAME = "reward_funcs"
 # Keys that open-r1's script has and TRL's has not: a file with one of them is for that script.
 SCRIPT_NAMES = ("dataset_configs", *(entry.name for entry in read_names("trl", "open_r1")))
 _DEFAULTS = ("accuracy", "format", "tag_count")
 
-# Of open-r1's rewards: the arguments here, their names there, and their defaults there.
-_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
-    "cosine": {
-        "max_len": ("cosine_max_len", 1000),
-        "min_value_wrong": ("cosine_min_value_wrong", 0.0),
-        "max_value_wrong": ("cosine_max_value_wrong", -0.5),
-        "min_value_correct": ("cosine_min_value_correct", 0.5),
-        "max_value_correct": ("cosine_max_value_correct", 1.0),
-    },
-    "repetition_penalty": {
-        "ngram_size": ("repetition_n_grams", 3),
-        "max_penalty": ("repetition_max_penalty", -1.0),
-    },
-    "soft_overlong_punishment": {
-        "max_completion_len": ("max_completion_len", 16384),
-        "soft_punish_cache": ("soft_punish_cache", 4096),
-    },
-    "code_format": {"language": ("code_language", "python")},
-}
+# Of open-r1's rewards: the arguments here, with their names and defaults there.
+_ARGUMENTS = read_table("open_r1")["arguments"]
 # Rewards of open-r1 that ask judges of competitive programming on other machines.
 _JUDGED_ELSEWHERE = ("ioi_code", "cf_code")
 
@@ -68,6 +50,6 @@ def _with_arguments(translation: Translation, name: Any) -> Any:
         translation.problem(_NAME, f"{name} asks Piston servers, which Lachesis does not; name a function that does")
     if not isinstance(name, str) or name not in _ARGUMENTS:
         return name
-    given = {key: translation.value(theirs, default) for key, (theirs, default) in _ARGUMENTS[name].items()}
+    given = {key: translation.value(theirs["name"], theirs["default"]) for key, theirs in _ARGUMENTS[name].items()}
     characters = {"in_tokens": False} if name in ("cosine", "repetition_penalty") else {}
     return {"function": name, "kwargs": {**given, **characters}}

@@ -6,7 +6,6 @@ openrlhf/cli/train_ppo_ray.py.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,9 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names, nonzero
 from lachesis.plugins.dialects.grpo import put_generation
-from lachesis.plugins.dialects.table import NAMES, Dialect, Entry, Translation, read_names
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names, read_table
 
-_TABLES: dict[str, Any] = tomllib.loads((NAMES / "openrlhf.toml").read_text(encoding="utf-8"))
+_TABLES = read_table("openrlhf")
 _ALL_SAMPLES = 100_000_000  # OpenRLHF's default
 _OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
 

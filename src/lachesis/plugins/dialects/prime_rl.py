@@ -8,9 +8,9 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.dialects.hydra import flat
-from lachesis.plugins.dialects.table import NAMES
+from lachesis.plugins.dialects.table import read_table
 
-_TABLES: dict[str, dict[str, str]] = tomllib.loads((NAMES / "prime_rl.toml").read_text(encoding="utf-8"))
+_TABLES = read_table("prime_rl")
 
 
 def refuse_toml(path: Path) -> ConfigError:

@@ -5,16 +5,13 @@ Its rewards have another form, and are left out. Read from ms-swift 4.
 
 from __future__ import annotations
 
-import tomllib
-from typing import Any
-
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects import trl
 from lachesis.plugins.dialects.mixtures import put_dropped_prompts
-from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names, read_table
 
-_TABLES: dict[str, Any] = tomllib.loads((NAMES / "swift.toml").read_text(encoding="utf-8"))
+_TABLES = read_table("swift")
 _OWN = {entry.name: entry for entry in read_names("swift", "arguments")}
 SWIFT = Dialect("ms-swift", [*(entry for name, entry in trl.TRL.entries.items() if name not in _OWN), *_OWN.values()])
 _RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other

@@ -60,6 +60,11 @@ class Entry:
         return (bool(value) or told) and value not in self.fine
 
 
+def read_table(file: str) -> dict[str, Any]:
+    """Return the content of ``names/FILE.toml``."""
+    return tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
+
+
 def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     """Yield the entries of ``names/FILE.toml``: of the sections named, or of all, in their order.
 
@@ -67,7 +72,7 @@ def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     or of an entry's attributes, which come before those of the row. ``convert`` names a function of
     :mod:`lachesis.plugins.dialects.convert`.
     """
-    document: dict[str, Any] = tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
+    document = read_table(file)
     for section in sections or document:
         for row in document[section]:
             treatment: Treatment = next(one for one in get_args(Treatment) if one in row)

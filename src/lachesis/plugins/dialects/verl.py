@@ -5,7 +5,6 @@ Defaults of verl's that differ from ours are written out: https://github.com/vol
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names
 from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.mixtures import put_dropped_prompts
-from lachesis.plugins.dialects.table import NAMES, Dialect, Translation, read_names
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names, read_table
 
 _ACTOR = "actor_rollout_ref.actor."
 _OPTIM = f"{_ACTOR}optim."
@@ -32,7 +31,7 @@ _NORMALIZATIONS = {
 _GENERATED, _STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
 _SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
-_TABLES: dict[str, Any] = tomllib.loads((NAMES / "verl.toml").read_text(encoding="utf-8"))
+_TABLES = read_table("verl")
 _SECTIONS = ("model", "data", "sampling", "loss", "optimizer", "run", "rewards")
 VERL = Dialect("verl", list(read_names("verl", *_SECTIONS)), open_sections=_TABLES["placement"])
 
