@@ -59,9 +59,17 @@ def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
     return convert
 
 
-def scale_rewards(value: Any) -> Any:
-    """TRL's older true and false are group and none."""
-    return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+dtype, optimizer, schedule = map(one_of, (DTYPES, OPTIMIZERS, SCHEDULES))
+"""Converters of names of formats, and of transformers' names of optimizers and of learning-rate schedules."""
+
+
+def switched(on: str, off: str) -> Callable[[Any], Any]:
+    """Return a converter of true and false to two words; other values stay."""
+    return lambda value: (on if value else off) if isinstance(value, bool) else value
+
+
+# TRL's older true and false; switches that keep the model from GPUs, and that compile it.
+scale_rewards, on_cpu, compile_mode = switched("group", "none"), switched("cpu", "auto"), switched("on", "off")
 
 
 def top_k(value: Any) -> Any:
@@ -89,15 +97,6 @@ def number(value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     raise ConfigError(f"expected a number, got {describe(value)}")
-
-
-def on_cpu(value: Any) -> Any:
-    """Convert a switch that keeps the model from GPUs."""
-    return {True: "cpu", False: "auto"}.get(value, value) if isinstance(value, bool) else value
-
-
-def compile_mode(value: Any) -> Any:
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 def checkpointing(value: Any) -> Any:
@@ -141,21 +140,6 @@ def engine_address(host: Any, port: Any) -> str:
     """Return the address of a server that binds ``host``: an address for all interfaces means this machine."""
     name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
     return f"http://{name}:{port}"
-
-
-def dtype(value: Any) -> str:
-    """Convert the name of a floating-point format."""
-    return one_of(DTYPES)(value)
-
-
-def optimizer(value: Any) -> str:
-    """Convert transformers' name of an optimizer."""
-    return one_of(OPTIMIZERS)(value)
-
-
-def schedule(value: Any) -> str:
-    """Convert transformers' name of a learning-rate schedule."""
-    return one_of(SCHEDULES)(value)
 
 
 def quoted_number(value: Any) -> Any:

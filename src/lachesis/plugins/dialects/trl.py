@@ -12,7 +12,7 @@ from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
-from lachesis.plugins.dialects.convert import DTYPES, nonzero, one_of
+from lachesis.plugins.dialects.convert import dtype, nonzero
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.plugins.dialects.grpo import (
     check_generation_batch,
@@ -114,7 +114,7 @@ def _put_model(translation: Translation) -> None:
         return
     names = ("dtype", "torch_dtype")
     asked = next((options[name] for name in names if name in options), None)
-    translation.put_converted("model.dtype", asked, "model_init_kwargs", one_of(DTYPES))
+    translation.put_converted("model.dtype", asked, "model_init_kwargs", dtype)
     for key in ("revision", "trust_remote_code"):
         translation.put(f"model.{key}", options.get(key), "model_init_kwargs")
     for key in options:
@@ -122,7 +122,7 @@ def _put_model(translation: Translation) -> None:
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
     put_dtype(translation, "fp16", "bf16")
     for name in reversed(names):
-        translation.put_converted("model.dtype", translation.value(name), name, one_of(DTYPES))
+        translation.put_converted("model.dtype", translation.value(name), name, dtype)
 
 
 def _put_warmup(translation: Translation) -> None:
