@@ -103,7 +103,7 @@ def read_script(path: Path) -> Document:
         raise ConfigError(f"{path}: {error.message}", remedy=error.remedy) from error
     document = Document(name=str(path), data={})
     assigned = any(ASSIGNMENT.fullmatch(word) and "." in word.partition("=")[0] for word in started.arguments)
-    found = _overrides(started, path, document) if assigned else _flags(started.arguments)
+    found = _overrides(started, path, document) if assigned else flags_of(started.arguments)
     config = found.pop("config", None) if not assigned else None
     if not assigned and "num_processes" not in found and (processes := _processes(started.launcher, path)):
         found["num_processes"] = processes
@@ -163,7 +163,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
 def _other_method(started: Started) -> str | None:
     """Return what a trainer does by its name or type if that is not GRPO or a method like it."""
     stem = Path(started.program).stem if started.program.endswith(".py") else started.program.split(".")[-1]
-    name, told = stem.lower(), str(_flags(started.arguments).get("rlhf_type", ""))
+    name, told = stem.lower(), str(flags_of(started.arguments).get("rlhf_type", ""))
     words = {name, told, *re.split(r"[\W_]+", name)} if "grpo" not in f"{name} {told}" else {name}
     return next((method for word, method in _OTHER_METHODS.items() if word in words), None)
 
@@ -191,7 +191,7 @@ def _program(words: Command) -> Started | None:
     return None
 
 
-def _flags(words: Sequence[str]) -> dict[str, Any]:
+def flags_of(words: Sequence[str]) -> dict[str, Any]:
     """Return ``--flag value``, ``--flag=value``, ``--flag a b`` and ``--flag``, which is True."""
     found: dict[str, Any] = {}
     name = ""
@@ -216,7 +216,7 @@ def _scalar(text: str) -> Any:
 
 def _processes(launcher: Sequence[str], script: Path) -> int | None:
     """Return the number of processes that accelerate or torchrun is told to start; None if it is not told."""
-    flags = _flags([word for word in launcher if not word.startswith("-n")])
+    flags = flags_of([word for word in launcher if not word.startswith("-n")])
     config = flags.get("config_file")
     if isinstance(config, str):
         with suppress(ConfigError):

@@ -8,9 +8,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.document import read_document, to_yaml
+from lachesis.plugins.dialects.scripts import flags_of
 from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 
 Words = Sequence[str]
@@ -80,20 +82,22 @@ def _served(words: Words) -> list[str]:
 
 def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
     """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
-    flags = _positive(_flags(words))
+    if words and not words[0].startswith("-"):
+        raise _stray(words[0])
+    flags = _positive(flags_of(words))
     processes = _number_of_processes(flags, otherwise=_visible_gpus() if processes is None else processes)
     flags.pop("num_processes", None)
     config = flags.pop("config", None)
     if config is None:
         return _launched(["lachesis", "train", _written(flags)], processes)
-    settings = (f"--set={key}={json.dumps(_value(value))}" for key, value in flags.items())
+    settings = (f"--set={key}={json.dumps(value)}" for key, value in flags.items())
     return _launched(["lachesis", "train", config, *settings], processes)
 
 
-def _positive(flags: Mapping[str, str]) -> dict[str, str]:
+def _positive(flags: Mapping[str, Any]) -> dict[str, Any]:
     """``--no_KEY`` of a switch is KEY: false."""
     negated = {name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in TRL.entries}
-    return {negated.get(name, name): "false" if name in negated else value for name, value in flags.items()}
+    return {negated.get(name, name): False if name in negated else value for name, value in flags.items()}
 
 
 def _accelerate(words: Words) -> list[str]:
@@ -174,32 +178,19 @@ def _flags(words: Words) -> dict[str, str]:
         elif name:
             found[name] = word if found[name] == "true" else f"{found[name]} {word}"
         else:
-            raise ConfigError(f"{word!r} belongs to no flag", remedy="write it as --flag value")
+            raise _stray(word)
     return found
 
 
-def _written(flags: Mapping[str, str]) -> str:
+def _stray(word: str) -> ConfigError:
+    return ConfigError(f"{word!r} belongs to no flag", remedy="write it as --flag value")
+
+
+def _written(flags: Mapping[str, Any]) -> str:
     """Write the flags as keys to a file, since our train command reads only files, and return its path."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="trl-", delete=False) as file:
-        file.write(to_yaml({key: _value(value) for key, value in flags.items()}))
+        file.write(to_yaml(dict(flags)))
     return str(Path(file.name))
-
-
-def _value(text: str) -> object:
-    import yaml
-
-    if text.startswith(("{", "[")):
-        return yaml.safe_load(text)
-    words = text.split()
-    # 1e-6 is a number on a command line, and a text in YAML.
-    return [_value(word) for word in words] if len(words) > 1 else _number(yaml.safe_load(text))
-
-
-def _number(value: object) -> object:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _nothing(what: str, known: str) -> ConfigError:
