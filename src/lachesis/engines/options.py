@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lachesis.common.http import server_url
 
 EngineName = Literal["vllm", "embedded"]
-_SINGULAR = {"adapter_roots": "adapter_root", "allowed_hosts": "allowed_host"}
+_FLAGS = {"adapter_roots": "adapter_root", "allowed_hosts": "allowed_host"}
+_FLAGS |= {name: name.removesuffix("_s") for name in ("ack_timeout_s", "env_timeout_s")}
 
 
 class ServeOptions(BaseModel):
@@ -59,8 +60,8 @@ class ServeOptions(BaseModel):
 
 
 def flag_of(field: str) -> str:
-    """``--max-model-len`` of the field ``max_model_len``; the fields that may be repeated are not in the plural."""
-    return "--" + _SINGULAR.get(field, field).replace("_", "-")
+    """Return ``--max-model-len`` of the field ``max_model_len``; plurals and units are left out."""
+    return "--" + _FLAGS.get(field, field).replace("_", "-")
 
 
 def command_line(values: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,8 @@ from lachesis.common.hosts import is_this_machine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapterConfig
 from lachesis.engines.build import server_urls
+from lachesis.engines.options import command_line
+from lachesis.plugins.atropos.api.server import ServerOptions
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.run import find
 from lachesis.plugins.atropos.section import ApiServiceConfig, AtroposSourceConfig, EnvironmentServiceConfig
@@ -302,17 +304,14 @@ def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Pat
     """``lachesis run-api`` with the flags of its section: strict, and with its state in the run directory."""
     assert isinstance(config.source, AtroposSourceConfig)
     place = urlsplit(config.source.url)
-    flags: dict[str, object] = {
-        "--host": "127.0.0.1" if place.hostname == "localhost" else place.hostname,
-        "--port": place.port or 80,
-        "--state-dir": state_dir,
-        "--max-queued-tokens": api.max_queued_tokens,
-        "--max-body-mb": api.max_body_mb,
-        "--ack-timeout": api.ack_timeout_s,
-        "--env-timeout": api.env_timeout_s,
-    }
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    return [sys.executable, "-m", "lachesis", "run-api", "--strict", *words]
+    options = ServerOptions(
+        strict=True,
+        host="127.0.0.1" if place.hostname == "localhost" else place.hostname or "",
+        port=place.port or 80,
+        state_dir=state_dir,
+        **api.model_dump(),
+    )
+    return [sys.executable, "-m", "lachesis", "run-api", *command_line(options.model_dump())]
 
 
 def environment_command(config: LachesisConfig, environment: EnvironmentServiceConfig) -> list[str]:

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -32,23 +32,17 @@ logger = logging.getLogger(__name__)
 _SYNC_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
 class ServerOptions(QueueLimits):
-    """Options of ``lachesis run-api``: the limits of the queue, and the rest.
+    """Options of ``lachesis run-api``: the limits of the queue, and the rest."""
 
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        state_dir: keep what is queued here, so that it survives the process.
-        max_body_mb: refuse bodies of more MiB than this, before or after inflating.
-        allowed_hosts: host names accepted in requests, besides addresses and this machine's own names.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8002
-    state_dir: Path | None = None
-    max_body_mb: float = 64.0
-    allowed_hosts: tuple[str, ...] = ()
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8002, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    state_dir: Path | None = Field(default=None, description="Keep what is queued here, across restarts.")
+    max_body_mb: float = Field(default=64.0, description="Refuse larger bodies, in MiB, before or after inflating.")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Host name that requests may use, besides addresses and this machine's own; may be repeated.",
+    )
 
 
 def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:

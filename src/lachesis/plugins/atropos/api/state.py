@@ -9,8 +9,10 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from lachesis.plugins.atropos.api.backlog import Backlog
 from lachesis.plugins.atropos.api.batching import Demand, Key, needs_groups, plan_batch, waiting_for
@@ -19,21 +21,19 @@ from lachesis.plugins.atropos.api.environments import Environments, RegisteredEn
 from lachesis.plugins.atropos.api.wire import EnvRegistration, Refusal, Registration
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Options of the server that concern the queue.
+class QueueLimits(BaseModel):
+    """Options of the server that concern the queue. Without a limit of tokens it is not bounded."""
 
-    Args:
-        strict: set aside groups that no trainer could use.
-        max_queued_tokens: answer 429 to posts that would queue more tokens than this; None does not bound the queue.
-        ack_timeout_s: seconds after which a batch that Lachesis's trainer did not acknowledge is handed out again.
-        env_timeout_s: seconds of silence after which an environment's weight and minimum no longer count.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    strict: bool = False
-    max_queued_tokens: int | None = None
-    ack_timeout_s: float = 600.0
-    env_timeout_s: float = 300.0
+    strict: bool = Field(default=False, description="Set aside groups that no trainer could use.")
+    max_queued_tokens: int | None = Field(default=None, description="Answer 429 instead of queueing more tokens.")
+    ack_timeout_s: float = Field(
+        default=600.0, description="Seconds until an unacknowledged batch is handed out again."
+    )
+    env_timeout_s: float = Field(
+        default=300.0, description="Seconds of silence after which an environment counts no more."
+    )
 
 
 class Deliveries:
