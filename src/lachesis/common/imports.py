@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, DependencyError, nearest
 from lachesis.common.objects import names_object, object_named
 
 # Examples name the functions of this module; who has written it has others under the same names.
@@ -38,6 +38,14 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def optional_package(name: str, why: str, *, remedy: str) -> Any:
+    """Import a package that Lachesis does without. Raises DependencyError with ``why`` it is needed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DependencyError(f"{why} ({error})", remedy=remedy) from error
 
 
 @contextlib.contextmanager

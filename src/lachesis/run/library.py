@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from lachesis.common.chatter import hide_progress_bars
-from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, LachesisError
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, LachesisError
+from lachesis.common.imports import optional_package
 from lachesis.common.objects import NamedObject
 from lachesis.common.run_files import run_paths
 from lachesis.common.terminal import SafeConsole
@@ -424,14 +425,8 @@ def _python_words() -> Generator[None]:
 
 
 def _pandas(what: str) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        other = "log" if what == "metrics" else "groups(step)"
-        raise DependencyError(
-            f".{what} is a DataFrame, and pandas is not installed", remedy=f"pip install pandas, or use .{other}"
-        ) from error
-    return pandas
+    other, why = "log" if what == "metrics" else "groups(step)", f".{what} is a DataFrame, and pandas is not installed"
+    return optional_package("pandas", why, remedy=f"pip install pandas, or use .{other}")
 
 
 def _reward_names(log: MetricsLog) -> list[str]:

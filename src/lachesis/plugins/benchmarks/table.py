@@ -6,14 +6,14 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import optional_package
 from lachesis.common.types import Prompt
 from lachesis.plugins.benchmarks.section import BenchmarkConfig
 from lachesis.rollouts.datasets.problems import Dataset, load_problems
@@ -100,12 +100,8 @@ def follows_instructions(
     Raises:
         DependencyError: ``if-verifiable``, which checks them, is not installed.
     """
-    try:
-        checker = import_module("if_verifiable")
-    except ImportError as error:
-        raise DependencyError(
-            "ifeval checks instructions with if-verifiable, which is not installed", remedy="pip install if-verifiable"
-        ) from error
+    why = "ifeval checks instructions with if-verifiable, which is not installed"
+    checker = optional_package("if_verifiable", why, remedy="pip install if-verifiable")
     prompts = columns.get("prompt", [""] * len(completions))
     rewards: list[float] = []
     for text, names, options, prompt in zip(completions, instruction_id_list, kwargs, prompts, strict=True):

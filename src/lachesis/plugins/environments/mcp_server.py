@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import optional_package
 from lachesis.process.threads import LoopThread
 from lachesis.rollouts.tools.base import ToolError, ToolServerLost
 
@@ -142,7 +143,8 @@ class _Connection:
     @classmethod
     async def open(cls, address: McpServerConfig, *, name: str) -> _Connection:
         """Open a connection that answers. Raises ToolServerLost with the reason."""
-        _require_mcp()
+        why = "source.tools names an MCP server, and the package mcp is not installed"
+        optional_package("mcp", why, remedy="pip install 'lachesis[mcp]'")
         log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 -- is there as long as the connection
         made = cls(address, log)
         try:
@@ -203,16 +205,6 @@ async def _transport(address: McpServerConfig, log: TextIO, stack: AsyncExitStac
 
     http = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(address.headers), timeout=_HTTP_S))
     return streamable_http_client(address.url, http_client=http)
-
-
-def _require_mcp() -> None:
-    try:
-        import mcp  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise DependencyError(
-            "source.tools names an MCP server, and the package mcp is not installed",
-            remedy="pip install 'lachesis[mcp]'",
-        ) from error
 
 
 def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lachesis.common.errors import ConfigError, DependencyError, nearest
+from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.imports import optional_package
 from lachesis.common.tagged_text import tagged
 
 _SIZE = 1000
@@ -94,13 +95,8 @@ def _scorer(name: str) -> Any:
 
 @functools.cache
 def _library() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise DependencyError(
-            "reasoning_gym tasks need the package reasoning-gym", remedy="pip install 'lachesis[reasoning-gym]'"
-        ) from error
-    return reasoning_gym
+    why = "reasoning_gym tasks need the package reasoning-gym"
+    return optional_package("reasoning_gym", why, remedy="pip install 'lachesis[reasoning-gym]'")
 
 
 def _value(text: str) -> Any:

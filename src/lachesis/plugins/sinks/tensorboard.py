@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lachesis.common.errors import DependencyError
+from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
@@ -22,15 +22,13 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise DependencyError(
-                f"logging.tensorboard is on but TensorBoard cannot be imported: {error}",
-                remedy='pip install "lachesis[tensorboard]", or set logging.tensorboard to false',
-            ) from error
+        tensorboard = optional_package(
+            "torch.utils.tensorboard",
+            "logging.tensorboard is on but TensorBoard cannot be imported",
+            remedy='pip install "lachesis[tensorboard]", or set logging.tensorboard to false',
+        )
         purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)
+        self._writer = tensorboard.SummaryWriter(log_dir=str(directory), purge_step=purge_step)
 
     def write(self, record: StepRecord) -> None:
         for name, value in record.values.items():

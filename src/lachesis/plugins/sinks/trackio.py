@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
@@ -41,13 +41,11 @@ class TrackioSink(Sink):
         completions: CompletionPicker | None = None,
     ) -> None:
         self._completions = completions
-        try:
-            self._trackio = importlib.import_module("trackio")
-        except ImportError as error:
-            raise DependencyError(
-                f"logging.trackio is set but trackio cannot be imported: {error}",
-                remedy='pip install "lachesis[trackio]", or remove logging.trackio',
-            ) from error
+        self._trackio = optional_package(
+            "trackio",
+            "logging.trackio is set but trackio cannot be imported",
+            remedy='pip install "lachesis[trackio]", or remove logging.trackio',
+        )
         try:
             with redirect_stdout(io.StringIO()):  # it says how its dashboard is opened
                 self._run = self._trackio.init(

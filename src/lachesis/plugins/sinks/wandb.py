@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 import uuid
@@ -11,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
 from lachesis.common.files import write_atomic
+from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
@@ -53,14 +52,8 @@ class WandbSink(Sink):
         completions: CompletionPicker | None = None,
     ) -> None:
         self._completions = completions
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise DependencyError(
-                f"logging.wandb is set but wandb cannot be imported: {error}",
-                remedy=f"{_INSTALL}, or remove logging.wandb",
-            ) from error
-        self._wandb = wandb
+        why, remedy = "logging.wandb is set but wandb cannot be imported", f"{_INSTALL}, or remove logging.wandb"
+        self._wandb = wandb = optional_package("wandb", why, remedy=remedy)
         run_id = _run_id(Path(run_dir), resumed=resume_step is not None)
         try:
             self._run = wandb.init(

@@ -7,14 +7,13 @@ message.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lachesis.common.errors import DependencyError
+from lachesis.common.imports import optional_package
 from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed
 from lachesis.plugins import load
 from lachesis.rollouts.rewards.functions import Reward
@@ -225,12 +224,8 @@ def _same_answer(text: str, gold: str) -> float | None:
     Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
     without a boxed one, the answer is looked for at the end.
     """
-    try:
-        verifier = importlib.import_module("math_verify")
-    except ImportError as error:
-        raise DependencyError(
-            "the reward compares answers with math-verify, which is not installed", remedy="pip install math-verify"
-        ) from error
+    why = "the reward compares answers with math-verify, which is not installed"
+    verifier = optional_package("math_verify", why, remedy="pip install math-verify")
     wanted = verifier.parse(gold)
     if not wanted:
         return None

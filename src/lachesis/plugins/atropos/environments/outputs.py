@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from collections import Counter
@@ -11,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult
 from lachesis.plugins.atropos.environments.records import UsableGroup
 
@@ -67,13 +67,11 @@ class Outputs:
             DependencyError: the package wandb is not installed.
             ConfigError: it refused to start.
         """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise DependencyError(
-                f"--env.use_wandb is set but wandb cannot be imported: {error}",
-                remedy='pip install "lachesis[wandb]", or leave --env.use_wandb out',
-            ) from error
+        wandb = optional_package(
+            "wandb",
+            "--env.use_wandb is set but wandb cannot be imported",
+            remedy='pip install "lachesis[wandb]", or leave --env.use_wandb out',
+        )
         try:
             self._wandb = wandb.init(project=project, group=group, name=name, config=dict(settings))
         except Exception as error:

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import optional_package
 from lachesis.common.json_values import read_json
 from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen, number, shown
 from lachesis.rollouts.episodes import RolloutFailed
@@ -58,11 +59,8 @@ def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
         ConfigError: ``args`` have other names than ``action`` and ``observation``, no server answers, or an action has
             no or several texts.
     """
-    try:
-        import websockets  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        message = "OpenEnv's servers need the package websockets"
-        raise DependencyError(message, remedy="pip install 'lachesis[openenv]'") from error
+    why = "OpenEnv's servers need the package websockets"
+    optional_package("websockets", why, remedy="pip install 'lachesis[openenv]'")
     if unknown := sorted(args.keys() - {"action", "observation"}):
         raise ConfigError(f"source.args has {unknown[0]!r}", remedy="with a server it has action and observation")
     action = args.get("action")
