@@ -38,6 +38,10 @@ _ARGUMENTS = frozenset({"@", "*"})
 _FUNCTION = re.compile(r"(?:function\s+)?([\w:.-]+)\s*\(\s*\)(?=\s|\{|$)|function\s+([\w:.-]+)")
 _ANY = re.compile(r"[(){}]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<=[\s(])\#[^\n]*|[(){}]""", re.DOTALL)
+_QUOTATION = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_HERE = re.compile(r"<<(?!<)-?\s*['\"]?(\w+)['\"]?")
+_SEPARATOR = re.compile(r";;|&&|\|\||\|&|[\n;|&]")
+_REDIRECTION = re.compile(r"(>>|<<<?|[<>])&?")
 # An argument of a script, which is read as it is started without any.
 _NO_ARGUMENT = re.compile(r"\x00\$\d\x00")
 
@@ -493,95 +497,109 @@ def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
         for word in words:
             if skip:
                 skip = False
-            elif word in (">", ">>", "<", "2>", "&>"):
+            elif word in (">", ">>", "<", "<<", "<<<"):
                 skip = True
             else:
                 command.append(word)
         yield command, separator
 
 
-def _split(text: str) -> Iterator[tuple[list[str], str]]:
+def _split(text: str) -> Iterator[_Line]:
     """Yield the raw words between the separators of commands, and the separator after them.
 
     Raises:
         ConfigError: a quotation is not closed.
     """
-    words: list[str] = []
-    current, index, quote = "", 0, ""
-    here_document: str | None = None
+    return _Splitter(text).commands()
+
+
+@dataclass(slots=True)
+class _Splitter:
+    """A text, and how far it has been split: the words of the present command, and the letters of a word."""
+
+    text: str
+    index: int = 0
+    words: list[str] = field(default_factory=list[str])
+    current: str = ""
+    here: str | None = None
+    """Word that ends the document, which begins on the next line, of a redirection."""
     reads: str | None = None
+    """Variable that takes this document: ``read -r -d '' NAME <<EOF``."""
 
-    def end_word() -> None:
-        nonlocal current
-        if current:
-            words.append(current)
-        current = ""
+    def commands(self) -> Iterator[_Line]:
+        """Yield what :func:`_split` does."""
+        while self.index < len(self.text):
+            letter = self.text[self.index]
+            if letter in "'\"":
+                self._take(self._quotation())
+            elif letter == "\\":
+                # The line goes on; not so behind a comment, which ends with its line.
+                escaped = self.text[self.index : self.index + 2]
+                self.current += "" if escaped == "\\\n" else escaped
+                self.index += 2
+            elif letter == "#" and not self.current:
+                self.index = _line_end(self.text, self.index)
+            elif (here := _HERE.match(self.text, self.index)) is not None:
+                self.here, self.index = here[1], here.end()
+                self.reads = self.words[-1] if self.words[:1] == ["read"] else None
+            elif (opening := self._opening(letter)) is not None:
+                closing = ")" if self.text[opening] == "(" else "}"
+                self._take(_closing(self.text, opening, self.text[opening], closing) + 1)
+            elif (separator := _SEPARATOR.match(self.text, self.index)) is not None:
+                yield from self._end_command(separator)
+            elif (operator := _REDIRECTION.match(self.text, self.index)) is not None:
+                self._redirect(operator)
+            elif letter.isspace():
+                self._end_word()
+                self.index += 1
+            else:
+                self._take(self.index + 1)
+        self._end_word()
+        yield self.words, ""
 
-    while index < len(text):
-        letter = text[index]
-        if quote:
-            current += letter
-            if letter == "\\" and quote == '"':
-                index += 1
-                current += text[index : index + 1]
-            elif letter == quote:
-                quote = ""
-        elif letter in "'\"":
-            quote, current = letter, current + letter
-        elif letter == "\\":
-            # The line goes on; not so behind a comment, which ends with its line.
-            current += "" if text[index + 1 : index + 2] == "\n" else text[index : index + 2]
-            index += 1
-        elif letter == "#" and not current:
-            index = _line_end(text, index) - 1
-        elif text.startswith("<<", index) and not text.startswith("<<<", index):
-            match = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?").match(text, index)
-            if match is not None:
-                here_document, index = match[1], match.end() - 1
-                # ``read -r -d '' NAME <<EOF``
-                reads = words[-1] if words[:1] == ["read"] else None
-        elif letter == "$" and text[index + 1 : index + 2] in ("(", "{"):
-            opening = text[index + 1]
-            end = _closing(text, index + 1, opening, ")" if opening == "(" else "}")
-            current += text[index : end + 1]
-            index = end
-        elif letter == "(" and current.endswith("="):
-            end = _closing(text, index, "(", ")")
-            current += text[index : end + 1]
-            index = end
-        elif (
-            letter == "\n"
-            or text.startswith((";", "&&", "||"), index)
-            or (letter in "|&" and not current.endswith((">", "<")))
-        ):
-            end_word()
-            separator = next((both for both in (";;", "&&", "||", "|&") if text.startswith(both, index)), letter)
-            yield words, separator
-            words = []
-            index += len(separator) - 1
-            if letter == "\n" and here_document is not None:
-                end = re.compile(rf"^\s*{here_document}\s*$", re.MULTILINE).search(text, index)
-                if reads is not None:
-                    yield [f'{reads}="{text[index + 1 : end.start() if end else len(text)]}"'], letter
-                index, here_document, reads = (end.end() if end else len(text)), None, None
-        elif letter in "<>" and not current.isdigit():
-            end_word()
-            operator = ">>" if text.startswith(">>", index) else letter
-            words.append(operator)
-            index += len(operator) - 1 + text.startswith("&", index + len(operator))
-        elif letter == ">":
-            current = ""
-            words.append(">")
-            index += text.startswith("&", index + 1)
-        elif letter.isspace():
-            end_word()
-        else:
-            current += letter
-        index += 1
-    if quote:
-        raise ConfigError(f"a quotation with {quote} is not closed", remedy="close it, as bash needs it")
-    end_word()
-    yield words, ""
+    def _take(self, end: int) -> None:
+        """Add the letters before ``end`` to the word."""
+        self.current += self.text[self.index : end]
+        self.index = end
+
+    def _quotation(self) -> int:
+        """Return where the quotation ends that begins here."""
+        match = _QUOTATION.match(self.text, self.index)
+        if match is None:
+            quote = self.text[self.index]
+            raise ConfigError(f"a quotation with {quote} is not closed", remedy="close it, as bash needs it")
+        return match.end()
+
+    def _opening(self, letter: str) -> int | None:
+        """Return the place of the bracket of ``$(...)``, ``${...}`` and ``NAME=(...)``, if one begins here."""
+        if letter == "$" and self.text[self.index + 1 : self.index + 2] in ("(", "{"):
+            return self.index + 1
+        return self.index if letter == "(" and self.current.endswith("=") else None
+
+    def _end_word(self) -> None:
+        if self.current:
+            self.words.append(self.current)
+        self.current = ""
+
+    def _redirect(self, operator: re.Match[str]) -> None:
+        """Add the operator of a redirection without the number before it; its file or stream is the next word."""
+        if self.current.isdigit():
+            self.current = ""
+        self._end_word()
+        self.words.append(operator[1])
+        self.index = operator.end()
+
+    def _end_command(self, separator: re.Match[str]) -> Iterator[_Line]:
+        """Yield the command, and an assignment if its here-document is read into a variable."""
+        self._end_word()
+        yield self.words, separator[0]
+        self.words, self.index = [], separator.end()
+        if separator[0] != "\n" or self.here is None:
+            return
+        end = re.compile(rf"^\s*{self.here}\s*$", re.MULTILINE).search(self.text, separator.start())
+        if self.reads is not None:
+            yield [f'{self.reads}="{self.text[self.index : end.start() if end else len(self.text)]}"'], "\n"
+        self.index, self.here, self.reads = (end.end() + 1 if end else len(self.text)), None, None
 
 
 def _line_end(text: str, index: int) -> int:

@@ -38,6 +38,7 @@ SCRIPTS = {
     "a branch with a command": "if [ 1 -eq 2 ]; then run a; else run b; fi",
     "a text that is a command": "A=1\nCMD='run x '$A\neval $CMD\neval \"run b\"",
     "a heredoc in a variable": "A=1\nread -r -d '' B <<EOF\nx$A y\nz\nEOF\nrun $B",
+    "a text as input, and streams by their numbers": "read A <<< 'x'\nrun a 2>> /dev/null 0< /dev/null b\nrun c",
     "a comment between continued lines": "run a \\\n  # run b \\\nrun c",
     "a comment between an array's continued lines": "A=(a \\\n  # b (and 'c \\\n  d)\nrun ${A[@]}",
     "an array with a sharp and a bracket in quotes": 'A=(\'a #b\' "c)" d)\nrun "${A[@]}"',
