@@ -50,6 +50,7 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("serving", "embedded_server"): "one of the engines that it serves",
     ("sweep", "report"): "compares its runs on a page",
     ("trl", "export"): "a trainer saves and pushes its model",
+    ("trl", "dialects"): "its arguments have the defaults that the dialect knows",
     ("atropos", "dialects"): "its commands take the flags that the dialect translates",
     ("atropos", "environments"): "serves steps and verifiers over the rollout API",
     ("cluster", "atropos"): "tells whether a job starts its API and environments",
