@@ -9,8 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import TrainingArguments
 
-from lachesis.plugins.dialects.trl import RLOO_DEFAULTS, TRAINER_KEY
-
 # What the trainer does itself, or what has no meaning in one process; the rest is translated as a file of TRL's is.
 _OURS = frozenset(
     {"load_best_model_at_end", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint", "do_predict"}
@@ -142,14 +140,14 @@ class RLOOConfig(GRPOConfig):
     A name that only GRPO has there is an error when the trainer is built.
     """
 
-    num_generations: int = RLOO_DEFAULTS["num_generations"]
-    beta: float = RLOO_DEFAULTS["beta"]
+    num_generations: int = 2
+    beta: float = 0.05
     normalize_advantages: bool = False
     reward_clip_range: tuple[float, float] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the values that the script has set, and that they are for RLOO."""
-        return {TRAINER_KEY: RLOO_DEFAULTS[TRAINER_KEY], **super().to_mapping()}
+        return {"trl_trainer": "rloo", **super().to_mapping()}
 
 
 def _plain(value: Any) -> Any:
