@@ -48,6 +48,7 @@ KINDS = {
         "code",
         "agents",
         "environments",
+        "own-environment",
         "distillation",
         "custom",
         "watching",

@@ -22,6 +22,7 @@ from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
 from lachesis.plugins.atropos import evaluate as env_eval
+from lachesis.plugins.atropos.catalogue import described
 from lachesis.plugins.atropos import services as launch
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.run import find
@@ -206,7 +207,10 @@ def check_options(command: Any, words: list[str], *, page: Path) -> None:
 def check_environment(words: list[str]) -> None:
     if not words or words[0].isupper():
         return
-    if words[0] == "eval":
+    if words[0] in ("list", "info"):
+        assert words == ["list"] or described(words[1])
+        return
+    if words[0] in ("eval", "try"):
         if not words[1].isupper():
             kind, flags = env_eval.resolve(words[1])
             parse_options([*flags, *env_eval.parse_trial(words[2:]).rest], env_class=kind.config_class)

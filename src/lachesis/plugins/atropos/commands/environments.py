@@ -13,6 +13,9 @@ import typer
 from lachesis.cli.base import ALL_WORDS, HELP_FLAGS, app, console, printed_log
 from lachesis.common.errors import ConfigError, nearest
 
+# Of `lachesis env try`, unless it says otherwise.
+_LITTLE = ("--tasks=4", "--samples=2")
+
 if TYPE_CHECKING:
     from lachesis.common.types import EvalResult
     from lachesis.plugins.atropos.environments.evaluation import EnvironmentEvaluation
@@ -26,9 +29,10 @@ def env(
     name: Annotated[str, typer.Argument(help="A shipped environment, FILE.py:CLASS or module.CLASS.")] = "",
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
-    """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags.
+    """List, try, serve, process or evaluate environments; `lachesis env NAME --help` lists the flags of one.
 
-    `lachesis env eval ENV --engine URL` tries any environment by its id: rewards, metrics, pass@k, failures.
+    `lachesis env list` has all that are installed, `lachesis env info ENV` says how to train on one, and
+    `lachesis env try ENV --engine URL` plays a little of any, `env eval` more: rewards, metrics, pass@k, failures.
     """
     if code := run_environment(name, command, context.args):
         raise typer.Exit(code)
@@ -47,8 +51,11 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
     from lachesis.plugins.atropos import run as environments
     from lachesis.plugins.atropos.environments.settings import parse_options
 
-    if name == "eval":
-        return try_environment(command, words)
+    if name in ("list", "info"):
+        print_catalogue(name, command)
+        return 0
+    if name in ("eval", "try"):
+        return try_environment(command, words if name == "eval" else (*_LITTLE, *words))
     if not name or HELP_FLAGS & {name, command, *words}:
         print_help(name)
         return 0
@@ -69,6 +76,19 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
     if result is not None:
         console.print(in_words(result))
     return code
+
+
+def print_catalogue(command: str, name: str) -> None:
+    """Print the environments that are installed, or what is known of one. Raises ConfigError for an unknown one."""
+    from lachesis.plugins.atropos import catalogue
+
+    if command == "list":
+        for one in catalogue.installed():
+            console.print(f"{one.name:<34} {one.kind:<12} {one.about}", markup=False, highlight=False, soft_wrap=True)
+        return
+    one = catalogue.described(name)
+    words = f"{one.name} ({one.kind})\n{one.about}\n\nTry it:    lachesis env try {one.name} --model MODEL"
+    console.print(f"{words}\nTrain on it:\n{one.keys}", markup=False, highlight=False, soft_wrap=True)
 
 
 def try_environment(name: str, words: Sequence[str]) -> int:
@@ -133,7 +153,7 @@ def print_help(name: str) -> None:
     from lachesis.plugins.atropos.run import find
 
     kind = Environment if not name or name in HELP_FLAGS else find(name)
-    console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env eval ENV --help\n")
+    console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env list, info, try, eval\n")
     known = ", ".join(sorted([*SHIPPED, *EPISODES]))
     console.print(f"NAME is one of {known}, or your own FILE.py:CLASS or module.CLASS.")
     console.print(
