@@ -18,6 +18,7 @@ PINS := $(VENV)/constraints.txt
 OLD_VERIFIERS := .venv-verifiers-0.1
 OPENENV := .venv-openenv
 TINKER := .venv-tinker
+AGENTS := .venv-agents
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
@@ -26,7 +27,7 @@ ORIGINAL_STAMP := $(ORIGINAL)/.installed
 FORKS := 3
 PYTEST = $(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --reruns 1 --reruns-delay 2 -r fER
 
-.PHONY: install original verifiers-0.1 openenv tinker quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker agents quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
 
 install: $(STAMP)
 
@@ -81,6 +82,14 @@ $(TINKER)/.installed: tests/envs/tinker.txt | install
 	$(PIP) --no-deps --target $(TINKER) --requirement $<
 	touch $@
 
+# Agents from PyPI, in a directory that goes behind .venv, whose packages win.
+agents: $(AGENTS)/.installed
+
+$(AGENTS)/.installed: tests/envs/agents.txt | install
+	rm -rf $(AGENTS)
+	$(PIP) --no-deps --target $(AGENTS) --requirement $<
+	touch $@
+
 quickstart: $(BASE)
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
@@ -107,8 +116,8 @@ unit processes: install
 
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
-contracts: verifiers-0.1 openenv
-e2e: tinker
+contracts: verifiers-0.1 openenv agents
+e2e: tinker agents
 contracts e2e: install original
 	$(PYTEST) --forks-in-order --durations 15
 
@@ -138,4 +147,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) $(TINKER) runs site examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) runs site examples/quickstart/.cache

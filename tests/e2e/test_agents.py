@@ -13,6 +13,7 @@ import yaml
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.agent_host import host
 from tests.e2e.runs import metrics, run_here
+from tests.paths import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = """
@@ -81,9 +82,75 @@ def main():
 if __name__ == "__main__":
     main()
 """
-needs_smolagents = pytest.mark.skipif(
-    importlib.util.find_spec("smolagents") is None, reason="smolagents is not installed"
-)
+# Two questions in one conversation, over Responses, which is this library's way.
+OPENAI_AGENTS = """
+import os, sys
+import openai  # as the agent does once it has a model
+from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+@function_tool
+def double(x: int) -> int:
+    '''Twice a number.'''
+    return 2 * x
+
+def prepare():
+    set_tracing_disabled(True)
+    openai.AsyncOpenAI(api_key="none").responses
+
+def main():
+    prepare()
+    agent = Agent(name="A", instructions="Be brief.", tools=[double], model=os.environ["LACHESIS_MODEL"])
+    first = Runner.run_sync(agent, sys.argv[1])
+    second = Runner.run_sync(agent, [*first.to_input_list(), {"role": "user", "content": "and then?"}])
+    print(second.final_output)
+
+if __name__ == "__main__":
+    main()
+"""
+# The model knows no shell yet: it is told so, and asked once more.
+MINI_SWE_AGENT = """
+import os, sys
+os.environ |= {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+               "MSWEA_GLOBAL_CONFIG_DIR": os.environ.get("TMPDIR", "/tmp")}
+import litellm
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
+
+def prepare():
+    pass
+
+def main():
+    model = LitellmTextbasedModel(
+        model_name="openai/" + os.environ["LACHESIS_MODEL"], cost_tracking="ignore_errors",
+        format_error_template="No command.",
+        model_kwargs={"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]},
+    )
+    agent = DefaultAgent(
+        model, LocalEnvironment(), system_template="Use a shell.", instance_template="{{task}}",
+        max_consecutive_format_errors=2, step_limit=4,
+    )
+    agent.run(sys.argv[1])
+    print([message["extra"]["model_response"] for message in agent.messages if message["role"] == "user"][-1])
+
+if __name__ == "__main__":
+    main()
+"""
+AGENTS = ROOT / ".venv-agents"
+FROM_PYPI = {
+    "smolagents": (SMOLAGENTS, importlib.util.find_spec("smolagents") is not None),
+    "openai-agents": (OPENAI_AGENTS, AGENTS.is_dir()),
+    "mini-swe-agent": (MINI_SWE_AGENT, AGENTS.is_dir()),
+}
+
+
+@pytest.fixture(params=FROM_PYPI)
+def from_pypi(request: pytest.FixtureRequest) -> str:
+    """The program of an agent that is installed."""
+    program, installed = FROM_PYPI[request.param]
+    if not installed:
+        pytest.skip(f"{request.param} is not installed; `make agents` does")
+    return f"import sys\nsys.path.append({str(AGENTS)!r})\n{program}"  # behind .venv, whose packages win
 
 
 def write_run(directory: Path, program: str, *, reward: str = REWARD, **sections: dict) -> Path:
@@ -129,10 +196,10 @@ def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Pat
                 assert "[user]and then?;[assistant]" in sample.text
 
 
-@needs_smolagents
-def test_an_agent_from_pypi_trains_it_too(tmp_path: Path):
-    sections = {"run": {"steps": 1}, "sampling": {"num_generations": 2}, "source": {"nonzero_exit": "score"}}
-    summary = run_here(write_run(tmp_path, SMOLAGENTS, **sections))
+def test_an_agent_from_pypi_trains_it_too_behind_the_wall(tmp_path: Path, from_pypi: str):
+    source = {"nonzero_exit": "score", "readable": [str(AGENTS.resolve())], "timeout_s": 240}
+    sections = {"run": {"steps": 1}, "sampling": {"num_generations": 2}, "source": source}
+    summary = run_here(write_run(tmp_path, from_pypi, **sections))
     (line,) = metrics(summary.run_dir).steps
     assert line.values["groups"] == 2
     assert line.values["turns"] >= 4, "several turns of each rollout"
@@ -140,10 +207,9 @@ def test_an_agent_from_pypi_trains_it_too(tmp_path: Path):
     assert line.values["tokens_trained"] == line.values["tokens_generated"] > 0
 
 
-@needs_smolagents
-def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path):
+def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path, from_pypi: str):
     """Its first turn is to call a tool, which the model cannot yet; in its second the agent asks for an answer."""
-    (tmp_path / "agent.py").write_text(SMOLAGENTS)
+    (tmp_path / "agent.py").write_text(from_pypi)
     with host(tmp_path / "agent.py", tmp_path) as command:
         source = {"command": [*command, "{prompt}"], "max_concurrent": 8, "wall": "none"}  # the host is outside
         summary = run_here(write_run(tmp_path, "", reward=OF_THE_ANSWER, source=source, run={"steps": 12}))
