@@ -22,8 +22,8 @@ from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
 from lachesis.plugins.atropos import evaluate as env_eval
-from lachesis.plugins.atropos.catalogue import described
 from lachesis.plugins.atropos import services as launch
+from lachesis.plugins.atropos.catalogue import described
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.run import find
 from lachesis.plugins.sweep.commands import read_sweep

@@ -25,6 +25,7 @@ from lachesis.common.types import (
     VersionSpan,
 )
 from lachesis.config.schema import CustomPart
+from lachesis.plugins.environments.openenv_traces import arrays_of
 from lachesis.process.threads import CallOutcome, DaemonThread, fail, loop_event, settle
 from lachesis.rollouts.base import ROLLOUTS
 from lachesis.rollouts.call_batcher import CallBatcher
@@ -357,13 +358,16 @@ def read_fields(output: object, *, name: str, prompts: int, num_generations: int
     """Check the return value of rollout function ``name`` for ``prompts`` prompts, each ``num_generations`` times.
 
     Lists may be tensors or arrays. Each logprob may be a list of one. ``vocab_size`` is the model's; larger ids
-    belong to another tokenizer.
+    belong to another tokenizer. In the place of tokens, logprobs and mask may be OpenEnv's ``traces``.
 
     Raises:
         EngineError: a field is missing, of the wrong type, length or range; the message names field and entry.
     """
     if not isinstance(output, Mapping):
         raise _fault(name, f"returned a {type(output).__name__}, no dictionary")
+    if "traces" in output:
+        rest = {key: value for key, value in output.items() if key != "traces"}
+        output = rest | arrays_of(output["traces"])
     if missing := [field for field in _REQUIRED if field not in output]:
         raise _fault(name, f"returned no {missing[0]!r}; it returned {', '.join(map(str, output)) or 'nothing'}")
     count = prompts * num_generations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -14,12 +15,14 @@ from rich.text import Text
 
 from lachesis.cli.base import app, console
 from lachesis.common.errors import ConfigError
+from lachesis.plugins.report.openenv_traces import trace_of
 from lachesis.plugins.report.rollout_search import (
     Hit,
     Query,
     SearchedTurn,
     failures,
     read_sample,
+    read_samples,
     read_steps,
     search,
 )
@@ -43,11 +46,16 @@ def rollouts(
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
     cause: Annotated[str | None, typer.Option(help="With --failed: of this cause only.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,
+    traces: Annotated[
+        Path | None, typer.Option(help="Write all of --steps there, as OpenEnv's TrainingTraces.")
+    ] = None,
 ) -> None:
     """Search a run's rollouts, or read one turn by turn."""
     if cause is not None and not failed:
         raise ConfigError("--cause is of failed rollouts", remedy="add --failed")
-    if place is not None:
+    if traces is not None:
+        console.print(f"{_write_traces(run_dir, traces, steps=steps)} rollouts written to {traces}")
+    elif place is not None:
         hit, turns = read_sample(run_dir, place)
         _show(hit, turns)
     elif failed:
@@ -56,6 +64,18 @@ def rollouts(
         first, last = read_steps(steps)
         query = Query(_pattern(find), first, last, least, most, prompt, finish, environment)
         _list(run_dir, query, limit=limit)
+
+
+def _write_traces(run_dir: Path, path: Path, *, steps: str | None) -> int:
+    """Write a line of JSON for each rollout, with its step, prompt, reward and trace; return their number."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for step, group, number, sample in read_samples(run_dir, steps):
+            trace = trace_of(sample, name=f"{step}:{group}:{number}")
+            line = {"step": step, "group": group, "reward": sample.reward, "training_trace": trace}
+            file.write(json.dumps(line) + "\n")
+            count += 1
+    return count
 
 
 def _list(run_dir: Path, query: Query, *, limit: int) -> None:

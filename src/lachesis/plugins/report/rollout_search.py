@@ -12,8 +12,9 @@ from typing import Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
+from lachesis.common.types import Sample
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.metrics.sinks.tape import read_groups, read_lines, tape_files
 from lachesis.plugins.report.written_calls import written_calls
 from lachesis.web.tokens import token_spans
 
@@ -232,6 +233,15 @@ def read_steps(words: str | None) -> tuple[int | None, int | None]:
     if found is None:
         raise DataError(f"{words!r} is neither a step nor FIRST-LAST", remedy="write 12 or 10-20")
     return int(found[1]), int(found[2] or found[1])
+
+
+def read_samples(run_dir: Path, steps: str | None) -> Iterator[tuple[int, int, int, Sample]]:
+    """Yield the samples of all groups of these steps, with step, number of the group and number. Raises DataError."""
+    first, last = read_steps(steps)
+    for step, path in _tape(run_dir).items():
+        if (first is None or step >= first) and (last is None or step <= last):
+            for number, group in enumerate(read_groups(path), start=1):
+                yield from ((step, number, place, sample) for place, sample in enumerate(group.samples, start=1))
 
 
 def _tape(run_dir: Path) -> dict[int, Path]:

@@ -131,6 +131,28 @@ class TestContract:
         assert first.rewards == (0.0, 1.0, 2.0)
         assert second.rewards == (3.0, 4.0, 5.0)
 
+    def test_traces_of_openenv_take_the_place_of_tokens_logprobs_and_mask(self):
+        def traced(prompts, trainer):
+            first = {
+                "prompt_token_ids": [4],
+                "completion_token_ids": [5],
+                "per_token_logps": [-0.5],
+                "loss_mask": [0, 1],
+            }
+            second = {
+                "prompt_token_ids": [4, 5, 6], "completion_token_ids": [EOS_ID], "per_token_logps": [-0.125],
+                "loss_mask": [0, 0, 0, 1],
+            }  # fmt: skip
+            trace = {"schema_version": 1, "turns": [first | {"node_id": "a"}, second | {"node_id": "b"}]}
+            return {"traces": [trace] * len(prompts), "env_reward": list(range(len(prompts)))}
+
+        made = source(traced)
+        (group,) = made.next_groups(1, deadline=FOREVER)
+        assert group.rewards == (0.0, 1.0, 2.0)
+        assert (group.samples[0].completion_ids, group.samples[0].mask) == ((5, 6, EOS_ID), (1, 0, 1))
+        assert group.samples[0].logprobs == (-0.5, 0.0, -0.125)
+        assert made.counters()["tokens_generated"] == 2 * 3
+
     def test_a_rollout_that_the_environment_ended_is_whole_and_others_are_cut(self):
         def masked(prompts, trainer):
             count = len(prompts)

@@ -12,6 +12,8 @@ from lachesis.common.errors import DataError
 from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.metrics.sinks.tape import TapeSink
+from lachesis.plugins.environments.openenv_traces import arrays_of
+from lachesis.plugins.report.rollout_commands import rollouts
 from lachesis.plugins.report.rollout_search import (
     Query,
     conversation,
@@ -49,6 +51,15 @@ def run_dir(tmp_path: Path) -> Path:
         last = sample((4, 5), step - 1.0, finish_reason="length") if step == 2 else sample((5,), None)
         tape.write(StepRecord(step=step, values={}, groups=[first, Group(Prompt("b", (9,), "1+1"), (last,))]))
     return tmp_path
+
+
+def test_rollouts_are_written_as_traces_of_openenv(run_dir: Path, tmp_path: Path):
+    rollouts(run_dir, steps="2", traces=tmp_path / "traces.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "traces.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["group"], line["reward"]) for line in lines] == [(2, 1, 0.5), (2, 1, 0.0), (2, 2, 1.0)]
+    found = arrays_of([line["training_trace"] for line in lines])
+    assert (found["completion_ids"][0], found["env_mask"][0]) == ([1, 2, 3, 4], [1, 0, 0, 1])
+    assert lines[0]["training_trace"]["turns"][1]["node_id"] == "2:1:1-3"
 
 
 @pytest.mark.parametrize(
