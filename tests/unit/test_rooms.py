@@ -49,6 +49,7 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("serving", "dialects"): "takes the server's section of an Axolotl file",
     ("serving", "embedded_server"): "one of the engines that it serves",
     ("sweep", "report"): "compares its runs on a page",
+    ("trl", "dialects"): "takes RLOO's defaults from its translation",
     ("trl", "export"): "a trainer saves and pushes its model",
     ("trl", "dialects"): "its arguments have the defaults that the dialect knows",
     ("atropos", "dialects"): "its commands take the flags that the dialect translates",

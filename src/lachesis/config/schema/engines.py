@@ -255,6 +255,11 @@ class ChannelBridgeConfig(BaseBridgeConfig):
         description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU, and for several servers that share "
         "one GPU, which NCCL refuses; `auto` looks at the devices.",
     )
+    staging: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the engine stages an update until all of it has arrived: on its `device`, on the `host`, "
+        "or on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it).",
+    )
 
 
 class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
@@ -264,11 +269,6 @@ class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
     kind: Literal["lora_nccl"] = "lora_nccl"
     share_base: bool = Field(
         default=False, description="Train on the engine's own base weights: the model is in memory once."
-    )
-    staging: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description="Where the engine stages an adapter until all of it has arrived: on its device, on the host, or "
-        "on the device if it has room. It is loaded as a whole.",
     )
 
 
@@ -284,11 +284,6 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
         le=8,
         description="Ranks of a trainer of several devices that send, each its share and at the same time. "
         "Two have run over NCCL, with engines on two further GPUs; more over gloo. With `ipc` one does.",
-    )
-    staging: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description="Where the engine stages an update until all of it has arrived: on its `device`, on the `host`, "
-        "or on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it).",
     )
 
 

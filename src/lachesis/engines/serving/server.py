@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import lachesis
+from lachesis.common import http
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.adapter_files import read_adapter
@@ -379,12 +380,10 @@ def error_response(error: LachesisError) -> JSONResponse:
 
 async def read_body(request: Request) -> dict[str, Any]:
     """Return the JSON object in the body of a request; raises Refused (413) above 32 MiB."""
-    raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > _MAX_BODY:
-            raise Refused(f"the body has more than {_MAX_BODY >> 20} MiB", status=413, remedy="send less at once")
-    return parse_object(bytes(raw))
+    try:
+        return parse_object(await http.read_body(request, limit=_MAX_BODY))
+    except http.BodyTooLong as error:
+        raise Refused(error.message, status=413, remedy=error.remedy) from error
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
