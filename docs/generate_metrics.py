@@ -13,22 +13,20 @@ from lachesis.metrics.names import (
     GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
-    METRICS,
     PREFIX_HITS_OF,
     RECEIVING_OF,
     SENDING_OF,
     SENT_BY,
     TRAINING_OF,
-    Metric,
-    describe,
 )
+from lachesis.plugins.report.metric_descriptions import METRICS, Metric, describe
 
 TARGET = Path(__file__).with_name("metrics.md")
 
 INTRODUCTION = """\
 # Metrics and health
 
-<!-- Written by docs/generate_metrics.py from src/lachesis/metrics/metrics.toml and health/; do not edit. -->
+<!-- Written by docs/generate_metrics.py from src/lachesis/plugins/report/metrics.toml and health/; do not edit. -->
 
 Each step is a line of `metrics.jsonl` in the run directory, and goes to every sink that is on. A metric that was not
 measured is left out: a missing number is not 0. Seconds of a checkpoint count with the step after it.

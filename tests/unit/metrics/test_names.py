@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from lachesis.metrics.names import METRICS, describe, format_number, format_seconds, format_share, reward_functions
+from lachesis.metrics.names import format_number, format_seconds, format_share, reward_functions
+from lachesis.plugins.report.metric_descriptions import METRICS, describe
 
 
 def test_every_metric_has_words_and_a_range_in_order() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from lachesis.metrics.health.monitor import RULES
-from lachesis.metrics.names import METRICS
 from lachesis.plugins.dialects.codes import summary
+from lachesis.plugins.report.metric_descriptions import METRICS
 from tests.paths import DOCS
 
 GENERATOR = DOCS / "generate_metrics.py"

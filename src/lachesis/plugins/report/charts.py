@@ -19,10 +19,10 @@ from lachesis.metrics.names import (
     RECEIVING_OF,
     SENDING_OF,
     TRAINING_OF,
-    describe,
     reward_functions,
 )
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
+from lachesis.plugins.report.metric_descriptions import describe
 
 MAX_POINTS = 2000
 MAX_BARS = 400

@@ -16,8 +16,9 @@ from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, EvalResult
 from lachesis.metrics.health.rules import urgency
-from lachesis.metrics.names import Metric, describe, format_number, format_seconds, format_share
+from lachesis.metrics.names import format_number, format_seconds, format_share
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
+from lachesis.plugins.report.metric_descriptions import Metric, describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
-from lachesis.metrics.names import describe
 from lachesis.metrics.sinks.jsonl import JsonlSink, StepLine
 from lachesis.metrics.sinks.tape import TapeSink
 from lachesis.plugins.report.charts import downsample, timing
 from lachesis.plugins.report.data import accuracy_interval, descriptors, result_sentence
+from lachesis.plugins.report.metric_descriptions import describe
 from lachesis.plugins.report.page import ReportSink, write_report
 from lachesis.plugins.report.publish import publish
 from lachesis.plugins.report.rollouts import MAX_STEPS, MAX_TOKENS

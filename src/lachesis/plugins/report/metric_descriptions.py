@@ -1,0 +1,114 @@
+"""Descriptions of metrics: title, unit, healthy range and one plain sentence for each name the loop emits.
+
+Pages and the documentation use them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lachesis.metrics.names import (
+    BY_ENVIRONMENT,
+    BY_SOURCE,
+    GENERATION_OF,
+    GPU_MEMORY_IN_USE,
+    GPU_UTILIZATION,
+    PREFIX_HITS_OF,
+    RECEIVING_OF,
+    SENDING_OF,
+    SENT_BY,
+    TRAINING_OF,
+)
+
+Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences", "groups", "versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Description of one metric.
+
+    ``healthy`` is ``(low, high)``, either of them ``None`` if that side has no bound; ``None`` as a whole if no range
+    is known. A range that is documented for particular models and rewards only is not ``judged``: no value is then
+    called unusual. A ``share`` is a fraction between 0 and 1 and shown in percent.
+    """
+
+    name: str
+    title: str
+    unit: Unit
+    explanation: str
+    healthy: tuple[float | None, float | None] | None = None
+    judged: bool = True
+
+    def is_usual(self, value: float) -> bool:
+        """Return True if a value lies in the healthy range, or there is none."""
+        low, high = self.healthy or (None, None)
+        return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _described() -> Iterator[Metric]:
+    """Yield the metrics that ``metrics.toml`` describes."""
+    document: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
+    for name, row in document.items():
+        bounds = (row.get("lowest"), row.get("highest"))
+        healthy = None if bounds == (None, None) else bounds
+        yield Metric(name, row["title"], row.get("unit", ""), row["explanation"], healthy, row.get("judged", True))
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
+
+
+# Title, unit and explanation of metrics of one engine, rank or GPU, which the rest of the name says.
+_FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
+    GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests under way."),
+    PREFIX_HITS_OF: ("{}", "share", "Share of the tokens of prompts that the engine {} had in its prefix cache."),
+    TRAINING_OF: ("rank {}", "s", "Forward and backward passes of rank {}, with its waits for other ranks amid them."),
+    RECEIVING_OF: ("{}", "s", "Time in which the engine {} received new weights and loaded them."),
+    SENDING_OF: ("rank {}", "s", "Time in which rank {} gathered weights for senders, and sent its own."),
+    SENT_BY: ("rank {}", "GB", "Weights that rank {} sent to the engines."),
+    GPU_UTILIZATION: (
+        "GPU {}",
+        "share",
+        "Share of the time in which GPU {} computed anything, by NVML.",
+    ),
+    GPU_MEMORY_IN_USE: ("GPU {}", "GB", "Memory of this GPU that all its processes take together, at most, by NVML."),
+}
+
+
+def describe(name: str) -> Metric:
+    """Return the description of a metric.
+
+    ``rewards/NAME/mean|std``, ``source/NAME/METRIC``, ``staleness/N``, ``reward_of_environment/NAME``,
+    ``generation_time/HOST:PORT``, ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``,
+    ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK``, ``gpu_utilization/N``,
+    ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
+    """
+    known = METRICS.get(name)
+    if known is not None:
+        return known
+    if name.startswith(BY_SOURCE):
+        source, _, measured = name.removeprefix(BY_SOURCE).partition("/")
+        whole = describe(measured)
+        words = f"Of the groups of the source {source} alone: {whole.explanation}"
+        return replace(whole, name=name, title=f"{whole.title}: {source}", explanation=words)
+    distance = name.removeprefix("staleness/")
+    if name.startswith("staleness/") and distance.isdecimal():
+        what = f"Share of the completions whose first token is {distance} updates behind the policy."
+        return Metric(name, f"Staleness {distance}", "share", what)
+    if name.startswith(BY_ENVIRONMENT):
+        environment = name.removeprefix(BY_ENVIRONMENT)
+        title = f"Environment {environment}" if environment.isdecimal() else environment
+        return Metric(name, title, "", f"Mean reward of what environment {environment} sent.")
+    for prefix, (title, unit, explanation) in _FAMILIES.items():
+        if name.startswith(prefix):
+            of = name.removeprefix(prefix)
+            return Metric(name, title.format(of), unit, explanation.format(of))
+    function, _, statistic = name.removeprefix("rewards/").rpartition("/")
+    if name.startswith("rewards/") and function and statistic == "mean":
+        return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))
+    if name.startswith("rewards/") and function and statistic == "std":
+        return Metric(name, f"Deviation of {function}", "", f"Deviation of the rewards of {function}.")
+    return Metric(name, name.replace("_", " ").replace("/", " "), "", "")
