@@ -85,13 +85,27 @@ class Continuation:
         return [tuple(ids) for ids in short_token_ids(self._tokenizer, texts)]
 
     def _added(self, before: str, after: str, *, ended: bool) -> str:
+        place = before.rfind(self._end) if self._end else -1
         if not after.startswith(before):
+            place = self._end_of_turn(before, after)
+        return after[len(before) if place < 0 else place + (len(self._end) if ended else 0) :]
+
+    def _end_of_turn(self, before: str, after: str) -> int:
+        """Return where a turn ends that the template rewrites once messages follow it, as Qwen3's drops thoughts.
+
+        Raises:
+            ConfigError: it has no end token, or what stands before it is rewritten too.
+        """
+        (asked,) = self._render([[_ASKED]], going_on=False)
+        same = before.startswith(asked) and after.startswith(asked)
+        ends = before[len(asked) :].count(self._end) if same and self._end else 0
+        pieces = after[len(asked) :].split(self._end) if ends else []
+        if len(pieces) <= ends:
             raise ConfigError(
                 "the chat template writes a turn of the model otherwise once messages follow it",
                 remedy="set model.chat_template to one that only adds, as TRL's templates for training do",
             )
-        place = before.rfind(self._end) if self._end else -1
-        return after[len(before) if place < 0 else place + (len(self._end) if ended else 0) :]
+        return len(asked) + len(self._end.join(pieces[:ends]))
 
     def whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation up to where the model goes on. Raises ConfigError if the template fails.

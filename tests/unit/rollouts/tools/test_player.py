@@ -190,6 +190,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any):
         Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
 
 
+def test_a_template_may_drop_the_thoughts_of_earlier_turns(tokenizer: Any):
+    """As Qwen3's does: its empty thoughts stand in the last turn only. Those that were sampled stay."""
+    thinks = "{{ '<think></think>' if loop.last }}{{ message.content.split('</think>')[-1] }}"
+    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", thinks, 1)
+    for content in ("a", "<think>b</think>a"):
+        ids = Continuation(tokenizer, {}).tokens(answer_message(content, []), [QUESTION], ended=True)
+        assert tokenizer.decode(ids) == ";[user]twice 4?;[assistant]"
+        ids = Continuation(tokenizer, {}).tokens(answer_message(content, []), [QUESTION], ended=False)
+        assert tokenizer.decode(ids) == "<eos>;[user]twice 4?;[assistant]"
+
+
 class Counting(Continuation):
     """How many conversations were rendered."""
 
