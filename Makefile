@@ -19,6 +19,7 @@ OLD_VERIFIERS := .venv-verifiers-0.1
 OPENENV := .venv-openenv
 TINKER := .venv-tinker
 AGENTS := .venv-agents
+TRL := .venv-trl
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
@@ -27,7 +28,7 @@ ORIGINAL_STAMP := $(ORIGINAL)/.installed
 FORKS := 3
 PYTEST = $(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --reruns 1 --reruns-delay 2 -r fER
 
-.PHONY: install original verifiers-0.1 openenv tinker agents quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker agents trl quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
 
 install: $(STAMP)
 
@@ -90,6 +91,14 @@ $(AGENTS)/.installed: tests/envs/agents.txt | install
 	$(PIP) --no-deps --target $(AGENTS) --requirement $<
 	touch $@
 
+# TRL, whose scripts run with their import changed, in a directory that goes behind .venv, whose packages win.
+trl: $(TRL)/.installed
+
+$(TRL)/.installed: tests/envs/trl-scripts.txt | install
+	rm -rf $(TRL)
+	$(PIP) --no-deps --target $(TRL) --requirement $<
+	touch $@
+
 quickstart: $(BASE)
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
@@ -117,7 +126,7 @@ unit processes: install
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts: verifiers-0.1 openenv agents
-e2e: tinker agents
+e2e: tinker agents trl
 contracts e2e: install original
 	$(PYTEST) --forks-in-order --durations 15
 
@@ -147,4 +156,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) runs site examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) $(TRL) runs site examples/quickstart/.cache

@@ -9,6 +9,8 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from lachesis.common.chatter import without_chatter
+
 # Public packages, and where they are; their modules are found by public names too.
 PUBLIC = {
     "lachesis.environments": "lachesis.plugins.atropos.environments",
@@ -39,7 +41,8 @@ class _Aliases(Loader):
         place = module_of(spec.name)
         assert place is not None
         try:
-            module = import_module(place)
+            with without_chatter():
+                module = import_module(place)
         except ModuleNotFoundError as error:
             if error.name != place:
                 raise

@@ -130,6 +130,7 @@ class GRPOConfig(TrainingArguments):
             said["bf16"] = True
         said.setdefault("max_completion_length", self.max_completion_length)
         said.setdefault("logging_steps", self.logging_steps)
+        said.setdefault("output_dir", self.output_dir)
         return said
 
 

@@ -16,6 +16,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from transformers.trainer_utils import TrainOutput
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.terminal import SafeConsole
 from lachesis.plugins.export.export import export
 from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig, RLOOConfig
@@ -186,7 +187,8 @@ class GRPOTrainer:
         self.state.logging_steps = int(self.args.logging_steps)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         resume = bool(resume_from_checkpoint)
-        self._run.start(resume=resume, overwrite=not resume)
+        console = None if self.args.disable_tqdm else SafeConsole(stderr=True, highlight=False)
+        self._run.start(resume=resume, overwrite=not resume, console=console)
         summary = self._run.wait()
         if self._sink is not None and self._sink.error is not None:
             raise self._sink.error
@@ -258,6 +260,9 @@ class GRPOTrainer:
         """Add to the history, and tell callbacks."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
+
+    def end(self) -> None:
+        """Do nothing: what TRL's scripts close here, trackers and processes, has ended with :meth:`train`."""
 
     def is_world_process_zero(self) -> bool:
         """Return True: a script is one process."""
