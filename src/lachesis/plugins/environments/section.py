@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lachesis.config.section import EpisodesSourceConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from lachesis.config.section import (
+    EpisodesSourceConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class McpServerConfig(Section):
@@ -132,6 +139,11 @@ class StepsSourceConfig(EpisodesSourceConfig):
         "`max_tasks` numbers, each the `seed` of a task.",
     )
     max_turns: PositiveInt = Field(default=8, description="Most turns of the model in a rollout.")
+    turn_advantage: NonNegativeFloat = Field(
+        default=0.0,
+        description="Weight of each turn's own advantage, which is that of its step's reward among the group's turns "
+        "of the same number, added to the advantage of the whole (MT-GRPO); 0 is none.",
+    )
     turn_tokens: PositiveInt | None = Field(
         default=None,
         description="Most tokens of a turn; of all turns, with what the environment shows in between, it is "

@@ -81,6 +81,7 @@ def step_players(
         eval_tasks=source.eval_tasks,
         rewarder=rewarder,
         owned=owned,
+        turn_advantage=source.turn_advantage,
     )
 
 

@@ -11,7 +11,7 @@ from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen
 from lachesis.plugins.environments.steps.observations import Rendering
-from lachesis.plugins.environments.steps.scoring import EpisodeEnd, scored
+from lachesis.plugins.environments.steps.scoring import EpisodeEnd, scored, with_turn_advantages
 from lachesis.plugins.environments.turn_server import Turn, joined
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers, held_out_last
 from lachesis.rollouts.generation import request_seed, reward_decoder
@@ -36,6 +36,7 @@ class Episode:
     Args:
         prompt_ids: prompt of the next turn; ``base`` of the tokens were there before the first turn.
         start: the first messages of the environment, and ``said`` all messages after that.
+        rewards: of its turns.
         full: True if it ended because no room was left, in its last turn or for a further one.
     """
 
@@ -44,7 +45,7 @@ class Episode:
     start: tuple[Message, ...] = ()
     said: list[Message] = field(default_factory=list[Message])
     turns: list[Turn] = field(default_factory=list[Turn])
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list[float])
     metrics: Counter[str] = field(default_factory=Counter[str])
     full: bool = False
 
@@ -60,6 +61,7 @@ class StepPlayers(TaskPlayers):
         rows: the tasks, by their columns; the last ``eval_tasks`` are held out.
         rewarder: reward functions besides the environment's own reward.
         owned: True if the environment itself gives an episode's reward.
+        turn_advantage: weight of the advantages of turns beside those of episodes.
     """
 
     policy: PolicyAccess
@@ -70,6 +72,7 @@ class StepPlayers(TaskPlayers):
     eval_tasks: int = 0
     rewarder: Rewarder | None = None
     owned: bool = True
+    turn_advantage: float = 0.0
 
     def __post_init__(self) -> None:
         self._decode = reward_decoder(self.policy.tokenizer, self.policy.special_tokens)
@@ -98,7 +101,7 @@ class StepPlayers(TaskPlayers):
         game = await self.make(prompt.columns)
         try:
             episode = await self._played(game, params, prompt=prompt, seed=seed)
-            reward = episode.reward + await game.worth()
+            reward = sum(episode.rewards) + await game.worth()
         finally:
             await game.close()
         temperature = 1.0 if params.greedy else params.temperature
@@ -107,9 +110,9 @@ class StepPlayers(TaskPlayers):
         played = Played(
             tuple(replace(sample, reward=reward, rewards=(reward,)) for sample in samples),
             metrics=dict(episode.metrics),
-            state=None
-            if self.rewarder is None
-            else EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said)),
+            state=EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said), _turns(episode))
+            if self.rewarder is not None or self.turn_advantage
+            else None,
         )
         return await self._judged(played, prompt) if greedy else played
 
@@ -123,10 +126,16 @@ class StepPlayers(TaskPlayers):
         return judged[0]
 
     async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
-        """Add the rewards of functions, which are called for a whole group."""
-        if self.rewarder is None or not played:
-            return list(played)
-        return await scored(played, self.rewarder, owned=self.owned)
+        """Add the rewards of functions, which are called for a whole group, and the advantages of turns."""
+        found: list[Played | RolloutFailed] = list(played)
+        if self.rewarder is not None and played:
+            found = await scored(played, self.rewarder, owned=self.owned)
+        if not self.turn_advantage:
+            return found
+        ended = iter(
+            with_turn_advantages([one for one in found if isinstance(one, Played)], weight=self.turn_advantage)
+        )
+        return [next(ended) if isinstance(one, Played) else one for one in found]
 
     async def stop(self) -> None:
         await self.policy.calls.stop()
@@ -163,7 +172,7 @@ class StepPlayers(TaskPlayers):
         return Episode(prompt_ids=prompt_ids, base=len(prompt_ids), start=seen.messages)
 
     def _note(self, episode: Episode, action: Action, seen: Seen) -> None:
-        episode.reward += seen.reward
+        episode.rewards.append(seen.reward)
         episode.metrics.update({"turns": 1, **seen.metrics})
         episode.said.append(seen.answer or {"role": "assistant", "content": action.text})
         episode.said += seen.messages
@@ -184,3 +193,9 @@ class StepPlayers(TaskPlayers):
     def _turn(self, params: SamplingParams, *, room: int) -> SamplingParams:
         most = room if self.limits.tokens is None else min(room, self.limits.tokens)
         return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+
+def _turns(episode: Episode) -> tuple[tuple[float, int], ...]:
+    """Return the reward and the number of tokens of each turn."""
+    lengths = (len(turn.completion.token_ids) for turn in episode.turns)
+    return tuple(zip(episode.rewards, lengths, strict=True))

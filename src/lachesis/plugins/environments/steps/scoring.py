@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat, zip_longest
+from statistics import mean, stdev
 from typing import Any
 
 from lachesis.common.types import Group, Message, Prompt
@@ -13,18 +15,57 @@ from lachesis.rollouts.failures import excluded_in_words
 from lachesis.rollouts.rewards.attempts import TURNS
 from lachesis.rollouts.rewards.rewarder import Rewarder
 
+_EPSILON = 1e-4  # as in the advantage of a group
 COLUMN = "environments"
 """The argument by which a reward function gets the environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """Remains of an episode: its task, the environment, its first messages, and all messages after that."""
+    """Remains of an episode: its task, the environment, its first messages, and all messages after that.
+
+    ``turns`` has each turn's reward and number of tokens.
+    """
 
     prompt: Prompt
     subject: Any
     start: tuple[Message, ...]
     said: tuple[Message, ...]
+    turns: tuple[tuple[float, int], ...] = ()
+
+
+def with_turn_advantages(played: Sequence[Played], *, weight: float) -> list[Played]:
+    """Return a group's episodes with an advantage for each turn: weight·(r - mean) / (std + 1e-4).
+
+    Mean and sample deviation are of the rewards of the turns of the same number in the group, so that a turn that only
+    one episode has gets 0. The tokens of a turn have its advantage beside that of their episode: with a weight of 1 as in
+    MT-GRPO (arXiv 2505.11821) with its λ of 1, for any number of turns.
+    """
+    turns: list[tuple[tuple[float, int], ...]] = [one.state.turns for one in played]
+    moments: list[tuple[float, float]] = []
+    for of_number in zip_longest(*turns):
+        rewards = [turn[0] for turn in of_number if turn is not None]
+        moments.append((mean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0))
+    return [
+        _by_token(
+            one,
+            [
+                (weight * (reward - middle) / (spread + _EPSILON), tokens)
+                for (reward, tokens), (middle, spread) in zip(own, moments, strict=False)
+            ],
+        )
+        for one, own in zip(played, turns, strict=True)
+    ]
+
+
+def _by_token(played: Played, advantages: Sequence[tuple[float, int]]) -> Played:
+    """Return an episode whose sampled tokens have the advantages of their turns, each with its number of tokens."""
+    each = chain.from_iterable(repeat(value, tokens) for value, tokens in advantages)
+    samples = tuple(
+        replace(sample, token_advantages=tuple(next(each) if sampled else 0.0 for sampled in sample.loss_mask()))
+        for sample in played.samples
+    )
+    return replace(played, samples=samples)
 
 
 async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played | RolloutFailed]:

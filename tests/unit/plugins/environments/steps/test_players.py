@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lachesis.common.types import Prompt, Sample, VersionSpan
+from lachesis.plugins.environments.steps.scoring import EpisodeEnd, with_turn_advantages
 from lachesis.rollouts.episodes import Played, RolloutFailed
 from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.functions import Excluded
@@ -31,6 +35,52 @@ def test_gymnasium_observations_are_masked_and_rewards_add_up():
     assert sample.rewards == (6.0,) and sample.finish_reason == "stop"
     assert played.metrics == {"turns": 3, "truncated": 0}
     until(lambda: Count.closed[-1:] == [1])  # on a thread that nobody waits for
+
+
+def group_of(*rewards: tuple[float, ...], weight: float = 1.0) -> list[Played]:
+    """Episodes of two tokens a turn, with one of the environment between turns."""
+    found = []
+    for of_turns in rewards:
+        mask = (1, 1, *((0, 1, 1) * (len(of_turns) - 1)))
+        one = Sample((1,), mask, (-1.0,) * len(mask), "stop", VersionSpan(0, 0), mask=mask, reward=sum(of_turns))
+        turns = tuple((reward, 2) for reward in of_turns)
+        found.append(Played((one,), state=EpisodeEnd(Prompt("0", (1,), ""), None, (), (), turns)))
+    return with_turn_advantages(found, weight=weight)
+
+
+def test_advantages_of_turns_are_those_of_mt_grpo():
+    """Its A^T for each turn, by hand: the first turn's rewards are 1, 0, 1, and the second's 0.5, 0.5, 2."""
+    found = group_of((1.0, 0.5), (0.0, 0.5), (1.0, 2.0), weight=0.5)
+    firsts, seconds = [1.0, 0.0, 1.0], [0.5, 0.5, 2.0]
+    for number, one in enumerate(found):
+        first = 0.5 * (firsts[number] - 2 / 3) / (statistics.stdev(firsts) + 1e-4)
+        second = 0.5 * (seconds[number] - 1.0) / (statistics.stdev(seconds) + 1e-4)
+        assert one.samples[0].token_advantages == pytest.approx((first, first, 0.0, second, second), abs=1e-12)
+        assert one.samples[0].advantage is None
+
+
+def test_a_turn_that_one_episode_has_alone_has_nothing_to_be_compared_with():
+    long, short = group_of((1.0, 7.0), (0.0,))
+    assert long.samples[0].token_advantages[2:] == (0.0, 0.0, 0.0) and len(short.samples[0].token_advantages) == 2
+    alike = group_of((0.1, 0.3), (0.1, 0.3), (0.1, 0.3))
+    assert all(value == 0 for one in alike for value in one.samples[0].token_advantages)
+
+
+def test_an_episode_that_is_played_has_the_advantages_of_its_turns():
+    async def whole() -> list[Any]:
+        made = players(Count, Scripted("a", "end"), turn_advantage=1.0)
+        try:
+            first = await made.play(made.split()[0][0], seed=7)
+            end = replace(first.state, turns=tuple((reward + 2, tokens) for reward, tokens in first.state.turns))
+            return await made.finish([first, replace(first, state=end)])
+        finally:
+            await made.stop()
+
+    low, high = asyncio.run(whole())
+    expected = 1 / (statistics.stdev([0, 2]) + 1e-4)
+    mask = low.samples[0].loss_mask()
+    assert low.samples[0].token_advantages == pytest.approx([-expected * one for one in mask])
+    assert high.samples[0].token_advantages == pytest.approx([expected * one for one in mask])
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [("remove", "ab"), ("keep", "a[THINK]b")])
