@@ -38,8 +38,8 @@ def with_turn_advantages(played: Sequence[Played], *, weight: float) -> list[Pla
     """Return a group's episodes with an advantage for each turn: weight·(r - mean) / (std + 1e-4).
 
     Mean and sample deviation are of the rewards of the turns of the same number in the group, so that a turn that only
-    one episode has gets 0. The tokens of a turn have its advantage beside that of their episode: with a weight of 1 as in
-    MT-GRPO (arXiv 2505.11821) with its λ of 1, for any number of turns.
+    one episode has gets 0. The tokens of a turn have its advantage beside that of their episode: with a weight of 1 as
+    in MT-GRPO (arXiv 2505.11821) with its λ of 1, for any number of turns.
     """
     turns: list[tuple[tuple[float, int], ...]] = [one.state.turns for one in played]
     moments: list[tuple[float, float]] = []
