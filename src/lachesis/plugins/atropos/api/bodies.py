@@ -9,9 +9,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from lachesis.common import http
+from lachesis.common.http import BodyTooLong
 from lachesis.plugins.atropos.api.wire import Refusal
 
 # The limit of all requests but those with groups: names, sizes, ids of batches.
@@ -37,25 +39,15 @@ async def read_body(request: Request, *, limit: int) -> Body:
     Raises:
         Refusal: 413, it is longer; 400, it is not gzip or ends too early; 499, the client went away.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    length, more = 0, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Refusal(499, "the client went away", plain=True)
-        part = message.get("body", b"")
-        length += len(part)
-        if length > limit:
-            raise _too_large(limit)
-        parts.append(part)
-        more = message.get("more_body", False)
-    body = b"".join(parts)
+    try:
+        body = await http.read_body(request, limit=limit)
+    except BodyTooLong as error:
+        raise _too_large(limit) from error
+    except ClientDisconnect as error:
+        raise Refusal(499, "the client went away", plain=True) from error
     if "gzip" not in request.headers.get("content-encoding", "").lower() or not body:
         return Body(body)
-    if length > _LONG:
+    if len(body) > _LONG:
         return Body(await asyncio.to_thread(inflate, body, limit=limit), packed=body)
     return Body(inflate(body, limit=limit), packed=body)
 

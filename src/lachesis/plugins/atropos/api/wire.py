@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -28,14 +27,6 @@ _ECHO = 100
 TRAINER_HEADER = "X-Lachesis-Trainer"
 HOLDS_HEADER = "X-Lachesis-Holds"
 KEY_HEADER = "Idempotency-Key"
-
-# Where a JSON parser says that it stopped.
-_PLACE = re.compile(r"at line (\d+) column (\d+)")
-# Possessive, with the closing quote optional: a string cut off in the middle costs one pass, whatever is in it.
-_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},:]', re.DOTALL)
-# Reading a document sign by sign is slow; an error further in is placed by line and column alone.
-_REACH = 2 << 20
-_DEPTH = 16
 
 
 class Refusal(DataError):
@@ -124,7 +115,7 @@ def _or_wrong(value: Any, validate: ValidatorFunctionWrapHandler) -> ScoredGroup
     try:
         return validate(value)
     except ValidationError as error:
-        return _wrong(_fault(error.errors(include_url=False)[0], b""))
+        return _wrong(_fault(error.errors(include_url=False)[0]))
 
 
 _MANY = TypeAdapter(FirstFault[ScoredGroup])
@@ -191,7 +182,7 @@ def _validated(validate: Callable[[bytes], Parsed], body: bytes) -> Parsed:
     try:
         return validate(body)
     except ValidationError as error:
-        raise Refusal(422, [_fault(fault, body) for fault in error.errors(include_url=False)]) from error
+        raise Refusal(422, [_fault(fault) for fault in error.errors(include_url=False)]) from error
 
 
 def _compact(data: ScoredGroup, *, check: bool, loc: tuple[int, ...]) -> StoredGroup:
@@ -240,15 +231,14 @@ def _numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[st
             yield from _numbers(part, (*path, index))
 
 
-def _fault(fault: Any, body: bytes) -> dict[str, Any]:
+def _fault(fault: Any) -> dict[str, Any]:
     """Return a fault in the form of the original's replies."""
     if fault["type"] == "json_invalid":
         reason = fault["ctx"]["error"]
-        path = path_at(body, reason)
         return {
             "type": "json_invalid",
-            "loc": ["body", *path],
-            "msg": f"JSON decode error{_at(path)}: {reason}",
+            "loc": ["body"],
+            "msg": f"JSON decode error: {reason}",
             "input": {},
             "ctx": {"error": reason},
         }
@@ -275,40 +265,3 @@ def _echo(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= _ECHO else f"{value[:_ECHO]}..."
     return f"<{type(value).__name__}>"
-
-
-def path_at(body: bytes, reason: str) -> list[str | int]:
-    """Return the keys and indices, 16 at most, that lead to the place in ``reason`` ("... at line 1 column 24").
-
-    Empty at the top level, if the reason names no place, and beyond the first 2 MiB.
-    """
-    place = _PLACE.search(reason)
-    if place is None:
-        return []
-    end = _offset(body, line=int(place[1]), column=int(place[2]))
-    return [] if end > _REACH else _path(body[:end])[:_DEPTH]
-
-
-def _offset(body: bytes, *, line: int, column: int) -> int:
-    start = 0
-    for _ in range(line - 1):
-        start = body.index(b"\n", start) + 1
-    return start + max(0, column - 1)
-
-
-def _path(prefix: bytes) -> list[str | int]:
-    path: list[str | int | None] = []
-    last = b""
-    for match in _SIGN.finditer(prefix):
-        sign = match[0]
-        if sign in b"[{":
-            path.append(0 if sign == b"[" else None)
-        elif sign in b"]}":
-            if path:
-                path.pop()
-        elif sign == b"," and path:
-            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
-        elif sign == b":" and path and not isinstance(path[-1], int):
-            path[-1] = last[1:-1].decode("utf-8", errors="replace")
-        last = sign
-    return [part for part in path if part is not None]
