@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 from peft import PeftModel
@@ -80,22 +80,8 @@ class GRPOTrainer:
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Callable[..., Any] | None = None,
     ) -> None:
-        self.args = args or self.arguments(self.arguments.__name__.removesuffix("Config"))
-        if not isinstance(self.args, self.arguments) or (type(self) is GRPOTrainer and isinstance(args, RLOOConfig)):
-            raise ConfigError(
-                f"args: a {type(args).__name__} does not fit {type(self).__name__}",
-                remedy=f"pass a {self.arguments.__name__}",
-            )
-        if any(one is not None for one in optimizers):
-            raise ConfigError(
-                "optimizers: Lachesis makes the optimizer and its schedule",
-                remedy="name them in args (optim, learning_rate, lr_scheduler_type)",
-            )
-        if isinstance(environment_factory, Mapping):
-            raise ConfigError(
-                f"environment_factory: a run plays one environment, and here are {', '.join(environment_factory)}",
-                remedy="pass one factory, whose reset() chooses by the row's columns",
-            )
+        self.args = self._arguments(args)
+        _refuse(optimizers=optimizers, environment_factory=environment_factory)
         if train_dataset is None:
             train_dataset = _placeholder_rows(self.args, owned=environment_factory is not None)
         place = Path(f"{str(self.args.output_dir).rstrip('/')}-given")
@@ -123,16 +109,10 @@ class GRPOTrainer:
         if adapter is not None:
             self._sections["adapter"] = {"path": adapter}
         if environment_factory is not None:
-            tasks, held_out = write_tasks(train_dataset, eval_dataset, place=place / "tasks.jsonl")
-            steps = {"kind": "steps", "environment": environment_factory, "tasks": tasks, "eval_tasks": held_out}
-            turns = self.args.max_tool_calling_iterations
-            self._sections["source"] = steps if turns is None else steps | {"max_turns": turns + 1}
+            tasks = write_tasks(train_dataset, eval_dataset, place=place / "tasks.jsonl")
+            self._sections["source"] = _steps(environment_factory, tasks, self.args.max_tool_calling_iterations)
         else:
-            held_out = {} if eval_dataset is None else {"eval_path": eval_dataset, "eval_split": None}
-            self._sections["data"] = {"path": train_dataset, **held_out}
-            played = {"tools": list(tools) if tools else None, "rollout_func": rollout_func}
-            if any(played.values()):
-                self._sections["source"] = {name: value for name, value in played.items() if value}
+            self._sections |= _answers(train_dataset, eval_dataset, tools=list(tools or ()), rollout_func=rollout_func)
         counted = hasattr(train_dataset, "__len__") and not isinstance(train_dataset, str)
         self._rows = len(train_dataset) if counted else 0
         if self.args.load_best_model_at_end:
@@ -144,6 +124,17 @@ class GRPOTrainer:
         self._sink: CallbackSink | None = None
         self._run = load(self._keys, sinks=[self._make_sink], **self._sections)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    def _arguments(self, args: GRPOConfig | None) -> GRPOConfig:
+        """Return the arguments of the trainer, or their defaults; those of another trainer are refused."""
+        if args is None:
+            return self.arguments(self.arguments.__name__.removesuffix("Config"))
+        if not isinstance(args, self.arguments) or (type(self) is GRPOTrainer and isinstance(args, RLOOConfig)):
+            raise ConfigError(
+                f"args: a {type(args).__name__} does not fit {type(self).__name__}",
+                remedy=f"pass a {self.arguments.__name__}",
+            )
+        return args
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -306,6 +297,37 @@ class RLOOTrainer(GRPOTrainer):
     """Trains as TRL's ``RLOOTrainer`` would: leave-one-out baselines, ratios of sequences, the KL in the reward."""
 
     arguments = RLOOConfig
+
+
+def _refuse(*, optimizers: Sequence[Any], environment_factory: Any) -> None:
+    """Refuse what TRL's trainer takes and a run cannot honour."""
+    if any(one is not None for one in optimizers):
+        raise ConfigError(
+            "optimizers: Lachesis makes the optimizer and its schedule",
+            remedy="name them in args (optim, learning_rate, lr_scheduler_type)",
+        )
+    if isinstance(environment_factory, Mapping):
+        names = ", ".join(map(str, cast(Mapping[Any, Any], environment_factory)))
+        raise ConfigError(
+            f"environment_factory: a run plays one environment, and here are {names}",
+            remedy="pass one factory, whose reset() chooses by the row's columns",
+        )
+
+
+def _steps(factory: Callable[..., Any], tasks: tuple[str, int], most_calls: int | None) -> dict[str, Any]:
+    """Return the source that plays environments on a file of tasks, so many of whose last are held out."""
+    source = {"kind": "steps", "environment": factory, "tasks": tasks[0], "eval_tasks": tasks[1]}
+    return source if most_calls is None else source | {"max_turns": most_calls + 1}
+
+
+def _answers(
+    train_dataset: Any, eval_dataset: Any, *, tools: list[Callable[..., Any]], rollout_func: Callable[..., Any] | None
+) -> dict[str, Any]:
+    """Return the sections for questions of a dataset, and for what plays them if it is not a plain answer."""
+    held_out = {} if eval_dataset is None else {"eval_path": eval_dataset, "eval_split": None}
+    played = {"tools": tools, "rollout_func": rollout_func}
+    source = {name: value for name, value in played.items() if value}
+    return {"data": {"path": train_dataset, **held_out}} | ({"source": source} if source else {})
 
 
 def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:

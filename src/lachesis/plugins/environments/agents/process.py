@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,31 +110,13 @@ def run_agent(
         SandboxError: no wall can be put up around it.
     """
     with _directory() as root:
-        box, cell = root / "box", agent.cell
+        box = root / "box"
         prompt = with_columns(prompt, agent.told)
         _lay_out(box, agent, prompt)
-        ended = threading.Event()
         line, env = _command_line(agent, prompt, box=box, told=_variables(agent, box=box, url=url, key=key))
-        stdin, control = socket.socketpair()
-        process = ManagedProcess(
-            line,
-            log_path=root / "output",
-            name=f"the agent of prompt {prompt.id}",
-            env=env,
-            grace_s=_GRACE_S,
-            on_death=lambda _: ended.set(),
-            stdin=None if cell is None else stdin,
-        )
-        with stdin, control:
-            try:
-                process.launch()
-                stdin.close()
-                if cell is not None and (listener := begun(control)) is not None:
-                    listen(listener)
-                timed_out = not _wait(ended, stop=stop, limit_s=agent.timeout_s)
-            finally:
-                process.stop()
-            code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)
+        name = f"the agent of prompt {prompt.id}"
+        start = partial(ManagedProcess, line, log_path=root / "output", name=name, env=env, grace_s=_GRACE_S)
+        timed_out, code, why = _run(start, agent, listen=listen, stop=stop)
         if agent.container is not None and timed_out:
             agent.container.remove(root.name)
         return AgentExit(
@@ -144,6 +127,30 @@ def run_agent(
             beyond="" if why == "exited" else why,
             files=read_state(box / "work", agent.keep_files),
         )
+
+
+def _run(
+    start: Callable[..., ManagedProcess],
+    agent: AgentCommand,
+    *,
+    listen: Callable[[socket.socket], None],
+    stop: Callable[[], bool],
+) -> tuple[bool, int | None, str]:
+    """Run an agent's process to its end; return whether that was forced, its exit code, and what ended it."""
+    ended, cell = threading.Event(), agent.cell
+    stdin, control = socket.socketpair()
+    with stdin, control:
+        process = start(on_death=lambda _: ended.set(), stdin=None if cell is None else stdin)
+        try:
+            process.launch()
+            stdin.close()
+            if cell is not None and (listener := begun(control)) is not None:
+                listen(listener)
+            timed_out = not _wait(ended, stop=stop, limit_s=agent.timeout_s)
+        finally:
+            process.stop()
+        code, why = (process.exit_code, "exited") if cell is None or timed_out else ending(control)
+    return timed_out, code, why
 
 
 def _lay_out(box: Path, agent: AgentCommand, prompt: Prompt) -> None:
