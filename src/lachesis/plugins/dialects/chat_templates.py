@@ -6,31 +6,16 @@ whose own tokenizers have them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lachesis.config.document import describe
-from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.table import Translation, read_table
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What the name of a model of the family has in it.
-_FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qwen": ("qwen", "qwq"),
-    "llama": ("llama", "hermes-3", "tulu-3"),
-    "gemma": ("gemma",),
-    "mistral": ("mistral", "mixtral", "ministral"),
-    "phi": ("phi",),
-    "deepseek": ("deepseek",),
-    "cohere": ("command", "c4ai", "aya"),
-    "command": ("command",),
-    "aya": ("aya",),
-    "exaone": ("exaone",),
-    "falcon": ("falcon",),
-    "nemotron": ("nemotron",),
-    "jamba": ("jamba",),
-}
+_FAMILIES: Mapping[str, Sequence[str]] = read_table("chat_families")["families"]
 
 
 def put_chat_template(translation: Translation) -> None:
