@@ -144,7 +144,8 @@ class Budget:
     """Time budget of checkpoints, so that saving takes at most a share of the run's time.
 
     The next checkpoint is due when the seconds for which the last one held up training are at most ``share`` of those
-    since it. The cost of the first is estimated from its size.
+    since it, and with all before at most ``share`` of the whole time: the cost of the first is estimated from its size,
+    and a slow disk takes several times that.
 
     Args:
         share: of the time; 0 where there are none.
@@ -154,8 +155,9 @@ class Budget:
     def __init__(self, share: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
         self._clock = clock
-        self._since = clock()
+        self._since = self._start = clock()
         self._cost: float | None = None
+        self._spent = 0.0
 
     def due(self, num_bytes: Callable[[], int]) -> bool:
         """Return True if one may be saved now; the first is of ``num_bytes``."""
@@ -164,7 +166,8 @@ class Budget:
             return False
         if self._cost is None:
             self._cost = num_bytes() / EXPECTED_SPEED
-        return self._cost <= self._share * passed
+        whole = self._clock() - self._start
+        return self._cost <= self._share * passed and self._spent + self._cost <= self._share * whole
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -173,6 +176,7 @@ class Budget:
         yield
         self._since = self._clock()
         self._cost = self._since - began
+        self._spent += self._cost
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -181,6 +185,7 @@ class Budget:
         yield
         if self._cost is not None:
             self._cost += self._clock() - began
+            self._spent += self._clock() - began
 
 
 class RunCheckpoints:

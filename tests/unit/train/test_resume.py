@@ -278,6 +278,17 @@ class TestBudget:
         due_s = max(LEAST_S, (cost_s + later) / 0.02)
         assert saved >= 0.8 * passed / (due_s + cost_s + 2 * step_s)
 
+    def test_a_first_one_that_cost_more_than_its_size_said_is_made_up_for(self):
+        budget, spent = Budget(0.02, clock=(clock := Time())), 0.0
+        for _ in range(4000):
+            clock.now += 1.0
+            if budget.due(lambda: 10**9):  # 1 s where a gigabyte takes that
+                with budget.saving():
+                    clock.now += 4.0
+                spent += 4.0
+                assert spent == 4.0 or spent <= 0.02 * (clock.now - 1000.0)
+        assert 60.0 < spent <= 0.02 * (clock.now - 1000.0)
+
     def test_without_a_share_there_are_none(self):
         budget = Budget(0.0, clock=(clock := Time()))
         clock.now += 1e6
