@@ -6,8 +6,7 @@ trainer is started again with ``--resume``, as its user would; nothing else is t
 each batch that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none
 of its processes is left.
 
-With ``--chaos N`` processes and pairs of them are killed or stopped for a while, N times, drawn at random; of what is
-stopped for longer than five seconds the run has to speak.
+`chaos.py` has more kinds of faults, drawn at random, of single processes and pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from tests.e2e.runs import metrics, state
 from tests.warm import COMMAND, FORKING
 
 STEPS = 30
-_FAULTS_A_RUN = 5
 # A killed process is back, or its run has ended, after this at the latest.
 BACK_S = 120.0
 # The first moment at which all are at work, and how long after a step the last may be.
@@ -60,13 +58,6 @@ VICTIMS = {
     "supervisor of the engine, shared weights": Victim("lachesis serve", supervisor=True),
     "supervisor of the engine, own weights": Victim("lachesis serve", "lora_only", supervisor=True),
 }
-
-
-# What chaos strikes, for how long it stops it, and what a run has to say of it, and when.
-CHAOS = ("rollout API", "environment", "trainer", "engine, shared weights")
-STOPS_S = (3.0, 8.0)
-TOLD_S = 5.0
-_TOLD = "is stopped by a signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,89 +193,6 @@ def trial(
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to one process or to two at once: SIGKILL, or SIGSTOP and after some seconds SIGCONT."""
-
-    names: tuple[str, ...]
-    stopped_s: float | None
-
-    def __str__(self) -> str:
-        what = "killed" if self.stopped_s is None else f"stopped for {self.stopped_s:g} s"
-        return f"{' and '.join(self.names)} {what}"
-
-
-def draw_faults(draws: random.Random, count: int) -> list[Fault]:
-    """Faults of single processes and of pairs of them."""
-    return [
-        Fault(tuple(draws.sample(CHAOS, draws.choice((1, 1, 2)))), draws.choice((None, *STOPS_S))) for _ in range(count)
-    ]
-
-
-def chaos(
-    directory: Path, model: Path, faults: Sequence[Fault], *, seed: int, engine: str = "embedded", steps: int = STEPS,
-    forked: bool = False,
-) -> tuple[Outcome, tuple[Fault, ...]]:  # fmt: skip
-    """One run with all these faults, one after the other, at random moments; and those that the run said nothing of.
-
-    A server or an environment that is stopped for longer than :data:`TOLD_S` has to be named in the run's output.
-    """
-    draws, began = random.Random(seed), time.monotonic()
-    everyone: set[psutil.Process] = set()
-    back: list[float] = []
-    silent: list[Fault] = []
-    room = max(1, (steps - 2 - FIRST_STEP) // max(1, len(faults)))
-    with stage(directory, model=model, mode="shared_vllm", steps=steps) as job:
-        config = write_config(job, engine=engine, kills=2 * len(faults))
-        start(job, config, forked=forked)
-        for number, fault in enumerate(faults):
-            job.wait_step(min(FIRST_STEP + number * room, steps - 3))
-            time.sleep(draws.uniform(0, SPREAD_S))
-            victims = [VICTIMS[name] for name in fault.names]
-            for victim in victims:
-                wait_for(lambda victim=victim: find(job, victim) is not None, "the victim", timeout_s=BACK_S)
-            below = started_by(job)
-            everyone |= set(below)
-            hit = [process for victim in victims if (process := find(job, victim)) is not None]
-            if fault.stopped_s is None:
-                back.append(after_kill(job, config, victims, hit, below, forked=forked))
-            elif not wait_stopped(job, hit, seconds=fault.stopped_s, told="trainer" not in fault.names):
-                silent.append(fault)
-        code = job.wait_trainer(timeout_s=600)
-        left = [process for process in everyone if runs(process)]
-        found = judge(job, code=code, back=back, left=len(left), steps=steps, seconds=time.monotonic() - began)
-        if not found.passed or silent:
-            sys.stderr.write(f"{found}, set aside {set_aside(job)}\n{job.log('trainer')[-6000:]}")
-        return found, tuple(silent)
-
-
-def after_kill(
-    job: Stage, config: Path, victims: Sequence[Victim], hit: Sequence[psutil.Process],
-    below: Sequence[psutil.Process], *, forked: bool,
-) -> float:  # fmt: skip
-    """Kill these processes; seconds until others stand in their places, by the run or by its user."""
-    for process in hit:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the other one
-            process.kill()
-    if any(not victim.words for victim in victims):
-        return resume(job, config, below, forked=forked)
-    return max(wait_back(job, victim, process) for victim, process in zip(victims, hit, strict=True))
-
-
-def wait_stopped(job: Stage, hit: Sequence[psutil.Process], *, seconds: float, told: bool) -> bool:
-    """Stop these processes for some seconds; whether the run has said so, where it had the time."""
-    before = job.log("trainer").count(_TOLD)
-    for process in hit:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()
-    time.sleep(seconds)
-    said = job.log("trainer").count(_TOLD) > before
-    for process in hit:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.resume()
-    return said or not told or seconds < TOLD_S
-
-
 def judge(job: Stage, *, code: int, back: Sequence[float], left: int, steps: int, seconds: float) -> Outcome:
     """What is on the tape and in the metrics, against one batch a step."""
     times = Counter(trained_ids(job.run_dir))
@@ -320,39 +228,16 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def all_right(count: int, *, seed: int, engine: str) -> bool:
-    """Runs with five faults each, as lines of a table; whether all ended well and told what they had to."""
-    faults = draw_faults(random.Random(seed), count)
-    say("| faults | the run | groups lost | trained on twice | left behind | not told | whole run |")
-    say("|---|---|---|---|---|---|---|")
-    well = True
-    with tempfile.TemporaryDirectory() as directory:
-        model = write_model(Path(directory) / "model")
-        for number, first in enumerate(range(0, count, _FAULTS_A_RUN)):
-            place = Path(directory) / f"run{number}"
-            place.mkdir()
-            chosen = faults[first : first + _FAULTS_A_RUN]
-            found, silent = chaos(place, model, chosen, seed=seed * 1000 + number, engine=engine)
-            end = "ends right" if found.passed else "FAILED"
-            counts = f"{end} | {found.lost} | {found.doubled} | {found.left} | {len(silent)}"
-            say(f"| {'; '.join(map(str, chosen))} | {counts} | {found.seconds:.0f} s |")
-            well = well and found.passed and not silent
-    return well
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=sorted(VICTIMS), default=list(VICTIMS))
     parser.add_argument("--engine", choices=ENGINES, default="embedded")
-    parser.add_argument("--chaos", type=int, default=0, metavar="N", help="N faults drawn at random, five to a run")
     parser.add_argument("--tiny", action="store_true", help="the trainer is killed once: that it runs")
     args = parser.parse_args()
     if args.tiny:
         args.kills, args.only = 1, ["trainer"]
-    if args.chaos:
-        sys.exit(not all_right(args.chaos, seed=args.seed, engine=args.engine))
     say(f"{args.kills} kills each, seed {args.seed}, engine {args.engine}, {STEPS} steps of {BATCH} sequences\n")
     say("| killed | times | the run | groups lost | trained on twice | left behind | back after | whole run |")
     say("|---|---|---|---|---|---|---|---|")

@@ -83,7 +83,7 @@ ATTACKS: dict[str, str] = {**_KEYS, **_NETWORK, **_SECRETS, **_WRITES, **_PROCES
 
 # What may be left behind, or brought down: the rollout ends all the same, and nothing of it reaches the rewards.
 LEFTOVERS: dict[str, str] = {
-    "a daemon that lives on": 'for number in (1, 15, 2): signal.signal(number, signal.SIG_IGN)\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 3)\n        while True: time.sleep(0.1); open("/rollout/work/kept.txt", "w").write("late")\n    os._exit(0)',
+    "a daemon that lives on": 'for number in (1, 15, 2): signal.signal(number, signal.SIG_IGN)\nmain = os.getpid()\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 3)\n        while os.path.exists(f"/proc/{main}"): time.sleep(0.01)\n        while True: time.sleep(0.5); open("/rollout/work/kept.txt", "w").write("late")\n    os._exit(0)',
     "links in place of files": 'os.symlink(KNOWN["file"], "kept.txt")\nos.symlink("/etc/passwd", "other.txt")',
     "a link in place of its directory": 'os.mkdir("/rollout/elsewhere"); open("/rollout/elsewhere/kept.txt", "w").write("x")\nos.rename("/rollout/work", "/rollout/away")\nos.symlink(os.path.dirname(KNOWN["file"]), "/rollout/work")',
     "links to links": 'os.symlink("loop", "loop"); os.symlink(os.path.dirname(KNOWN["file"]), "directory")',

@@ -64,8 +64,8 @@ OVER_VLLM = {
     "tenants": (["--port", PORT], [r'"sample_all": \d+', r'"train_all": \d+']),
 }  # fmt: skip
 OF_RANKS = {"checkpoint"}
-# test_kills.py has a small version of it: all of its rows take half an hour.
-BY_HAND = {"kills"}
+# test_kills.py has small versions of them: all of their rows take half an hour.
+BY_HAND = {"chaos", "kills"}
 # They say so where there is no GPU, before they make any model.
 OF_A_GPU = [
     "bridges", "end_to_end", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
