@@ -26,6 +26,7 @@ from lachesis.bridges.canary import Allowance, NoiseScale, disagreement
 from lachesis.common.errors import ConfigError, DataError, EngineError, EngineUnreachable
 from lachesis.common.http import server_url
 from lachesis.common.json_values import is_list, is_object
+from lachesis.engines.http.control import KEEP_ALIVE_S
 from lachesis.plugins.tinker.completions import completion_body, read_prompt, read_sampled
 from lachesis.plugins.tinker.records import Sampled, SampleRequest
 from lachesis.plugins.tinker.sampling import Prepared, Weights
@@ -155,7 +156,8 @@ class Engines:
 
     async def _connect(self) -> None:
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # vLLM closes connections idle for 5 s; a request on one that it is closing would seem a dead engine.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._answer_s),
         )
         for server in self.servers:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.http import http_server, listen, url_of
 from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.engines.http.control import KEEP_ALIVE_S
 from lachesis.plugins.tinker.engines import Canary, Engines
 from lachesis.plugins.tinker.records import LoraShape, Sampled, SampleRequest
 from lachesis.plugins.tinker.sampling import Prepared, Weights
@@ -134,6 +135,47 @@ def listening(vllm: Vllm) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         listener.close()
+
+
+class ClosingProxy:
+    """A way to a server on which a request is lost if its connection was idle for longer than ``idle_s``.
+
+    So it is with vLLM where the request meets the end of an idle connection on the way.
+    """
+
+    def __init__(self, url: str, *, idle_s: float) -> None:
+        self._port, self._idle_s = int(url.rpartition(":")[2]), idle_s
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        back = asyncio.ensure_future(self._copy(server_reader, writer))
+        last = time.monotonic()
+        while data := await reader.read(65536):
+            if time.monotonic() - last > self._idle_s:
+                break
+            server_writer.write(data)
+            last = time.monotonic()
+        back.cancel()
+        server_writer.close()
+        writer.close()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        started = asyncio.run_coroutine_threadsafe(asyncio.start_server(self.connected, "127.0.0.1", 0), loop)
+        server = started.result(10)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            loop.call_soon_threadsafe(server.close)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
 
 
 class Tenant:
@@ -297,6 +339,20 @@ def test_requests_of_a_server_that_hangs_go_to_another(tmp_path: Path, tenant: T
         found = [engines.submit(weights(0.5), request(), prepare=tenant) for _ in range(6)]
         assert all(future.result(timeout=20).completions for future in found)
         assert engines.servers[0].is_down(time.monotonic())
+
+
+def test_a_request_after_a_pause_takes_no_connection_that_the_server_may_be_closing(tmp_path: Path, tenant: Tenant):
+    vllm = Vllm()
+    with listening(vllm) as behind, ClosingProxy(behind, idle_s=KEEP_ALIVE_S + 0.1).listening() as url:
+        engines = connected([url], tmp_path / "engines")
+        try:
+            asked = [engines.submit(weights(0.5), request(), prepare=tenant) for _ in range(6)]  # connections to keep
+            assert all(future.result(timeout=20).completions for future in asked)
+            time.sleep(KEEP_ALIVE_S + 0.3)
+            assert sampled(engines, 0.7, tenant).completions
+            assert not engines.servers[0].down_reason
+        finally:
+            engines.close()
 
 
 def test_where_no_server_answers_the_request_fails_and_says_why(tmp_path: Path, tenant: Tenant):
