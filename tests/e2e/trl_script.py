@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from lachesis.plugins.trl import GRPOConfig
+from lachesis.plugins.trl import GRPOConfig, RLOOConfig
 from tests.paths import ROOT
 
 TRL = ROOT / ".venv-trl"
-SHORT = {"max_steps": 2, "max_completion_length": 24, "max_tool_calling_iterations": 1, "use_vllm": False}
+SHORT = {"max_steps": 2, "max_completion_length": 24, "use_vllm": False}
+TURNS = {"max_tool_calling_iterations": 1}  # RLOO has no tools
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def cut_short() -> None:
     settle = GRPOConfig.__post_init__
 
     def cut(arguments: GRPOConfig) -> None:
-        for name, most in SHORT.items():
+        for name, most in (SHORT if isinstance(arguments, RLOOConfig) else SHORT | TURNS).items():
             value = getattr(arguments, name)
             if value is None or value > most or value < 0:
                 setattr(arguments, name, most)
