@@ -208,6 +208,7 @@ def test_an_agent_from_pypi_trains_it_too_behind_the_wall(tmp_path: Path, from_p
     assert line.values["tokens_trained"] == line.values["tokens_generated"] > 0
 
 
+@pytest.mark.parametrize("from_pypi", ["smolagents", "openai-agents"], indirect=True)  # litellm takes seconds a call
 def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path, from_pypi: str):
     """Its first turn is to call a tool, which the model cannot yet; in its second the agent asks for an answer."""
     (tmp_path / "agent.py").write_text(from_pypi)

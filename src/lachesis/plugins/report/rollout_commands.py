@@ -42,7 +42,7 @@ def rollouts(
     most: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Id of a prompt.")] = None,
     finish: Annotated[str | None, typer.Option(help="How it ended: stop, length or abort.")] = None,
-    environment: Annotated[str | None, typer.Option(help="Name or number of the environment that sent it.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Its environment, by name or number, or source.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
     cause: Annotated[str | None, typer.Option(help="With --failed: of this cause only.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,

@@ -27,7 +27,7 @@ _ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*
 class Query:
     """Search conditions; all that are set have to hold.
 
-    ``text`` is searched in prompts and completions.
+    ``text`` is searched in prompts and completions. ``environment`` may also be the name of one of several sources.
     """
 
     text: re.Pattern[str] | None = None
@@ -107,7 +107,8 @@ def _hits(step: int, group: int, line: Mapping[str, Any], query: Query) -> Itera
     if query.prompt_id not in (None, str(prompt["id"])):
         return
     columns = prompt.get("columns", {})
-    if query.environment not in (None, str(columns.get("env_id")), columns.get("environment")):
+    names = (None, str(columns.get("env_id")), columns.get("environment"), prompt.get("source"))
+    if query.environment not in names:
         return
     in_prompt = query.text is not None and query.text.search(prompt["text"]) is not None
     for number, sample in enumerate(line["samples"], start=1):

@@ -53,6 +53,15 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_those_of_one_of_several_sources_are_found_by_its_name(tmp_path: Path):
+    tape = TapeSink(tmp_path / "rollouts", report_groups=1, texts=lambda ids: [TEXTS[i] for i in ids])
+    groups = [Group(Prompt(name, (9,), "1", source=name), (sample((5,), 1.0),)) for name in ("math", "game", "math")]
+    tape.write(StepRecord(step=1, values={}, groups=groups))
+    assert [hit.place for hit in search(tmp_path, Query(environment="math"))] == ["1:1:1", "1:3:1"]
+    assert [hit.place for hit in search(tmp_path, Query(environment="game"))] == ["1:2:1"]
+    assert not [*search(tmp_path, Query(environment="code"))]
+
+
 def test_rollouts_are_written_as_traces_of_openenv(run_dir: Path, tmp_path: Path):
     rollouts(run_dir, steps="2", traces=tmp_path / "traces.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "traces.jsonl").read_text().splitlines()]
