@@ -11,9 +11,7 @@ from collections.abc import Iterator
 
 # Tool calls of Hermes and Qwen. A turn that ends early has no end of its call.
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCE = "```"
 _BRACE = re.compile(r"\\boxed\{|[{}]")
-_LANGUAGE = re.compile(r"[ \t]*([\w.+-]*)")
 
 
 def tagged(text: str, opening: str, closing: str) -> Iterator[str]:
@@ -59,25 +57,3 @@ def longest_boxed(text: str) -> int | None:
         elif opened and (start := opened.pop()) is not None:
             longest = max(longest or 0, brace.start() - start)
     return longest
-
-
-def code_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield language and code of each block between fences of three backticks, from left to right.
-
-    The first line of a block has the language, if any, and may have more; a block without an end is none.
-    """
-    at = 0
-    while (start := text.find(_FENCE, at)) >= 0:
-        line_end = text.find("\n", start)
-        if line_end < 0:
-            return
-        broken = text.rfind("\r", start, line_end - 1)
-        if broken >= 0:  # that line has ended before, without a line feed: it is none of a block
-            at = broken + 1
-            continue
-        end = text.find(_FENCE, line_end + 1)
-        if end < 0:
-            return
-        language = _LANGUAGE.match(text, start + len(_FENCE))
-        yield language[1] if language else "", text[line_end + 1 : end]
-        at = end + len(_FENCE)

@@ -32,23 +32,6 @@ def reward_functions(values: Mapping[str, float]) -> list[str]:
     ]
 
 
-def evaluation_values(result: EvalResult) -> dict[str, float]:
-    """Return an evaluation as metric values, for sinks that know only names and numbers."""
-    return {
-        "evaluation/accuracy": result.accuracy,
-        "evaluation/mean_reward": result.mean_reward,
-        **({} if result.pass_at_k is None else {"evaluation/pass_at_k": result.pass_at_k}),
-        "evaluation/mean_length": result.mean_length,
-        "evaluation/seconds": result.seconds,
-        **{f"evaluation/{name}/{key}": value for name, of in result.benchmarks.items() for key, value in of.items()},
-        **{
-            f"{BY_SOURCE}{source}/evaluation/{name}": value
-            for source, values in result.by_source.items()
-            for name, value in values.items()
-        },
-    }
-
-
 def benchmark_words(result: EvalResult) -> list[str]:
     """Return "gsm8k 62 % (59 to 65 %, n = 1319)" of each named benchmark of an evaluation."""
     return [

@@ -7,7 +7,7 @@ from pathlib import Path
 from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
-from lachesis.metrics.names import evaluation_values
+from lachesis.plugins.sinks.evaluation import evaluation_values
 
 
 class TensorBoardSink(Sink):

@@ -14,8 +14,8 @@ from lachesis.common.files import write_atomic
 from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
-from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.console import CompletionPicker
+from lachesis.plugins.sinks.evaluation import evaluation_values
 from lachesis.plugins.sinks.section import WandbConfig
 
 logger = logging.getLogger("lachesis")

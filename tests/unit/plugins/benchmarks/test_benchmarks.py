@@ -13,7 +13,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
-from lachesis.metrics.names import benchmark_words, evaluation_values
+from lachesis.metrics.names import benchmark_words
 from lachesis.plugins.benchmarks import evaluate as evaluations
 from lachesis.plugins.benchmarks.evaluate import Asked
 from lachesis.plugins.benchmarks.results import Score, comparisons, read_results, write_results
@@ -21,6 +21,7 @@ from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
 from lachesis.plugins.benchmarks.statistics import compare, estimate, mcnemar, pass_at
 from lachesis.plugins.benchmarks.suite import Suite
 from lachesis.plugins.benchmarks.table import benchmarks, dataset_of, follows_instructions, problems_of
+from lachesis.plugins.sinks.evaluation import evaluation_values
 from tests.fakes import FakeEngine
 from tests.tiny import tiny_tokenizer
 
