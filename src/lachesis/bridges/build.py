@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol
+from typing import TYPE_CHECKING, Generic, Literal
 
 from lachesis.bridges.base import Bridge
+from lachesis.bridges.custom import BRIDGE
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT
-from lachesis.common.contracts import contract, load_part
+from lachesis.common.contracts import load_part
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import EngineError
+from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
     ChannelBridgeConfig,
@@ -97,23 +98,6 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
             return _custom(parts, kind)
         case InProcessBridgeConfig():
             raise AssertionError("an engine in this process has no server")
-
-
-class CustomBridge(Protocol):
-    """Signature of a custom bridge: the servers first, the others by name if the class or function declares them."""
-
-    def __call__(self, servers: Servers[Any], *, config: LachesisConfig, directory: Path) -> Bridge[Any]:
-        """Return the bridge, usually an :class:`ExternalBridge` with its own ``_transfer``.
-
-        Args:
-            servers: the client of the engine's servers, their processes where the run starts them, and the proof.
-            config: of the run.
-            directory: the run's, out of which the servers may load files.
-        """
-        ...
-
-
-BRIDGE = contract("bridge", CustomBridge, error=EngineError, makes=Bridge, methods=("_transfer",))
 
 
 def _custom(parts: BridgeParts[ModelPolicyT], kind: CustomBridgeConfig) -> Bridge[ModelPolicyT]:
@@ -234,14 +218,6 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, done: str)
     )
 
 
-def takes_engine_weights(config: LachesisConfig) -> bool:
-    """Return True if the policy is built on tensors of the engine: all of them, or an adapter's base."""
-    bridge = config.bridge
-    if isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig):
-        return bridge.share_base
-    return isinstance(bridge, SharedBridgeConfig)
-
-
 def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, directory: Path) -> EngineWeights | None:
     """Return the engine's tensors if the policy is to be built on them, else None.
 
@@ -249,7 +225,7 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
         owner: the name under which the run claims the engine.
         directory: the run's; the engine may write its bridge file there.
     """
-    if not takes_engine_weights(config):
+    if not shares_weights(config):
         return None
     from lachesis.bridges.shared import EngineWeights
 

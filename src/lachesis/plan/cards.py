@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
-from lachesis.plan.memory import GATHERED, Place, kept_aside_bytes, must_keep_aside, shares_weights, sleeps
+from lachesis.plan.memory import GATHERED, Place, kept_aside_bytes, must_keep_aside, sleeps
 from lachesis.plan.plan import Plan, plan
 
 GB = 10**9

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.config.colocation import is_colocated
+from lachesis.config.colocation import is_colocated, shares_weights
 from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh
 from lachesis.plan.shapes import FEED_FORWARD, ModelShape
@@ -353,14 +353,6 @@ def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, me
     layer, outside = layer_part(shape, mesh=mesh), shape.outside_parameters
     held = (outside + (2 if config.distributed.reshard_after_forward else shape.layers) * layer) * width
     return held if config.adapter.kind == "lora" else held + layer * (width + 4)
-
-
-def shares_weights(config: LachesisConfig) -> bool:
-    """Return True if the trained weights, or the base under the adapter, belong to an engine in another process."""
-    bridge = config.bridge
-    if bridge.kind == "lora_only" or bridge.kind == "lora_nccl":
-        return bridge.share_base
-    return bridge.kind == "shared_vllm"
 
 
 def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

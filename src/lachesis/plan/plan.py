@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import is_colocated
+from lachesis.config.colocation import is_colocated, shares_weights
 from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
@@ -30,7 +30,6 @@ from lachesis.plan.memory import (
     export_bytes,
     memory_parts,
     offloaded_bytes,
-    shares_weights,
     sleeps,
     trainable_parameters,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lachesis.bridges.build import BRIDGE
+from lachesis.bridges.custom import BRIDGE
 from lachesis.common.contracts import Contract, load_part, spec_of
 from lachesis.common.device import resolve_device
 from lachesis.common.run_files import run_paths

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lachesis.bridges.build import takes_engine_weights
 from lachesis.common.device import resolve_device
 from lachesis.common.hub import language_model_class
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import compiles, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
@@ -60,7 +60,7 @@ class EarlyPolicy:
 def needs_no_engine(config: LachesisConfig) -> bool:
     """Return True if the policy can be built before the engine, outside memory that the engine counts as free."""
     own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
-    return not takes_engine_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
+    return not shares_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
 
 
 def warm_up(config: LachesisConfig) -> None:

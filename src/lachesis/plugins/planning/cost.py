@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import engine_workers
+from lachesis.config.colocation import engine_workers, shares_weights
 from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import (
     CONTEXT_BYTES,
@@ -22,7 +22,7 @@ from lachesis.plan.cards import (
     card_use,
     process_bytes,
 )
-from lachesis.plan.memory import export_bytes, held_weights_bytes, shares_weights, weight_bytes
+from lachesis.plan.memory import export_bytes, held_weights_bytes, weight_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, unknown_shape
 
