@@ -739,6 +739,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="no run begins after that")
     parser.add_argument("--table", type=Path, nargs="*")
     args = parser.parse_args()
+    # Shells have what runs in the background ignore SIGINT, and by SIGTERM Python ends with nothing put away.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     if args.table:
         say("\n".join(table(read(args.table))))
         return
