@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from lachesis.common.errors import DataError
 from lachesis.config.schema import LachesisConfig
 from lachesis.rollouts.datasets.formats import Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.rows import Row, column_names, parse_line, read_file
@@ -36,7 +37,7 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
     """Read the first rows of ``data.path``; return None unless it is a local file whose rows are used as they are.
 
     Raises:
-        DataError: the file is malformed.
+        DataError: the file is malformed, or no row has a prompt.
     """
     data = config.data
     path = Path(data.path or "")
@@ -46,6 +47,12 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
     data_format = detect_format(
         column_names(rows), prompt_column=data.prompt_column, wanted=data.format, dataset=str(path)
     )
+    if data_format == "prompt" and rows and all(row.columns.get(data.prompt_column) is None for row in rows):
+        names = ", ".join(column_names(rows))
+        raise DataError(
+            f"{path}: no prompt in column {data.prompt_column!r}; the columns there are: {names}",
+            remedy="set data.prompt_column",
+        )
     problems = [
         problem
         for row in rows

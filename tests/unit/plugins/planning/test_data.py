@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.errors import RewardError
+from lachesis.common.errors import DataError, RewardError
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.plan import plan
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
@@ -44,6 +44,11 @@ def test_the_models_own_tokenizer_counts_and_so_do_messages(tmp_path: Path):
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defg"}]
     sample = sample_data(configured(tmp_path, [{"prompt": messages}]))
     assert sample is not None and sample.longest == 7 + 2 * 12
+
+
+def test_a_file_without_prompts_is_no_plan(tmp_path: Path):
+    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns there are: question, answer"):
+        sample_data(configured(tmp_path, [{"question": "1+1?", "answer": "2"}]))
 
 
 def test_what_is_no_local_file_of_prompts_is_not_read(tmp_path: Path):
