@@ -50,9 +50,11 @@ def _differences(part: str) -> dict[str, dict[str, Difference]]:
     }
 
 
-def _difference(*, or_by: Sequence[str] = (), applies: str | None = None, **row: str) -> Difference:
-    more = {} if applies is None else {"applies": _APPLIES[applies]}
-    return Difference(**row, or_by=tuple(or_by), **more)
+def _difference(
+    *, there: str, here: str, written: str = "", or_by: Sequence[str] = (), applies: str | None = None
+) -> Difference:
+    difference = Difference(there, here, written, tuple(or_by))
+    return difference if applies is None else difference._replace(applies=_APPLIES[applies])
 
 
 DIFFERENT = _differences("classes")
