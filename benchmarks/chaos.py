@@ -605,6 +605,7 @@ def finish(run: Run) -> None:
     steps = run.steps_done() + 3
     run.trainer.start("--resume", f"--set=run.steps={steps}")
     process = run.trainer.process
+    assert process is not None
     try:
         code = process.wait(RECOVER_S * _busy())
     except subprocess.TimeoutExpired:

@@ -14,7 +14,6 @@ from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT
 from lachesis.common.contracts import load_part
 from lachesis.common.device import resolve_device
-from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
     ChannelBridgeConfig,
@@ -225,7 +224,7 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
         owner: the name under which the run claims the engine.
         directory: the run's; the engine may write its bridge file there.
     """
-    if not shares_weights(config):
+    if not config.shares_weights:
         return None
     from lachesis.bridges.shared import EngineWeights
 

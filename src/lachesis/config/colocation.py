@@ -1,4 +1,4 @@
-"""Colocation: an engine on the GPUs of all ranks, the cards that those are, and weights that it shares."""
+"""Colocation: an engine on the GPUs of all ranks, and the cards that those are."""
 
 from __future__ import annotations
 
@@ -25,11 +25,3 @@ def rank_cards(environment: Mapping[str, str], *, ranks: int) -> list[str]:
     """Return the cards of this machine's first ``ranks`` ranks, in order, as ``CUDA_VISIBLE_DEVICES`` names them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return [*map(str, range(ranks))] if visible is None else [card.strip() for card in visible.split(",")][:ranks]
-
-
-def shares_weights(config: LachesisConfig) -> bool:
-    """Return True if the trained weights, or the base under the adapter, belong to an engine in another process."""
-    bridge = config.bridge
-    if bridge.kind == "lora_only" or bridge.kind == "lora_nccl":
-        return bridge.share_base
-    return bridge.kind == "shared_vllm"

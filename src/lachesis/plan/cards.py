@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
 from lachesis.plan.memory import GATHERED, Place, kept_aside_bytes, must_keep_aside, sleeps
 from lachesis.plan.plan import Plan, plan
@@ -132,8 +131,8 @@ def engine_least(config: LachesisConfig, planned: Plan) -> int:
 def beside_trainer(config: LachesisConfig) -> bool:
     """Return True if a server is on the card of the trainer."""
     if config.engine.kind == "vllm":
-        return config.engine.devices is None or shares_weights(config)
-    return config.engine.kind == "embedded_server" or shares_weights(config)
+        return config.engine.devices is None or config.shares_weights
+    return config.engine.kind == "embedded_server" or config.shares_weights
 
 
 def servers_on_card(config: LachesisConfig, *, devices: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.config.colocation import is_colocated, shares_weights
+from lachesis.config.colocation import is_colocated
 from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh
 from lachesis.plan.shapes import FEED_FORWARD, ModelShape
@@ -111,7 +111,7 @@ def _held_parts(
 ) -> Iterator[MemoryPart]:
     """Yield the memory that the trainer holds from start to end."""
     trained = trainable_parameters(config, shape)
-    if not shares_weights(config):
+    if not config.shares_weights:
         yield MemoryPart("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
     if config.adapter.kind == "lora":
         yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import is_colocated, shares_weights
+from lachesis.config.colocation import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
@@ -306,7 +306,7 @@ def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterato
         yield shared
     if is_colocated(config, ranks=devices):
         yield _beside_words(config, devices=devices)
-    elif devices > 1 and config.engine.kind == "vllm" and config.engine.devices is None and not shares_weights(config):
+    elif devices > 1 and config.engine.kind == "vllm" and config.engine.devices is None and not config.shares_weights:
         yield (
             f"vLLM is beside the first of the {devices} devices alone, and the others wait while it generates; "
             f"engine.data_parallel_size: {devices} puts a copy of the model beside each"

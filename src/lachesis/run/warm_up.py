@@ -16,7 +16,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from lachesis.common.device import resolve_device
 from lachesis.common.hub import language_model_class
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.config.colocation import shares_weights
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import compiles, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
@@ -60,7 +59,7 @@ class EarlyPolicy:
 def needs_no_engine(config: LachesisConfig) -> bool:
     """Return True if the policy can be built before the engine, outside memory that the engine counts as free."""
     own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
-    return not shares_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
+    return not config.shares_weights and (own_memory or resolve_device(config.model.device).type == "cpu")
 
 
 def warm_up(config: LachesisConfig) -> None:

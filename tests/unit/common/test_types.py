@@ -29,6 +29,7 @@ def test_a_sample_that_is_judged_keeps_all_that_it_had():
         advantage=0.2,
         token_advantages=(0.3, 0.4),
         teacher=TAUGHT,
+        teacher_prompt_ids=(4,),
         routed=RoutedExperts(np.zeros((2, 1, 2), np.uint8)),
     )
     defaults = {field.name: field.default for field in fields(Sample)}

@@ -307,7 +307,7 @@ def _own_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Sai
         try:
             names = placeholders(text)
         except ValueError as error:
-            yield problem(f"{key}.prompts {text!r}: {error}; double the braces that are no name's")
+            yield problem(f"{key}.prompts {text!r}: {error}; double braces that name no column")
             continue
         if not names - {"prompt"}:
             yield problem(f"{key}.prompts {text!r} tells the teacher nothing more: name a column, or {{solution}}")

@@ -122,6 +122,13 @@ class LachesisConfig(Section):
         return not self.bridge.capabilities.adapter_only and getattr(self.bridge, "every_steps", 1) == 1
 
     @property
+    def shares_weights(self) -> bool:
+        """Return True if the trained weights, or the base under the adapter, belong to an engine in another process."""
+        if self.bridge.kind == "lora_only" or self.bridge.kind == "lora_nccl":
+            return self.bridge.share_base
+        return self.bridge.kind == "shared_vllm"
+
+    @property
     def sft_steps(self) -> int:
         """Return the number of optimizer steps before those of ``run.steps``."""
         return self.sft.steps if "sft" in self.run.stages else 0

@@ -53,7 +53,7 @@ def _joined(turns: Sequence[Mapping[str, Any]], number: int) -> dict[str, list[A
     for place, turn in enumerate(turns):
         before, whole = turn["prompt_token_ids"], [*prompt, *tokens]
         if before[: len(whole)] != whole:
-            raise _fault(number, f"begins another conversation in turn {place}; give each as a trace of its own prompt")
+            raise _fault(number, f"begins another conversation in turn {place}; give each conversation its own trace")
         between = before[len(whole) :]
         tokens += [*between, *turn["completion_token_ids"]]
         logprobs += [*[0.0] * len(between), *turn["per_token_logps"]]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import engine_workers, shares_weights
+from lachesis.config.colocation import engine_workers
 from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import (
     CONTEXT_BYTES,
@@ -148,7 +148,7 @@ def _layout_of_file(
     wanted = f"engine.data_parallel_size {engine.data_parallel_size} x tensor_parallel_size {ways}"
     shared = False
     if nodes == 1:
-        shared = shares_weights(config) or engine.enable_sleep_mode or (named == 0 and workers in (1, train or gpus))
+        shared = config.shares_weights or engine.enable_sleep_mode or (named == 0 and workers in (1, train or gpus))
         taken = 0 if shared else named or workers
     else:
         if ways > per_node:

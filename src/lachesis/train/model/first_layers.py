@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -50,7 +51,7 @@ def has_float32(model: PreTrainedModel) -> bool:
     return all(map(is_plain, model.parameters()))
 
 
-def _is_table(module: nn.Module | None) -> bool:
+def _is_table(module: nn.Module | None) -> TypeGuard[nn.Embedding | nn.Linear]:
     """Return True for embeddings or a head with a row for each token, and nothing added to it by an adapter."""
     return isinstance(module, nn.Embedding | nn.Linear)
 

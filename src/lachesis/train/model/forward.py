@@ -392,10 +392,10 @@ class _Judge:
         self._model = model
         self._device = device
         least = _ROUNDED if model.dtype.itemsize == 2 else _EXACT
-        self._exact = self._probe_first_layers() if least > _EXACT and alone and has_float32(model) else None
+        exact = self._probe_first_layers() if least > _EXACT and alone and has_float32(model) else None
         # Before attention is replaced. On a CPU no kernel lacks float32.
-        needed = self._exact is None or device.type != "cpu"
-        self._whole = _probe(model, device, least=least) if needed else self._exact
+        self._whole = exact if exact is not None and device.type == "cpu" else _probe(model, device, least=least)
+        self._exact = exact
 
     def difference(self, plan: ForwardPlan) -> str:
         """Describe how this plan's results deviate from the model's own; empty if they do not."""
