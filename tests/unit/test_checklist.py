@@ -16,7 +16,7 @@ from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.options import ServeOptions
 from lachesis.plugins.atropos.services import load_words
-from lachesis.plugins.dialects.atropos import SERVER, SPELLINGS, TRAINER
+from lachesis.plugins.dialects.atropos import FLAGS, SERVER, TRAINER
 from lachesis.plugins.dialects.atropos_help import help_text
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.explain import explain
@@ -173,10 +173,10 @@ def test_a_flag_is_explained_and_in_the_help(name: str):
     assert f"--{name}" in help_text().replace(",", " ").split()
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", FLAGS.spellings)
 def test_two_names_of_a_flag_are_one(name: str):
     with pytest.raises(ConfigError, match="given twice; keep one"):
-        load_argv(["--model-name", "m", f"--{name}", "0.5", f"--{SPELLINGS[name]}", "0.5"])
+        load_argv(["--model-name", "m", f"--{name}", "0.5", f"--{FLAGS.spellings[name]}", "0.5"])
 
 
 @pytest.mark.parametrize(

@@ -19,39 +19,20 @@ from lachesis.config.schema.engines import (
 )
 from lachesis.plugins.dialects.grpo import put_output_dir
 from lachesis.plugins.dialects.table import UNSET, Dialect, Translation, read_names
+from lachesis.plugins.dialects.words import Words
 
-SPELLINGS = {
-    "lr": "learning-rate",
-    "model": "model-name",
-    "vllm-gpu-memory-utilization": "gpu-memory-utilization",
-}
-"""Flags with two names, and the one under which their value is found."""
 
-SWITCHES = frozenset(
-    {
-        *("single-copy", "use-wandb", "benchmark", "debug-loading", "nccl-sync-every-step", "no-nccl-sync-every-step"),
-        *("adafactor-scale-parameter", "adafactor-relative-step", "no-reference-logprobs"),
-    }
-)
-"""Flags that are true where no value follows."""
+class _Words(Words):
+    spellings: dict[str, str]
+    switches: frozenset[str]
+    lists: frozenset[str]
+    texts: frozenset[str]
+    engine: list[str]
+    adapter_names: list[str]
+    adapter: dict[str, int | float]
 
-LISTS = frozenset({"lora-target-modules"})
-"""Flags that take every word up to the next flag."""
 
-TEXTS = frozenset({"model-name", "save-path", "log-dir", "wandb-project", "wandb-run-name", "wandb-group"})
-"""Names and paths: text even where they look like numbers."""
-
-ENGINE_FLAGS = ("gpu-memory-utilization", "max-model-len", "vllm-gpu")
-"""Flags for a server that the run starts."""
-
-ADAPTER_FLAGS = {
-    "lora-r": 16,
-    "lora-alpha": 32,
-    "lora-dropout": 0.05,
-    "lora-target-modules": UNSET,
-    "lora-layer-indices": UNSET,
-}
-"""Flags of the adapter with the trainer's defaults, where they are ours too."""
+FLAGS = _Words.read("atropos")
 
 
 TRAINER = Dialect("the Atropos trainer", list(read_names("atropos", "trainer")), prefix="--")
@@ -91,8 +72,8 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
         _put_transfer(translation, mode)
         if _MODES[mode].capabilities.adapter_only:
             translation.put("adapter.kind", "lora", "weight-bridge-mode")
-            for name, default in ADAPTER_FLAGS.items():
-                translation.put_entry(name, default)
+            for name in FLAGS.adapter_names:
+                translation.put_entry(name, FLAGS.adapter.get(name, UNSET))
     translation.put("source.kind", "atropos", "atropos-url")
     rows, accumulation = translation.whole("batch-size", 2), translation.whole("gradient-accumulation-steps", 1)
     if rows is not None and accumulation is not None:
@@ -114,11 +95,11 @@ def _read(argv: Sequence[str]) -> Document:
             continue
         flag, equals, text = argument[2:].partition("=")
         flag = flag.replace("_", "-")
-        name = SPELLINGS.get(flag, flag)
+        name = FLAGS.spellings.get(flag, flag)
         words = [text] if equals else []
-        while arguments and (not words or name in LISTS) and _is_value(arguments[0], name):
+        while arguments and (not words or name in FLAGS.lists) and _is_value(arguments[0], name):
             words.append(arguments.pop(0))
-        if not words and name not in SWITCHES:
+        if not words and name not in FLAGS.switches:
             document.problems.append(f"--{flag}: it needs a value")
             continue
         if name in document.data:
@@ -130,11 +111,11 @@ def _read(argv: Sequence[str]) -> Document:
 
 def _is_value(argument: str, name: str) -> bool:
     """Return True if a word belongs to the flag before it; a switch takes only true and false."""
-    return not argument.startswith("--") and (name not in SWITCHES or argument.lower() in ("true", "false"))
+    return not argument.startswith("--") and (name not in FLAGS.switches or argument.lower() in ("true", "false"))
 
 
 def _scalar(text: str, name: str) -> Any:
-    if name in TEXTS:
+    if name in FLAGS.texts:
         return text
     return parse_document(f"value: {text}" if text else "value: ''", name=f"--{name}").data["value"]
 
@@ -156,7 +137,7 @@ def _mode(translation: Translation) -> str | None:
 def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
     """Set the engine: a server that the run starts, with its options, or a running one with its own."""
     port = translation.value("vllm-port", 9001)
-    given = [name for name in ENGINE_FLAGS if translation.has(name)]
+    given = [name for name in FLAGS.engine if translation.has(name)]
     if engine is None:
         translation.put("engine.kind", "http", "weight-bridge-mode")
         translation.put("engine.urls", [f"http://127.0.0.1:{port}"], "vllm-port")
@@ -177,7 +158,7 @@ def leave_out_engine_flags(translation: Translation) -> None:
     engine = translation.document.data.get("engine", {})
     if engine.get("kind") in ("vllm", None):
         return
-    for entry in (TRAINER.entries[flag] for flag in ENGINE_FLAGS):
+    for entry in (TRAINER.entries[flag] for flag in FLAGS.engine):
         section, _, key = entry.path.partition(".")
         if translation.document.origins.get((section, key), "").startswith("--") and translation.has(entry.name):
             if engine.get("kind") == "embedded_server" and key == "max_model_len":

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Sequence
 
 from lachesis.config.keys import find_keys, value_in_words
-from lachesis.plugins.dialects.atropos import SPELLINGS, SWITCHES, TRAINER
-from lachesis.plugins.dialects.table import UNSET, Entry, read_table
+from lachesis.plugins.dialects.atropos import FLAGS, TRAINER
+from lachesis.plugins.dialects.table import UNSET, Entry
+from lachesis.plugins.dialects.words import read_table
 
 _TEXTS = read_table("atropos_help")
 _WIDTH = 110
@@ -15,7 +16,7 @@ _WIDTH = 110
 
 def help_text() -> str:
     """Every flag of the Atropos trainer with the key that it sets, in groups, and our own."""
-    left = {name: entry for name, entry in TRAINER.entries.items() if name not in (*SPELLINGS, "benchmark")}
+    left = {name: entry for name, entry in TRAINER.entries.items() if name not in (*FLAGS.spellings, "benchmark")}
     parts = [_TEXTS["usage"]]
     for group, prefixes in _TEXTS["groups"].items():
         names = [name for name in left if any(name == p or name.startswith(f"{p}-") for p in prefixes)]
@@ -30,8 +31,8 @@ def _group(title: str, entries: Sequence[Entry]) -> list[str]:
 
 def _flag(entry: Entry) -> list[str]:
     """Return lines with the flag under all its names, and its meaning below."""
-    names = [entry.name, *(other for other, name in SPELLINGS.items() if name == entry.name)]
-    value = "" if entry.name in SWITCHES else " " + entry.name.rpartition("-")[2].upper()
+    names = [entry.name, *(other for other, name in FLAGS.spellings.items() if name == entry.name)]
+    value = "" if entry.name in FLAGS.switches else " " + entry.name.rpartition("-")[2].upper()
     first = "  " + ", ".join(f"--{name}" for name in names) + value
     return [first, *textwrap.wrap(_meaning(entry), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 

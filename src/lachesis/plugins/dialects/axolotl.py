@@ -13,31 +13,25 @@ from lachesis.common.json_values import is_object
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
+from lachesis.plugins.dialects import grpo
 from lachesis.plugins.dialects.chat_templates import put_chat_template
 from lachesis.plugins.dialects.convert import one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
-from lachesis.plugins.dialects.grpo import (
-    check_generation_batch,
-    put_address,
-    put_algorithm,
-    put_batch,
-    put_betas,
-    put_dtype,
-    put_every,
-    put_output_dir,
-    put_per_epoch,
-    put_quantization,
-    put_schedule,
-    put_serving,
-    put_steps,
-    put_strategy,
-)
 from lachesis.plugins.dialects.hub import put_axolotl_hub
 from lachesis.plugins.dialects.mixtures import ROW_KEYS, dataset_of
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
+from lachesis.plugins.dialects.words import Words
 
-# Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
-EARLIER_SERVER_KEYS = ("gpu_memory_utilization", "max_model_len", "dtype")
+
+class _Words(Words):
+    earlier_server_keys: list[str]
+    float8_recipes: dict[str, str]
+    managed: dict[str, str]
+
+
+_WORDS = _Words.read("axolotl")
+EARLIER_SERVER_KEYS = _WORDS.earlier_server_keys
+"""Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`."""
 
 
 def _names() -> Iterator[Entry]:
@@ -60,18 +54,8 @@ AXOLOTL = Dialect(
 
 _FSDP = "fsdp_config."
 _FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
-_FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
 # Earlier versions have some of them below trl: too, which count where vllm: does not say.
-_MANAGED = {
-    **{f"trl.vllm_{key}": key for key in EARLIER_SERVER_KEYS},
-    "vllm.gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm.tensor_parallel_size": "tensor_parallel_size",
-    "vllm.data_parallel_size": "data_parallel_size",
-    "vllm.max_model_len": "max_model_len",
-    "vllm.dtype": "dtype",
-    "vllm.enforce_eager": "enforce_eager",
-    "trl.vllm_enable_sleep_mode": "enable_sleep_mode",
-}
+_MANAGED = {f"trl.vllm_{key}": key for key in EARLIER_SERVER_KEYS} | _WORDS.managed
 
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
@@ -81,7 +65,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     _put_model(translation)
     _put_datasets(translation)
     _put_run(translation)
-    put_batch(
+    grpo.put_batch(
         translation,
         rows="micro_batch_size",
         accumulation="gradient_accumulation_steps",
@@ -92,7 +76,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     )
     if translation.has("trl.generation_batch_size"):
         prompts = translation.whole("trl.generation_batch_size", 1)
-        check_generation_batch(
+        grpo.check_generation_batch(
             translation, "trl.generation_batch_size", prompts=prompts, meaning="Axolotl counts unique prompts"
         )
     _put_algorithm(translation)
@@ -125,8 +109,8 @@ def _put_model(translation: Translation) -> None:
             translation.put("adapter.targets", "all-linear", "lora_target_linear")
     elif adapter is not None:
         translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
-    put_quantization(translation)
-    put_dtype(translation, "float32", "bf16", "bfloat16", "fp16", "float16", others=("auto",))
+    grpo.put_quantization(translation)
+    grpo.put_dtype(translation, "float32", "bf16", "bfloat16", "fp16", "float16", others=("auto",))
     _put_float8(translation)
     _put_offloading(translation)
     put_chat_template(translation)
@@ -158,7 +142,7 @@ def _put_float8(translation: Translation) -> None:
         return
     name = "fp8_config.recipe_name" if translation.has("fp8_config.recipe_name") else "fp8"
     recipe = translation.value("fp8_config.recipe_name", "tensorwise")
-    translation.put_converted("model.matmul_dtype", recipe, name, one_of(_FLOAT8_RECIPES))
+    translation.put_converted("model.matmul_dtype", recipe, name, one_of(_WORDS.float8_recipes))
 
 
 def _put_datasets(translation: Translation) -> None:
@@ -217,15 +201,15 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
 
 
 def _put_run(translation: Translation) -> None:
-    put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
-    put_output_dir(translation, "output_dir")
-    put_betas(translation, "adam_beta1", "adam_beta2")
+    grpo.put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
+    grpo.put_output_dir(translation, "output_dir")
+    grpo.put_betas(translation, "adam_beta1", "adam_beta2")
     _put_saves(translation)
     put_axolotl_hub(translation)
     _put_evaluations(translation)
     if not translation.has("warmup_steps") and not translation.has("warmup_ratio"):
         translation.put("optimizer.warmup_ratio", 0.03, "warmup_ratio")
-    put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
+    grpo.put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
     if translation.has("wandb_project") and translation.value("use_wandb", True):
         for key in ("project", "name", "mode", "entity"):
             translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
@@ -240,10 +224,10 @@ def _put_saves(translation: Translation) -> None:
     """Each ``save_steps``, or so many times in an epoch, or as ``save_strategy`` says, which is each epoch there."""
     strategy = translation.value("save_strategy", "epoch")
     if translation.has("save_steps"):
-        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
     elif translation.has("saves_per_epoch"):
-        put_per_epoch(translation, "saves_per_epoch", "checkpoint.every_epochs")
-    elif not put_strategy(translation, "save_strategy", strategy, "checkpoint", default_steps=500):
+        grpo.put_per_epoch(translation, "saves_per_epoch", "checkpoint.every_epochs")
+    elif not grpo.put_strategy(translation, "save_strategy", strategy, "checkpoint", default_steps=500):
         return
     if not translation.has("save_total_limit"):
         translation.put("checkpoint.keep_last", 4, "save_total_limit")
@@ -255,18 +239,18 @@ def _put_evaluations(translation: Translation) -> None:
         return
     strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if translation.has("eval_steps"):
-        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
     elif translation.has("evals_per_epoch"):
-        put_per_epoch(translation, "evals_per_epoch", "evaluation.every_epochs")
+        grpo.put_per_epoch(translation, "evals_per_epoch", "evaluation.every_epochs")
     else:
-        put_strategy(translation, "eval_strategy", strategy, "evaluation", default_steps=500)
+        grpo.put_strategy(translation, "eval_strategy", strategy, "evaluation", default_steps=500)
 
 
 def _put_algorithm(translation: Translation) -> None:
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
     # Only its asynchronous trainer has its own defaults; the other one is TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
-    put_algorithm(translation, "trl.", optimizer="optimizer", alpha=0.9, steps=64, mode=mode, floor=bool(produced))
+    grpo.put_algorithm(translation, "trl.", optimizer="optimizer", alpha=0.9, steps=64, mode=mode, floor=bool(produced))
     _put_staleness(translation)
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):
@@ -310,12 +294,12 @@ def _put_engine(translation: Translation) -> None:
     translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
     if translation.value("trl.vllm_mode") == "colocate":
         translation.copy("vllm.port", "engine.port")
-    put_serving(
+    grpo.put_serving(
         translation,
         use_vllm="trl.use_vllm",
         mode="trl.vllm_mode",
         default_mode="server",
-        url=put_address(translation, host, translation.value(port, 8000)),
+        url=grpo.put_address(translation, host, translation.value(port, 8000)),
         url_name=port,
         timeout="trl.vllm_server_timeout",
         managed=_MANAGED,

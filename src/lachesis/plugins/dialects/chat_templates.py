@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lachesis.config.document import describe
-from lachesis.plugins.dialects.table import Translation, read_table
+from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.words import read_table
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_FAMILIES: Mapping[str, Sequence[str]] = read_table("chat_families")["families"]
+_TEMPLATES = read_table("chat_templates")
+CHATML: str = _TEMPLATES["chatml"]
+_FAMILIES: Mapping[str, Sequence[str]] = _TEMPLATES["families"]
 
 
 def put_chat_template(translation: Translation) -> None:

@@ -7,20 +7,12 @@ from collections.abc import Iterator
 
 from lachesis.common import errors
 from lachesis.common.errors import LachesisError
-
-# Those that no error of ours has.
-_OTHERS = {
-    0: "Done; for `lachesis status`: the run is running or has finished.",
-    1: "A check has found a problem, an inspected run has not finished, or an error has no separate code.",
-    70: "A fault of Lachesis or of a library: `lachesis --traceback ...` shows where, for a report of it.",
-    130: "Stopped by SIGINT (Ctrl-C), with a checkpoint.",
-    143: "Stopped by SIGTERM, with a checkpoint.",
-}
+from lachesis.plugins.dialects.words import read_table
 
 
 def exit_codes() -> dict[int, str]:
     """Return the meaning of each exit code, in ascending order."""
-    found: dict[int, list[str]] = {code: [words] for code, words in _OTHERS.items()}
+    found: dict[int, list[str]] = {int(code): [words] for code, words in read_table("exit_codes")["others"].items()}
     for kind in vars(errors).values():
         # One that only inherits its code is told with the one that has it.
         own = isinstance(kind, type) and issubclass(kind, LachesisError) and "exit_code" in vars(kind)

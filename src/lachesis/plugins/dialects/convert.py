@@ -9,40 +9,20 @@ from typing import Any
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
+from lachesis.plugins.dialects.words import Words
 
 UNSET: Any = object()
 """No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
 
-OPTIMIZERS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision"),
-            "paged_adamw_32bit",
-        ),
-        "adamw",
-    ),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
-    "adamw_cpu": "adamw_cpu",
-    "adafactor": "adafactor",
-}
-SCHEDULES: Mapping[str, str] = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "warmup_stable_decay",
-}
-DTYPES: Mapping[str, str] = {
-    "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-}
+
+class _Words(Words):
+    dtypes: dict[str, str]
+    optimizers: dict[str, str]
+    schedules: dict[str, str]
+
+
+_WORDS = _Words.read("words")
+DTYPES = _WORDS.dtypes
 _ANY_ADDRESS = {"0.0.0.0", "::", "", "localhost"}
 
 
@@ -59,7 +39,7 @@ def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
     return convert
 
 
-dtype, optimizer, schedule = map(one_of, (DTYPES, OPTIMIZERS, SCHEDULES))
+dtype, optimizer, schedule = map(one_of, (DTYPES, _WORDS.optimizers, _WORDS.schedules))
 """Converters of names of formats, and of transformers' names of optimizers and of learning-rate schedules."""
 
 

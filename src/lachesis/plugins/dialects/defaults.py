@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lachesis.common.types import Finding
-from lachesis.plugins.dialects.table import Translation, read_table
+from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.words import Words, read_table
 
 
 class Difference(NamedTuple):
@@ -61,10 +62,13 @@ DIFFERENT = _differences("classes")
 # Of their code and not of their classes.
 IN_CODE = _differences("code")
 
-# What TRL had up to 0.17, by wheels 0.15.2 to 0.17.0, where its class has others today. Only these versions have
-# the key `vllm_device`.
-_UP_TO_017 = {"beta": "0.04", "temperature": "0.9", "max_completion_length": "256"}
-_LOSS_UP_TO_017 = "a mean over each sequence up to 0.15 (grpo), over tokens from 0.16 on (bnpo)"
+
+class _Words(Words):
+    up_to_017: dict[str, str]
+    loss_up_to_017: str
+
+
+_WORDS = _Words.read("defaults")
 
 
 def _old_version(translation: Translation) -> list[Finding]:
@@ -74,10 +78,10 @@ def _old_version(translation: Translation) -> list[Finding]:
         return []
     keys = [
         translation.document.setting(before + key, there)
-        for key, there in _UP_TO_017.items()
+        for key, there in _WORDS.up_to_017.items()
         if not translation.has(before + key)
     ]
-    loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_LOSS_UP_TO_017}"
+    loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_WORDS.loss_up_to_017}"
     if not keys and not loss:
         return []
     text = f"{before}vllm_device is a key of TRL up to 0.17; what the file leaves out has the defaults of 1.16 here"

@@ -11,41 +11,38 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
 from lachesis.plugins.dialects.table import Dialect, Translation, read_names
+from lachesis.plugins.dialects.words import Words
 
-# FSDP's own options, with and without the prefix that they have in some files, and the keys that they set.
-_OPTIONS: Mapping[str, str] = {
-    "reshard_after_forward": "distributed.reshard_after_forward",
-    "sharding_strategy": "distributed.strategy",
-    "offload_params": "distributed.cpu_offload",
-    "cpu_offload": "distributed.cpu_offload",
-    "activation_checkpointing": "model.gradient_checkpointing",
-}
 # Axolotl's sizes of groups of devices.
 _GROUPS = ("dp_shard_size", "dp_replicate_size")
 # The devices that share a sequence, and the older name for them.
 CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
 TENSOR = "tensor_parallel_size"
-# By name: True if weights are freed between forward and backward; None without sharding.
-_STRATEGIES: Mapping[str, bool | None] = {
-    "full_shard": True,
-    "hybrid_shard": True,
-    "shard_grad_op": False,
-    "hybrid_shard_zero2": False,
-    "no_shard": None,
-}
-_NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
-# What says the same as keys of the file around it, or is for DeepSpeed's own kernels and buffers.
-_SAID_ELSEWHERE = {
-    *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("gradient_clipping", "bf16", "fp16", "wall_clock_breakdown", "steps_per_print"),
-}
+
+
+class _Strategy(NamedTuple):
+    """Strategy of ours, and whether weights are freed between forward and backward if it shards."""
+
+    strategy: str
+    reshard: bool | None = None
+
+
+class _Words(Words):
+    strategies: dict[str, _Strategy]
+    numbered: dict[str, str]
+    said_elsewhere: frozenset[str]
+
+
+_WORDS = _Words.read("fsdp")
+# FSDP's own options, with and without the prefix that they have in some files, and the keys that they set.
+_OPTIONS = {entry.name: entry.path for entry in read_names("fsdp") if entry.treatment == "together"}
 
 
 def put_distributed(translation: Translation, options: Mapping[str, tuple[str, Any]], *, processes: int) -> None:
@@ -110,12 +107,12 @@ def _put_words(translation: Translation, words: Any) -> None:
 
 
 def _put_strategy(translation: Translation, name: str, word: Any) -> None:
-    strategy = _NUMBERED.get(str(word), str(word).lower())
-    if strategy not in _STRATEGIES:
-        translation.problem(name, f"{describe(word)} has no counterpart; Lachesis has {', '.join(_STRATEGIES)}")
+    strategy = _WORDS.numbered.get(str(word), str(word).lower())
+    if strategy not in _WORDS.strategies:
+        translation.problem(name, f"{describe(word)} has no counterpart; Lachesis has {', '.join(_WORDS.strategies)}")
         return
-    reshard = _STRATEGIES[strategy]
-    translation.put("distributed.strategy", "replicate" if reshard is None else "shard", name)
+    ours, reshard = _WORDS.strategies[strategy]
+    translation.put("distributed.strategy", ours, name)
     if reshard is not None:
         translation.put("distributed.reshard_after_forward", reshard, name)
     if strategy.startswith("hybrid") and not any(translation.has(name) for name in _GROUPS):
@@ -153,7 +150,7 @@ def _put_deepspeed(translation: Translation, value: Any) -> None:
         translation.put("distributed.cpu_offload", True, "deepspeed")
     if "nvme" in places:
         translation.warning("deepspeed", "Lachesis offloads to CPU memory, not to NVMe")
-    rest = sorted(str(key) for key in content.keys() - _SAID_ELSEWHERE)
+    rest = sorted(str(key) for key in content.keys() - _WORDS.said_elsewhere)
     meaning = f"ZeRO stage {stage}, by FSDP2: DeepSpeed is not used" if stage else "no sharding: DeepSpeed is not used"
     translation.note("deepspeed", meaning + (f", and {', '.join(rest)} of its file do nothing" if rest else ""))
 

@@ -17,28 +17,22 @@ from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
 from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
-from lachesis.plugins.dialects.convert import (
-    DTYPES,
-    engine_address,
-)
-from lachesis.plugins.dialects.table import (
-    Translation,
-)
+from lachesis.plugins.dialects.convert import DTYPES, engine_address
+from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.words import Words
 
 _PROCESSES = "num_processes"
 _EPSILON = 0.2  # of TRL's GRPOConfig
 _SERVER_WAIT_S = 240.0  # vllm_server_timeout of TRL's GRPOConfig
 
-# transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
-_SCHEDULE_OPTIONS = {
-    "min_lr_rate": "optimizer.min_lr_ratio",
-    "min_lr_ratio": "optimizer.min_lr_ratio",
-    "num_decay_steps": "optimizer.decay_steps",
-    "num_stable_steps": "optimizer.stable_steps",
-    "decay_type": "optimizer.decay",
-}
-_SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "warmup_type": "linear"}
-_OF_DECAY = ("optimizer.decay_steps", "optimizer.stable_steps", "optimizer.decay")
+
+class _Words(Words):
+    schedule_options: dict[str, str]
+    schedule_defaults: dict[str, str | float]
+    of_decay: list[str]
+
+
+_WORDS = _Words.read("grpo")
 
 
 def put_address(translation: Translation, name: str, port: Any) -> str:
@@ -223,12 +217,12 @@ def put_schedule(translation: Translation, *, schedule: str, rate: str, default_
         return
     kind, peak = translation.value(schedule), translation.value(rate, default_rate)
     for key, value in options.items():
-        path = _SCHEDULE_OPTIONS.get(key)
-        if value is None or _SCHEDULE_DEFAULTS.get(key) == value:
+        path = _WORDS.schedule_options.get(key)
+        if value is None or _WORDS.schedule_defaults.get(key) == value:
             continue
         if key == "min_lr" and isinstance(value, int | float) and isinstance(peak, int | float) and peak > 0:
             translation.put("optimizer.min_lr_ratio", value / peak, name)
-        elif path is None or (path in _OF_DECAY and kind != "warmup_stable_decay"):
+        elif path is None or (path in _WORDS.of_decay and kind != "warmup_stable_decay"):
             translation.problem(name, f"{key} has no counterpart with {schedule} {kind}; remove it")
         else:
             translation.put(path, value, name)

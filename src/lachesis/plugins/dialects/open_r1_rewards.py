@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from lachesis.common.json_values import is_list
-from lachesis.plugins.dialects.table import Translation, read_names, read_table
+from lachesis.plugins.dialects.table import Translation, read_names
+from lachesis.plugins.dialects.words import read_table
 
 _NAME = "reward_funcs"
 # Keys that open-r1's script has and TRL's has not: a file with one of them is for that script.

@@ -13,11 +13,21 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names, nonzero
 from lachesis.plugins.dialects.grpo import put_generation
-from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names, read_table
+from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
+from lachesis.plugins.dialects.words import Words, read_table
 
 _TABLES = read_table("openrlhf")
 _ALL_SAMPLES = 100_000_000  # OpenRLHF's default
-_OPEN = ("ds", "vllm", "ckpt", "logger", "ref", "critic", "eval", "actor.muon")
+
+
+class _Words(Words):
+    open: list[str]
+    estimators: dict[str, tuple[str, str]]
+    corrections: dict[str, str]
+    schedules: dict[str, str]
+
+
+_WORDS = _Words.read("openrlhf")
 
 
 def _entries() -> Iterator[Entry]:
@@ -30,7 +40,7 @@ def _entries() -> Iterator[Entry]:
     yield from read_names("openrlhf", "rest")
 
 
-OPENRLHF = Dialect("OpenRLHF", list(_entries()), open_sections=_OPEN, prefix="--")
+OPENRLHF = Dialect("OpenRLHF", list(_entries()), open_sections=_WORDS.open, prefix="--")
 
 
 class _Reader:
@@ -107,8 +117,7 @@ def _put_correction(reader: _Reader) -> None:
     reader.translation.put("algorithm.sampler_correction", "none", reader.name(name))
     if not reader.value(name):
         return
-    modes = {"tis": "token_truncate", "icepop": "token_mask"}
-    if kind not in modes:
+    if kind not in _WORDS.corrections:
         reader.problem("algo.advantage.is_correction_type", f"{kind} has no counterpart; Lachesis has tis and icepop")
     elif reader.value("actor.policy_loss_type", "ppo") != "ppo":
         reader.problem(name, "it changes the ratio of gspo itself there, which has no counterpart; take it out")
@@ -116,7 +125,7 @@ def _put_correction(reader: _Reader) -> None:
         reader.problem("algo.advantage.is_correction_threshold", f"expected two numbers, got {describe(bounds)}")
     else:
         where = reader.name("algo.advantage.is_correction_threshold")
-        reader.translation.put("algorithm.sampler_correction", modes[kind], reader.name(name))
+        reader.translation.put("algorithm.sampler_correction", _WORDS.corrections[kind], reader.name(name))
         reader.translation.put("algorithm.sampler_correction_min", bounds[0], where)
         reader.translation.put("algorithm.sampler_correction_max", bounds[1], where)
 
@@ -136,24 +145,13 @@ def _put_lengths(reader: _Reader) -> None:
     )
 
 
-_ESTIMATORS = {
-    "group_norm": ("group_mean", "group"),
-    "dr_grpo": ("group_mean", "none"),
-    "rloo": ("leave_one_out", "none"),
-    # Whitened by the variance of the tokens themselves there, by that of a sample here: over N tokens 1/(2N) apart.
-    "reinforce": ("none", "tokens"),
-    "reinforce_baseline": ("group_mean", "tokens"),
-}
-"""Baselines and scales of OpenRLHF's advantage estimators."""
-
-
 def _put_loss(reader: _Reader) -> None:
     translation = reader.translation
     estimator = reader.value("algo.advantage.estimator", "gae")
-    baseline, scale = _ESTIMATORS.get(estimator, ("group_mean", "group"))
-    if estimator not in _ESTIMATORS:
+    baseline, scale = _WORDS.estimators.get(estimator, ("group_mean", "group"))
+    if estimator not in _WORDS.estimators:
         needs = "trains a critic, which Lachesis does not have" if estimator == "gae" else "has no counterpart"
-        reader.problem("algo.advantage.estimator", f"{estimator} {needs}; write one of {', '.join(_ESTIMATORS)}")
+        reader.problem("algo.advantage.estimator", f"{estimator} {needs}; write one of {', '.join(_WORDS.estimators)}")
     if reader.value("algo.advantage.no_std_norm"):
         if scale == "tokens":
             reader.problem("algo.advantage.no_std_norm", f"with {estimator} it has no counterpart; take it out")
@@ -194,13 +192,11 @@ def _put_kl(reader: _Reader) -> None:
 
 
 def _put_optimizer(reader: _Reader) -> None:
-    schedules = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear",
-                 "constant_with_warmup": "constant"}  # fmt: skip
     kind = reader.value("actor.lr_scheduler", "cosine_with_min_lr")
-    if kind not in schedules:
-        reader.problem("actor.lr_scheduler", f"{kind} has no counterpart; Lachesis has {', '.join(schedules)}")
+    if kind not in _WORDS.schedules:
+        reader.problem("actor.lr_scheduler", f"{kind} has no counterpart; Lachesis has {', '.join(_WORDS.schedules)}")
         return
-    reader.translation.put("optimizer.schedule", schedules[kind], reader.name("actor.lr_scheduler"))
+    reader.translation.put("optimizer.schedule", _WORDS.schedules[kind], reader.name("actor.lr_scheduler"))
     if kind != "cosine_with_min_lr":
         reader.translation.put("optimizer.min_lr_ratio", 0.0, reader.name("actor.lr_scheduler"))
     if kind == "constant":

@@ -8,7 +8,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.dialects.hydra import flat
-from lachesis.plugins.dialects.table import read_table
+from lachesis.plugins.dialects.words import read_table
 
 _TABLES = read_table("prime_rl")
 

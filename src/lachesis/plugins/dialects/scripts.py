@@ -19,6 +19,7 @@ from lachesis.plugins.dialects.prime_rl import refuse_toml
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect
 from lachesis.plugins.dialects.trl import TRAINER_KEY
+from lachesis.plugins.dialects.words import Words
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
 _TRAINERS = re.compile(
@@ -26,33 +27,23 @@ _TRAINERS = re.compile(
     r"|openrlhf\.cli\.train_(ppo|grpo)\w*|(\S*/)?(train_ppo\w*|\w*grpo\w*|rloo|rlhf)\.py|trl (grpo|rloo)"
     r"|trl\.scripts\.(grpo|rloo)|axolotl (train|preprocess)|axolotl\.cli\.train|(swift|megatron) rlhf|swift\.cli\.rlhf"
 )
-_COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "trl": ("grpo", "rloo", "sft", "dpo", "kto", "reward", "gspo", "env"),
-    "axolotl": ("train", "preprocess"),
-    "swift": ("rlhf", "sft", "pt"),
-    "megatron": ("rlhf", "sft", "pt"),
-}
-_PREFERENCES = "which trains on preferences"
-_OTHER_METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("dpo", "kto", "orpo", "cpo", "simpo", "bco", "xpo", "nash"), _PREFERENCES),
-    **dict.fromkeys(("sft", "pt", "pretrain"), "which trains on given answers"),
-    **dict.fromkeys(("rm", "prm", "trl reward", "reward_modeling"), "which trains a reward model"),
-    **dict.fromkeys(("gkd", "kd"), "which distils a teacher"),
-    "megatron rlhf": "which has other arguments than `swift rlhf`",
-}
+
+
+class _Words(Words):
+    commands: dict[str, list[str]]
+    other_methods: dict[str, list[str]]
+    verl_files: frozenset[str]
+    switches_of_hydra: dict[str, str]
+    model_flags: frozenset[str]
+    run_names: list[str]
+
+
+_WORDS = _Words.read("scripts")
 # An argument that a line which was not continued makes the first word of a command.
 _ARGUMENT = re.compile(
     r"--[a-z][\w.-]*(=|$)|[+~]*(actor_rollout_ref|algorithm|data|trainer|critic|reward_model)\.[\w.]+="
 )
-# Files of verl's own, of which only the optimizer's defaults of one differ.
-_VERL_FILES = {"ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "dapo_trainer", "entropy_trainer"}
-_VERL_FILES |= {"dapo_megatron_trainer", "ppo_torchtitan_trainer", "_self_"}
-_SWITCHES_OF_HYDRA = {"--config-name": "-cn", "--config-path": "-cp", "--config-dir": "-cd"}
 _MOST_FILES = 20
-_MODEL_FLAGS = frozenset({"--model_name_or_path", "--pretrain", "--actor.model_name_or_path", "--rlhf_type"})
-
-
-_RUN_NAMES = ("trainer.experiment_name", "run_name", "output_dir")
 
 
 def read_any(path: Path) -> Document:
@@ -155,7 +146,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
         )
     # Words of a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])
-    if not _is_training(longest) and not _MODEL_FLAGS.intersection(longest):
+    if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
         raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
     return Started("", longest)
 
@@ -165,7 +156,7 @@ def _other_method(started: Started) -> str | None:
     stem = Path(started.program).stem if started.program.endswith(".py") else started.program.split(".")[-1]
     name, told = stem.lower(), str(flags_of(started.arguments).get("rlhf_type", ""))
     words = {name, told, *re.split(r"[\W_]+", name)} if "grpo" not in f"{name} {told}" else {name}
-    return next((method for word, method in _OTHER_METHODS.items() if word in words), None)
+    return next((method for method, names in _WORDS.other_methods.items() if words.intersection(names)), None)
 
 
 _KNOWN = (
@@ -186,7 +177,7 @@ def _program(words: Command) -> Started | None:
             return Started(after, words[index + 2 :], words[:index])
         if word.endswith(".py"):
             return Started(word, words[index + 1 :], words[:index])
-        if after in _COMMANDS.get(Path(word).name, ()):
+        if after in _WORDS.commands.get(Path(word).name, ()):
             return Started(f"{Path(word).name} {after}", words[index + 2 :], words[:index])
     return None
 
@@ -236,7 +227,7 @@ def _overrides(started: Started, path: Path, document: Document) -> dict[str, An
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        option = next((long for long, short in _SWITCHES_OF_HYDRA.items() if name in (long, short)), None)
+        option = next((long for long, short in _WORDS.switches_of_hydra.items() if name in (long, short)), None)
         if option is not None:
             options[option] = value if equals else words.pop(0) if words else ""
         elif match := ASSIGNMENT.fullmatch(word):
@@ -252,7 +243,7 @@ def _overrides(started: Started, path: Path, document: Document) -> dict[str, An
     name = options.get("--config-name", "ppo_trainer").removesuffix(".yaml")
     if "veomni" in name:
         found.setdefault("model_engine", "veomni")
-    if name in _VERL_FILES:
+    if name in _WORDS.verl_files:
         return found
     folder = options.get("--config-path", options.get("--config-dir", "config"))
     below = verl_document(_beside(path, f"{name}.yaml", folders=(folder,)))
@@ -270,7 +261,7 @@ def verl_document(document: Document, *, depth: int = 0) -> Document:
     defaults, data = document.data.pop("defaults", []), document.data
     for one in defaults if is_list(defaults) else []:
         name = one if isinstance(one, str) else ""
-        if isinstance(one, str) and name.removesuffix(".yaml") not in _VERL_FILES and depth < _MOST_FILES:
+        if isinstance(one, str) and name.removesuffix(".yaml") not in _WORDS.verl_files and depth < _MOST_FILES:
             below = verl_document(_beside(Path(document.name), f"{name.removesuffix('.yaml')}.yaml"), depth=depth + 1)
             data = merged(below.data, data)
             document.origins = below.origins | document.origins
@@ -343,7 +334,7 @@ def check_expanded(document: Document, dialect: Dialect | None) -> None:
         if found is None or (dialect is not None and (entry is None or entry.treatment not in ("sets", "together"))):
             continue
         _remove(document.data, name)
-        if name in _RUN_NAMES or (entry is not None and entry.path.startswith("engine.")):
+        if name in _WORDS.run_names or (entry is not None and entry.path.startswith("engine.")):
             continue
         place = tuple(name.split("."))
         document.problems.append(

@@ -9,7 +9,8 @@ from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects import trl
 from lachesis.plugins.dialects.mixtures import put_dropped_prompts
-from lachesis.plugins.dialects.table import Dialect, Translation, read_names, read_table
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names
+from lachesis.plugins.dialects.words import read_table
 
 _TABLES = read_table("swift")
 _OWN = {entry.name: entry for entry in read_names("swift", "arguments")}

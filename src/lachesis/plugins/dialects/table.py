@@ -6,10 +6,8 @@ that need several of their keys together are translated by code of the dialect, 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lachesis.common.errors import ConfigError, nearest
@@ -18,11 +16,10 @@ from lachesis.common.types import Finding
 from lachesis.config.document import FROM_PYTHON, Document, Place, describe, dotted
 from lachesis.plugins.dialects import convert as converters
 from lachesis.plugins.dialects.convert import UNSET
+from lachesis.plugins.dialects.words import read_table
 
 Convert = Callable[[Any], Any]
 Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]
-
-NAMES = Path(__file__).parent / "names"
 
 
 def same(value: Any) -> Any:
@@ -60,11 +57,6 @@ class Entry:
         return (bool(value) or told) and value not in self.fine
 
 
-def read_table(file: str) -> dict[str, Any]:
-    """Return the content of ``names/FILE.toml``."""
-    return tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
-
-
 def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     """Yield the entries of ``names/FILE.toml``: of the sections named, or of all, in their order.
 
@@ -73,7 +65,7 @@ def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     :mod:`lachesis.plugins.dialects.convert`.
     """
     document = read_table(file)
-    for section in sections or document:
+    for section in sections or [section for section in document if section != "words"]:
         for row in document[section]:
             treatment: Treatment = next(one for one in get_args(Treatment) if one in row)
             for name in row[treatment]:

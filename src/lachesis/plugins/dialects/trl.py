@@ -12,40 +12,26 @@ from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
+from lachesis.plugins.dialects import grpo
 from lachesis.plugins.dialects.convert import dtype, nonzero
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed
-from lachesis.plugins.dialects.grpo import (
-    check_generation_batch,
-    put_address,
-    put_algorithm,
-    put_batch,
-    put_betas,
-    put_dtype,
-    put_every,
-    put_output_dir,
-    put_quantization,
-    put_schedule,
-    put_serving,
-    put_steps,
-    put_strategy,
-)
 from lachesis.plugins.dialects.hub import put_hub
 from lachesis.plugins.dialects.mixtures import put_datasets
 from lachesis.plugins.dialects.open_r1_rewards import put_open_r1_rewards
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
+from lachesis.plugins.dialects.words import Words
 
-_PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
-TRACKERS = ("tensorboard", "wandb", "trackio")
-_UTILIZATION = 0.3  # of GRPOConfig
-_MANAGED = {
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "tensor_parallel_size",
-    "vllm_max_model_length": "max_model_len",
-    "vllm_max_model_len": "max_model_len",
-    "vllm_enable_sleep_mode": "enable_sleep_mode",
-    "vllm_enforce_eager": "enforce_eager",
-    "vllm_dtype": "dtype",
-}
+
+class _Words(Words):
+    trackers: list[str]
+    utilization: float
+    managed: dict[str, str]
+    model_options: list[str]
+    lora: dict[str, int | float | str]
+    rloo: dict[str, str]
+
+
+_WORDS = _Words.read("trl")
 
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
@@ -58,7 +44,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     _put_model(translation)
     put_datasets(translation)
     _put_run(translation)
-    counted = put_batch(
+    counted = grpo.put_batch(
         translation,
         rows="per_device_train_batch_size",
         accumulation="gradient_accumulation_steps",
@@ -68,7 +54,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     )
     _check_generation_batch(translation, processes=counted)
     mode = None if rloo else "sequence_mask"
-    put_algorithm(translation, "", optimizer="optim", alpha=0.6, steps=512, mode=mode, floor=False)
+    grpo.put_algorithm(translation, "", optimizer="optim", alpha=0.6, steps=512, mode=mode, floor=False)
     put_open_r1_rewards(translation)
     if translation.value(TRAINER_KEY, "grpo") not in ("grpo", "rloo"):
         translation.problem(TRAINER_KEY, "grpo and rloo are known")
@@ -104,10 +90,9 @@ def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
 def _put_model(translation: Translation) -> None:
     if translation.switch("use_peft"):
         translation.put("adapter.kind", "lora", "use_peft")
-        lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "all-linear"}
-        for name, default in lora.items():
+        for name, default in _WORDS.lora.items():
             translation.put_entry(name, default)
-    put_quantization(translation)
+    grpo.put_quantization(translation)
     options = translation.value("model_init_kwargs", {})
     if not is_object(options):
         translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
@@ -118,9 +103,9 @@ def _put_model(translation: Translation) -> None:
     for key in ("revision", "trust_remote_code"):
         translation.put(f"model.{key}", options.get(key), "model_init_kwargs")
     for key in options:
-        if key not in (*names, "revision", "trust_remote_code", "attn_implementation", "device_map", "use_cache"):
+        if key not in _WORDS.model_options:
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
-    put_dtype(translation, "fp16", "bf16")
+    grpo.put_dtype(translation, "fp16", "bf16")
     for name in reversed(names):
         translation.put_converted("model.dtype", translation.value(name), name, dtype)
 
@@ -136,20 +121,20 @@ def _put_warmup(translation: Translation) -> None:
 
 
 def _put_run(translation: Translation) -> None:
-    put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
-    put_output_dir(translation, "output_dir")
-    put_betas(translation, "adam_beta1", "adam_beta2")
-    put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
+    grpo.put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
+    grpo.put_output_dir(translation, "output_dir")
+    grpo.put_betas(translation, "adam_beta1", "adam_beta2")
+    grpo.put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
     _put_warmup(translation)
-    put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
+    grpo.put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
     saves = translation.value("save_strategy", "steps")
-    if put_strategy(translation, "save_strategy", saves, "checkpoint", default_steps=500) and saves == "steps":
-        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+    if grpo.put_strategy(translation, "save_strategy", saves, "checkpoint", default_steps=500) and saves == "steps":
+        grpo.put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
     evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if evaluates == "steps":
-        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
     else:
-        put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
+        grpo.put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
     if evaluates != "no":
         translation.copy("eval_dataset_name", "data.eval_path")
     if evaluates != "no" and not translation.has("test_split_size"):
@@ -173,7 +158,7 @@ def _put_reports(translation: Translation) -> None:
             for theirs, key in (("run_name", "name"), ("wandb_entity", "entity"), ("wandb_run_group", "group")):
                 translation.copy(theirs, f"logging.wandb.{key}")
         elif report != "none":
-            translation.warning("report_to", f"Lachesis reports to {', '.join(TRACKERS)}, not to {report}")
+            translation.warning("report_to", f"Lachesis reports to {', '.join(_WORDS.trackers)}, not to {report}")
 
 
 def _check_generation_batch(translation: Translation, *, processes: int) -> None:
@@ -192,7 +177,7 @@ def _check_generation_batch(translation: Translation, *, processes: int) -> None
         translation.problem(name, f"{completions} completions are not a multiple of num_generations {group}")
         return
     prompts = None if completions is None else completions // group
-    check_generation_batch(translation, name, prompts=prompts, meaning=f"TRL: {completions} completions")
+    grpo.check_generation_batch(translation, name, prompts=prompts, meaning=f"TRL: {completions} completions")
 
 
 def _put_engine(translation: Translation) -> None:
@@ -200,20 +185,20 @@ def _put_engine(translation: Translation) -> None:
     if translation.value("vllm_mode", "colocate") == "server":
         port = translation.value("vllm_server_port", 8000)
         url = translation.value("vllm_server_base_url")
-    put_serving(
+    grpo.put_serving(
         translation,
         use_vllm="use_vllm",
         mode="vllm_mode",
         default_mode="colocate",
-        url=url if isinstance(url, str) else put_address(translation, "vllm_server_host", port),
+        url=url if isinstance(url, str) else grpo.put_address(translation, "vllm_server_host", port),
         url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
         timeout="vllm_server_timeout",
-        managed=_MANAGED,
+        managed=_WORDS.managed,
         device="vllm_device",
     )
     utilization = "vllm_gpu_memory_utilization"
     if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
-        translation.put("engine.gpu_memory_utilization", _UTILIZATION, utilization)
+        translation.put("engine.gpu_memory_utilization", _WORDS.utilization, utilization)
 
 
 def _put_copies(translation: Translation, *, processes: int) -> None:
@@ -245,13 +230,8 @@ def is_rloo(data: Mapping[str, Any]) -> bool:
 
 def _put_rloo(translation: Translation) -> None:
     """Set the loss, the advantages and the place of the KL term that RLOOTrainer has in its code."""
-    for key, value in (
-        ("loss_type", "grpo"),
-        ("importance_sampling_level", "sequence_product"),
-        ("baseline", "leave_one_out"),
-        ("scale_rewards", "advantages" if translation.switch("normalize_advantages") else "none"),
-        ("sampler_correction", "none"),
-    ):
+    scale = {"scale_rewards": "advantages" if translation.switch("normalize_advantages") else "none"}
+    for key, value in (_WORDS.rloo | scale).items():
         translation.put(f"algorithm.{key}", value, TRAINER_KEY)
     if translation.value("beta") != 0:
         translation.put("algorithm.kl_placement", "reward", "beta")

@@ -5,15 +5,15 @@ Defaults of verl's that differ from ours are written out: https://github.com/vol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects.convert import module_names
 from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.mixtures import put_dropped_prompts
-from lachesis.plugins.dialects.table import Dialect, Translation, read_names, read_table
+from lachesis.plugins.dialects.table import Dialect, Translation, read_names
+from lachesis.plugins.dialects.words import Words, read_table
 
 _ACTOR = "actor_rollout_ref.actor."
 _OPTIM = f"{_ACTOR}optim."
@@ -21,17 +21,30 @@ _MODEL = "actor_rollout_ref.model."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _POLICY_LOSS = f"{_ACTOR}policy_loss."
 _CORRECTION = "algorithm.rollout_correction."
-AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-_NORMALIZATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "constant_length",
-}
 _GENERATED, _STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
-_SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
-
 _TABLES = read_table("verl")
+
+
+class _Option(NamedTuple):
+    """Option of a loss: the key of ours, and verl's default."""
+
+    key: str
+    default: float
+
+
+class _Words(Words):
+    aggregations: dict[str, str]
+    normalizations: dict[str, str]
+    schedules: dict[str, str]
+    estimators: dict[str, tuple[str, str]]
+    no_estimator: dict[str, str]
+    losses_of_sequences: dict[str, str]
+    losses_of_tokens: dict[str, str]
+    options: dict[str, dict[str, _Option]]
+    kl_estimators: dict[str, str]
+
+
+_WORDS = _Words.read("verl")
 _SECTIONS = ("model", "data", "sampling", "loss", "optimizer", "run", "rewards")
 VERL = Dialect("verl", list(read_names("verl", *_SECTIONS)), open_sections=_TABLES["placement"])
 
@@ -75,10 +88,10 @@ def _put_schedule(translation: Translation) -> None:
     names = [f"{_OPTIM}{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")]
     name = next(filter(translation.has, names), names[0])
     kind = translation.value(name, "cosine" if veomni else "constant")
-    if kind not in _SCHEDULES:
-        translation.problem(name, f"{describe(kind)} has no counterpart; Lachesis has {', '.join(_SCHEDULES)}")
+    if kind not in _WORDS.schedules:
+        translation.problem(name, f"{describe(kind)} has no counterpart; Lachesis has {', '.join(_WORDS.schedules)}")
         return
-    translation.put("optimizer.schedule", _SCHEDULES[kind], name)
+    translation.put("optimizer.schedule", _WORDS.schedules[kind], name)
     rate = translation.value(f"{_OPTIM}lr", 1e-6)
     for lowest in (f"{_OPTIM}min_lr", f"{_OPTIM}lr_min"):
         value = translation.value(lowest, 0)
@@ -168,20 +181,20 @@ def _put_loss(translation: Translation) -> None:
         translation.put("algorithm.delta", bound, f"{_ACTOR}clip_ratio_c")
     if mode == "gspo":
         translation.put("algorithm.importance_sampling_level", "sequence", name)
-    if mode in _OF_SEQUENCES:
-        translation.put("algorithm.loss_type", _OF_SEQUENCES[mode], name)
+    if mode in _WORDS.losses_of_sequences:
+        translation.put("algorithm.loss_type", _WORDS.losses_of_sequences[mode], name)
         translation.value(f"{_ACTOR}loss_agg_mode")  # these are means over sequences there, whatever it says
     elif mode == "vanilla":
         _put_normalization(translation)
-    elif mode in _OF_TOKENS:
-        translation.put("algorithm.loss_type", _OF_TOKENS[mode], name)
+    elif mode in _WORDS.losses_of_tokens:
+        translation.put("algorithm.loss_type", _WORDS.losses_of_tokens[mode], name)
         _put_normalization(translation, key="algorithm.normalization")
     else:
-        known = ", ".join(("vanilla", *_OF_SEQUENCES, *_OF_TOKENS))
+        known = ", ".join(("vanilla", *_WORDS.losses_of_sequences, *_WORDS.losses_of_tokens))
         translation.problem(name, f"{mode} has no counterpart; Lachesis has {known}")
     if mode == "cispo":
         _put_cispo(translation, low=low, high=high)
-    for key, (ours, default) in _OPTIONS.get(mode, {}).items():
+    for key, (ours, default) in _WORDS.options.get(mode, {}).items():
         newer = key.replace(f"{_ACTOR}tau", f"{_POLICY_LOSS}tau")
         name_of_option = newer if translation.has(newer) else key
         translation.put(ours, translation.value(name_of_option, default), name_of_option)
@@ -189,42 +202,14 @@ def _put_loss(translation: Translation) -> None:
         translation.warning(name, "verl chooses tokens within each micro-batch, Lachesis of the whole step")
 
 
-_ESTIMATORS: Mapping[str, tuple[str, str]] = {
-    "grpo": ("group_mean", "group"), "grpo_vectorized": ("group_mean", "group"), "rloo": ("leave_one_out", "none"),
-    "rloo_vectorized": ("leave_one_out", "none"), "opo": ("length_weighted", "none"), "maxrl": ("group_mean", "mean"),
-    "reinforce_plus_plus": ("none", "tokens"), "reinforce_plus_plus_baseline": ("group_mean", "tokens"),
-}  # fmt: skip
-_NO_ESTIMATOR = {
-    "gae": "trains a critic, which Lachesis does not have",
-    "gpg": "scales by how many rewards are not 0, which is not the paper's; algorithm.preset: gpg is",
-}
-_OF_SEQUENCES = {"gspo": "grpo", "sapo": "sapo", "geo_mean": "gmpo"}
-_OF_TOKENS = {mode: mode for mode in ("cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")} | {"gpg": "reinforce"}
-_OPTIONS: Mapping[str, Mapping[str, tuple[str, float]]] = {
-    "sapo": {
-        f"{_ACTOR}tau_pos": ("algorithm.sapo_temperature_pos", 1.0),
-        f"{_ACTOR}tau_neg": ("algorithm.sapo_temperature_neg", 1.05),
-    },
-    "clip_cov": {
-        f"{_POLICY_LOSS}clip_cov_ratio": ("algorithm.cov_share", 2e-4),
-        f"{_POLICY_LOSS}clip_cov_lb": ("algorithm.cov_low", 1.0),
-        f"{_POLICY_LOSS}clip_cov_ub": ("algorithm.cov_high", 5.0),
-    },
-    "kl_cov": {
-        f"{_POLICY_LOSS}kl_cov_ratio": ("algorithm.cov_share", 2e-4),
-        f"{_POLICY_LOSS}ppo_kl_coef": ("algorithm.cov_kl_coef", 0.1),
-    },
-}
-
-
 def _put_advantages(translation: Translation) -> None:
     name = "algorithm.adv_estimator"
     estimator = translation.text(name, "gae")
-    if estimator not in _ESTIMATORS:
-        reason = _NO_ESTIMATOR.get(estimator, "has no counterpart")
-        translation.problem(name, f"{estimator} {reason}; write one of {', '.join(_ESTIMATORS)}")
+    if estimator not in _WORDS.estimators:
+        reason = _WORDS.no_estimator.get(estimator, "has no counterpart")
+        translation.problem(name, f"{estimator} {reason}; write one of {', '.join(_WORDS.estimators)}")
         return
-    baseline, scale = _ESTIMATORS[estimator]
+    baseline, scale = _WORDS.estimators[estimator]
     if estimator == "reinforce_plus_plus" and translation.value("algorithm.gamma", 1.0) not in (1, 1.0):
         translation.problem("algorithm.gamma", "rewards of a completion come at its end, undiscounted; write 1.0")
     translation.value("algorithm.gamma")
@@ -238,16 +223,16 @@ def _put_normalization(translation: Translation, *, key: str = "algorithm.loss_t
     """Set the loss type that has verl's aggregation, or the key for the aggregation alone."""
     name = f"{_ACTOR}loss_agg_mode"
     aggregation = translation.text(name, "token-mean")
-    if aggregation not in _NORMALIZATIONS:
-        translation.problem(name, f"{aggregation} has no counterpart; Lachesis has {', '.join(_NORMALIZATIONS)}")
+    if aggregation not in _WORDS.normalizations:
+        translation.problem(name, f"{aggregation} has no counterpart; Lachesis has {', '.join(_WORDS.normalizations)}")
         return
     factor, length = f"{_ACTOR}loss_scale_factor", translation.value("data.max_response_length", 512)
     if aggregation == "seq-mean-token-sum-norm" and translation.value(factor, length) != length:
         translation.problem(factor, f"sums are divided by data.max_response_length here, {length}; write that")
-    if key == "algorithm.loss_type" and aggregation in AGGREGATIONS:
-        translation.put(key, AGGREGATIONS[aggregation], name)
+    if key == "algorithm.loss_type" and aggregation in _WORDS.aggregations:
+        translation.put(key, _WORDS.aggregations[aggregation], name)
     else:
-        translation.put("algorithm.normalization", _NORMALIZATIONS[aggregation], name)
+        translation.put("algorithm.normalization", _WORDS.normalizations[aggregation], name)
 
 
 def _clip(translation: Translation, side: str) -> Any:
@@ -269,9 +254,6 @@ def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
             f"{_ACTOR}clip_ratio_low", f"{low} bounds the ratio from below, which CISPO here does not; write 1 or more"
         )
     translation.put("algorithm.epsilon_high", 1 + high, f"{_ACTOR}clip_ratio_high")
-
-
-_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 def _put_kl(translation: Translation) -> None:
@@ -296,10 +278,10 @@ def _put_kl(translation: Translation) -> None:
 
 def _put_kl_term(translation: Translation, name: str, default: str, *, weight: str) -> None:
     kind = translation.text(name, default)
-    if kind not in _KL_ESTIMATORS:
-        translation.problem(name, f"{kind} has no counterpart; Lachesis has {', '.join(_KL_ESTIMATORS)}")
+    if kind not in _WORDS.kl_estimators:
+        translation.problem(name, f"{kind} has no counterpart; Lachesis has {', '.join(_WORDS.kl_estimators)}")
         return
-    translation.put("algorithm.kl_estimator", _KL_ESTIMATORS[kind], name)
+    translation.put("algorithm.kl_estimator", _WORDS.kl_estimators[kind], name)
     translation.put("algorithm.beta", translation.value(weight, 0.001), weight)
 
 

@@ -12,45 +12,6 @@ from lachesis.cli.base import app, console, shown
 from lachesis.config.init import write_new
 from lachesis.plugins.dialects.commands.foreign_commands import PROGRAMS
 
-_COMMAND = """\
-#!/bin/bash
-exec python -c 'from lachesis.plugins.dialects.commands.foreign_commands import main; main()' {program} "$@"
-"""
-
-_MODULE = '''\
-"""``{program}``, as Lachesis does it."""
-
-import sys
-
-from lachesis.plugins.dialects.commands.foreign_commands import main
-
-if __name__ == "__main__":
-    sys.argv[1:1] = ["{program}"]
-    main()
-'''
-
-_TRANSFORMS = '''\
-"""What the transforms of grpo_code make of rows: simple_test_transforms.py [FILE.jsonl]"""
-
-import json
-import sys
-from pathlib import Path
-
-from lachesis.rollouts.rewards import grpo_code
-
-FILE = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("finetuning_dataset.jsonl")
-rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines() if line.strip()]
-for transform in (grpo_code.instruction_response_transform, grpo_code.instruction_response_with_tests_transform):
-    function, _ = transform(None)
-    fitting = [row for row in rows if "with_tests" not in transform.__name__ or row.get("test_cases")]
-    made = [function(row) for row in fitting]
-    assert all(row["instruction"] and row["response"] for row in made), f"{transform.__name__}: an empty field"
-    print(f"{transform.__name__}: {len(made)} of {len(rows)} rows")
-    if made:
-        print("  " + json.dumps(made[0], ensure_ascii=False))
-'''
-
-
 # Of a file that `pip install -r` is given before all else.
 _REQUIREMENTS = "# Nothing: what replaces example_trainer is installed with Lachesis.\n"
 
@@ -70,15 +31,21 @@ def scripts_command(
 
 def documented_files(directory: Path) -> dict[Path, str]:
     """Return the files to write, by path."""
+    command, module, transforms = map(_template, ("command.sh", "module.py", "simple_test_transforms.py"))
     shipped = sorted(files("lachesis.plugins.dialects").joinpath("documented").iterdir(), key=lambda file: file.name)
     found = {directory / file.name: file.read_text(encoding="utf-8") for file in shipped}
-    found[directory / "simple_test_transforms.py"] = _TRANSFORMS
+    found[directory / "simple_test_transforms.py"] = transforms
     found[directory / "example_trainer" / "requirements.txt"] = _REQUIREMENTS
     for program in PROGRAMS:
         if "." not in program:
-            found[directory / "bin" / program] = _COMMAND.format(program=program)
+            found[directory / "bin" / program] = command.format(program=program)
         elif program.endswith(".py"):
-            found[directory / program] = _MODULE.format(program=program)
+            found[directory / program] = module.format(program=program)
         else:
-            found[directory / f"{program.replace('.', '/')}.py"] = _MODULE.format(program=program)
+            found[directory / f"{program.replace('.', '/')}.py"] = module.format(program=program)
     return found
+
+
+def _template(name: str) -> str:
+    """Return the text of a file to write, which may have the name of the program that it stands for in it."""
+    return files("lachesis.plugins.dialects.commands").joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")

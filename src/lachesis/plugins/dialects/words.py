@@ -1,0 +1,27 @@
+"""The tables of ``names/``, and the words of other trainers that they hold: data alone, checked as they are read."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel
+
+NAMES = Path(__file__).parent / "names"
+
+
+@cache
+def read_table(file: str) -> dict[str, Any]:
+    """Return the content of ``names/FILE.toml``, which nobody may change."""
+    return tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
+
+
+class Words(BaseModel, frozen=True, extra="forbid"):
+    """Record of ``[words]`` in a table: a subclass names each part of it and its type. Other parts are an error."""
+
+    @classmethod
+    def read(cls, file: str) -> Self:
+        """Return the words of ``names/FILE.toml``."""
+        return cls.model_validate(read_table(file)["words"])
