@@ -7,6 +7,7 @@ branch that depends on one, a variable that is not set) stays in a word as ``$NA
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import operator
 import re
@@ -282,7 +283,7 @@ class _Shell:
             # Which branch is taken shows at run time only.
             self.conditional.add(name)
         elif raw.startswith("("):
-            items = [word for part, _ in _split(raw[1:-1]) for one in part for word in self.expand(one)]
+            items = [word for part, _ in _Splitter(raw[1:-1]).commands() for one in part for word in self.expand(one)]
             self.arrays[name] = [*self.arrays.get(name, ()), *items] if more else items
         else:
             value = " ".join(self.expand(raw, whole=True))
@@ -408,56 +409,37 @@ class _Shell:
         if not re.fullmatch(r"[\d\s+\-*/%()]+", text) or "**" in text or len(text) > 200:
             return _unknown(written)
         try:
-            return str(int(_Sum(text.replace(" ", "")).value()))
-        except (ValueError, ZeroDivisionError, IndexError):
+            # Not Python's numbers, whose zeros in front are an error.
+            plain = re.sub(r"\b0+(?=\d)", "", re.sub(r"\s", "", text))
+            return str(_computed(ast.parse(plain, mode="eval").body))
+        except (ValueError, ZeroDivisionError, SyntaxError):
             return _unknown(written)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """A sum of whole numbers as bash computes it."""
+def _quotient(left: int, right: int) -> int:
+    return int(left / right)  # towards zero, as in C
 
-    text: str
-    index: int = 0
 
-    def value(self) -> int:
-        found = self._product()
-        while self._at("+-"):
-            found += self._product() if self._take() == "+" else -self._product()
-        return found
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+}
 
-    def _product(self) -> int:
-        found = self._factor()
-        while self._at("*/%"):
-            sign, other = self._take(), self._factor()
-            if sign == "*":
-                found *= other
-            else:
-                quotient = int(found / other)  # towards zero, as in C
-                found = quotient if sign == "/" else found - other * quotient
-        return found
 
-    def _factor(self) -> int:
-        if self._at("("):
-            self._take()
-            found = self.value()
-            self._take()
-            return found
-        if self._at("-"):
-            self._take()
-            return -self._factor()
-        match = re.compile(r"\d+").match(self.text, self.index)
-        if match is None:
-            raise ValueError(self.text)
-        self.index = match.end()
-        return int(match[0])
-
-    def _at(self, letters: str) -> bool:
-        return self.text[self.index : self.index + 1] in tuple(letters)
-
-    def _take(self) -> str:
-        self.index += 1
-        return self.text[self.index - 1]
+def _computed(sum_: ast.expr) -> int:
+    """Return a sum of whole numbers as bash computes it. Raises ValueError for anything else."""
+    match sum_:
+        case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_computed(left), _computed(right))
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_computed(operand)
+        case ast.Constant(int(number)):
+            return number
+        case _:
+            raise ValueError(ast.unparse(sum_))
 
 
 def _joined(separator: str, results: Sequence[bool | None]) -> bool | None:
@@ -491,7 +473,7 @@ def _closing(raw: str, index: int, opening: str, closing: str) -> int:
 
 def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
     """Yield the raw words of each simple command, quotes and dollar signs still in them, and what separates it."""
-    for words, separator in _split(text.replace("\r\n", "\n")):
+    for words, separator in _Splitter(text.replace("\r\n", "\n")).commands():
         command: list[str] = []
         skip = False
         for word in words:
@@ -502,15 +484,6 @@ def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
             else:
                 command.append(word)
         yield command, separator
-
-
-def _split(text: str) -> Iterator[_Line]:
-    """Yield the raw words between the separators of commands, and the separator after them.
-
-    Raises:
-        ConfigError: a quotation is not closed.
-    """
-    return _Splitter(text).commands()
 
 
 @dataclass(slots=True)
@@ -527,7 +500,11 @@ class _Splitter:
     """Variable that takes this document: ``read -r -d '' NAME <<EOF``."""
 
     def commands(self) -> Iterator[_Line]:
-        """Yield what :func:`_split` does."""
+        """Yield the raw words between the separators of commands, and the separator after them.
+
+        Raises:
+            ConfigError: a quotation is not closed.
+        """
         while self.index < len(self.text):
             letter = self.text[self.index]
             if letter in "'\"":
