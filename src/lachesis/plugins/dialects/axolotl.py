@@ -68,7 +68,6 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     grpo.put_batch(
         translation,
         rows="micro_batch_size",
-        accumulation="gradient_accumulation_steps",
         generations="trl.num_generations",
         default_rows=1,
         processes=processes,
@@ -201,15 +200,12 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
 
 
 def _put_run(translation: Translation) -> None:
-    grpo.put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
-    grpo.put_output_dir(translation, "output_dir")
-    grpo.put_betas(translation, "adam_beta1", "adam_beta2")
+    grpo.put_run(translation, epochs="num_epochs", default_epochs=1.0, schedule="lr_scheduler")
     _put_saves(translation)
     put_axolotl_hub(translation)
     _put_evaluations(translation)
     if not translation.has("warmup_steps") and not translation.has("warmup_ratio"):
         translation.put("optimizer.warmup_ratio", 0.03, "warmup_ratio")
-    grpo.put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
     if translation.has("wandb_project") and translation.value("use_wandb", True):
         for key in ("project", "name", "mode", "entity"):
             translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
@@ -224,7 +220,7 @@ def _put_saves(translation: Translation) -> None:
     """Each ``save_steps``, or so many times in an epoch, or as ``save_strategy`` says, which is each epoch there."""
     strategy = translation.value("save_strategy", "epoch")
     if translation.has("save_steps"):
-        grpo.put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "save_steps", "checkpoint.every_steps")
     elif translation.has("saves_per_epoch"):
         grpo.put_per_epoch(translation, "saves_per_epoch", "checkpoint.every_epochs")
     elif not grpo.put_strategy(translation, "save_strategy", strategy, "checkpoint", default_steps=500):
@@ -239,7 +235,7 @@ def _put_evaluations(translation: Translation) -> None:
         return
     strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if translation.has("eval_steps"):
-        grpo.put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "eval_steps", "evaluation.every_steps")
     elif translation.has("evals_per_epoch"):
         grpo.put_per_epoch(translation, "evals_per_epoch", "evaluation.every_epochs")
     else:
@@ -296,14 +292,9 @@ def _put_engine(translation: Translation) -> None:
         translation.copy("vllm.port", "engine.port")
     grpo.put_serving(
         translation,
-        use_vllm="trl.use_vllm",
-        mode="trl.vllm_mode",
+        "trl.",
         default_mode="server",
         url=grpo.put_address(translation, host, translation.value(port, 8000)),
         url_name=port,
-        timeout="trl.vllm_server_timeout",
         managed=_MANAGED,
-        device="trl.vllm_device",
-        adapter_only="trl.vllm_lora_sync",
-        interval="trl.vllm_sync_interval",
     )

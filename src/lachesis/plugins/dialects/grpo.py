@@ -127,12 +127,12 @@ def _put_generation_kwargs(translation: Translation, name: str) -> None:
         translation.put("sampling.generation_kwargs", rest, name)
 
 
-def put_every(translation: Translation, name: str, path: str, *, max_steps: str) -> None:
+def put_every(translation: Translation, name: str, path: str) -> None:
     """Set a number of steps, given as one or as a share of ``max_steps`` below 1."""
     value = translation.value(name)
     if value is None:
         return
-    steps = translation.value(max_steps)
+    steps = translation.value("max_steps")
     if isinstance(value, float) and 0 < value < 1 and isinstance(steps, int):
         value = max(1, round(value * steps))
     translation.put(path, int(value) if isinstance(value, float) and value.is_integer() else value, name)
@@ -195,27 +195,37 @@ def put_dtype(translation: Translation, *names: str, others: tuple[str, ...] = (
         translation.put("model.dtype", DTYPES[name], name)
 
 
-def put_betas(translation: Translation, first: str, second: str) -> None:
-    """AdamW's two decays as the pair that they are here."""
-    if translation.has(first) or translation.has(second):
-        pair = [translation.value(first, 0.9), translation.value(second, 0.999)]
-        translation.put("optimizer.betas", pair, first if translation.has(first) else second)
-
-
-def put_schedule(translation: Translation, *, schedule: str, rate: str, default_rate: float | None = None) -> None:
-    """Set the options of the schedule in ``lr_scheduler_kwargs``, by the names of transformers' functions.
+def put_run(
+    translation: Translation, *, epochs: str, default_epochs: float, schedule: str, default_rate: float | None = None
+) -> None:
+    """Set the run's length and directory, AdamW's decays and the options of the schedule.
 
     Args:
         translation: of the document.
-        schedule, rate: their names of the schedule and of the peak learning rate.
-        default_rate: theirs.
+        epochs, schedule: their names of the epochs, which count where no steps are said, and of the schedule.
+        default_epochs, default_rate: theirs.
     """
+    steps = translation.value("max_steps")
+    if steps is not None and steps != -1:
+        translation.put("run.steps", steps, "max_steps")
+    else:
+        translation.put("run.epochs", translation.value(epochs, default_epochs), epochs)
+    put_output_dir(translation, "output_dir")
+    first, second = "adam_beta1", "adam_beta2"
+    if translation.has(first) or translation.has(second):
+        pair = [translation.value(first, 0.9), translation.value(second, 0.999)]
+        translation.put("optimizer.betas", pair, first if translation.has(first) else second)
+    _put_schedule(translation, schedule, default_rate)
+
+
+def _put_schedule(translation: Translation, schedule: str, default_rate: float | None) -> None:
+    """Set the options of the schedule in ``lr_scheduler_kwargs``, by the names of transformers' functions."""
     name = "lr_scheduler_kwargs"
     options = translation.value(name, {})
     if not is_object(options):
         translation.problem(name, f"expected a mapping, got {describe(options)}")
         return
-    kind, peak = translation.value(schedule), translation.value(rate, default_rate)
+    kind, peak = translation.value(schedule), translation.value("learning_rate", default_rate)
     for key, value in options.items():
         path = _WORDS.schedule_options.get(key)
         if value is None or _WORDS.schedule_defaults.get(key) == value:
@@ -228,24 +238,8 @@ def put_schedule(translation: Translation, *, schedule: str, rate: str, default_
             translation.put(path, value, name)
 
 
-def put_steps(translation: Translation, *, max_steps: str, epochs: str, default_epochs: float) -> None:
-    """Set the steps, or the epochs if their file counts only epochs."""
-    steps = translation.value(max_steps)
-    if steps is not None and steps != -1:
-        translation.put("run.steps", steps, max_steps)
-    else:
-        translation.put("run.epochs", translation.value(epochs, default_epochs), epochs)
-
-
 def put_batch(
-    translation: Translation,
-    *,
-    rows: str,
-    accumulation: str,
-    generations: str,
-    default_rows: int,
-    processes: int | None,
-    sharing: int = 1,
+    translation: Translation, *, rows: str, generations: str, default_rows: int, processes: int | None, sharing: int = 1
 ) -> int:
     """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``; the processes that were counted.
 
@@ -254,6 +248,7 @@ def put_batch(
     has started several processes for may be for several: it says so, or the fewest that make whole groups count.
     ``sharing`` processes that compute their sequences together count as one.
     """
+    accumulation = "gradient_accumulation_steps"
     written = translation.whole(_PROCESSES, 1)
     micro = translation.whole(rows, default_rows)
     steps = translation.whole(accumulation, 1)
@@ -271,7 +266,7 @@ def put_batch(
             _say_processes(translation, accumulation, counted, completions, group)
         return counted
     text = f"{rows} {micro} x {accumulation} {steps} x {counted} process{'es' if counted > 1 else ''} = {completions}"
-    fitting = _fitting_batches(micro * counted, steps, group, accumulation=accumulation, generations=generations)
+    fitting = _fitting_batches(micro * counted, steps, group, names=(accumulation, generations))
     translation.problem(
         accumulation,
         f"{text} completions in a step, not a multiple of {generations} {group}; the nearest that fit: {fitting}",
@@ -291,14 +286,14 @@ def _say_processes(translation: Translation, name: str, processes: int, completi
     )
 
 
-def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, generations: str) -> str:
+def _fitting_batches(unit: int, steps: int, group: int, *, names: tuple[str, str]) -> str:
     """Return the nearest accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
     # A group is whole after so many accumulation steps, and after every multiple of them.
     valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
     below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
     sizes = nearest_divisors(unit * steps, group)
-    choices = [f"{accumulation} {' or '.join(map(str, below + above))}"]
-    choices += [f"{generations} {' or '.join(map(str, sizes))}"] if sizes else []
+    choices = [f"{names[0]} {' or '.join(map(str, below + above))}"]
+    choices += [f"{names[1]} {' or '.join(map(str, sizes))}"] if sizes else []
     return ", or ".join(choices)
 
 
@@ -344,18 +339,7 @@ def put_generation(translation: Translation, prompts: int | None, step: int | No
 
 
 def put_serving(
-    translation: Translation,
-    *,
-    use_vllm: str,
-    mode: str,
-    default_mode: str,
-    url: str,
-    url_name: str,
-    timeout: str,
-    managed: Mapping[str, str],
-    device: str,
-    adapter_only: str | None = None,
-    interval: str | None = None,
+    translation: Translation, prefix: str, *, default_mode: str, url: str, url_name: str, managed: Mapping[str, str]
 ) -> None:
     """Set ``engine`` and ``bridge``.
 
@@ -363,17 +347,17 @@ def put_serving(
     all weights are sent. ``colocate``: a vLLM server that the run starts on the trainer's GPU, with the same bridges.
 
     Args:
-        use_vllm, mode: their names of the switches.
+        translation: of the document.
+        prefix: of TRL's names.
+        default_mode: theirs.
         url: the server's address, for mode server; ``url_name`` is where it is written.
-        timeout: their name of the wait for that server.
         managed: options of a server that the run starts, their names to ours below ``engine.``.
-        device: the name that earlier versions have for the GPU of that server.
-        adapter_only: their name of the switch that transfers the adapter alone, if they have one.
-        interval: their name of the number of steps between transfers, if they have one.
     """
-    swapped_by = adapter_only if adapter_only is not None and translation.value(adapter_only) else None
+    names = ("use_vllm", "vllm_mode", "vllm_server_timeout", "vllm_lora_sync", "vllm_sync_interval")
+    use_vllm, mode, timeout, adapter_only, interval = (f"{prefix}{name}" for name in names)
+    swapped_by = adapter_only if translation.value(adapter_only) else None
     if not translation.value(use_vllm):
-        if options := [name for name in (mode, interval, *managed) if name and translation.has(name)]:
+        if options := [name for name in (mode, interval, *managed) if translation.has(name)]:
             text = f"nothing to do: {use_vllm} is off, so the trainer's own weights generate"
             translation.note(", ".join(options), text)
         return
@@ -388,14 +372,13 @@ def put_serving(
         translation.put("engine.kind", "vllm", mode)
         for name, option in managed.items():
             translation.copy(name, f"engine.{option}")
-        _put_device(translation, device)
+        _put_device(translation, f"{prefix}vllm_device")
         _make_room(translation, [name for name, option in managed.items() if option == "max_model_len"])
     else:
         translation.problem(mode, f"expected server or colocate, got {chosen!r}")
         return
     translation.put("bridge.kind", "lora_only" if swapped_by else "broadcast", swapped_by or use_vllm)
-    if interval is not None:
-        translation.copy(interval, "bridge.every_steps")
+    translation.copy(interval, "bridge.every_steps")
 
 
 def _make_room(translation: Translation, names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from lachesis.common.errors import ConfigError, nearest
@@ -92,6 +93,7 @@ class Dialect:
         row_sections: sections that are lists of mappings.
         open_sections: sections whose further keys are accepted unseen, as they belong to a library.
         prefix: how its names are written, ``--`` for flags.
+        aliases: other names of some, which a file may have in their place.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Dialect:
         row_sections: Sequence[str] = (),
         open_sections: Sequence[str] = (),
         prefix: str = "",
+        aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.name = name
+        self.aliases = aliases
         self.entries: Mapping[str, Entry] = {entry.name: entry for entry in entries}
         self.row_sections = frozenset(row_sections)
         self.open_sections = frozenset(open_sections)
@@ -176,14 +180,20 @@ class Translation:
             if value is not None and value is not False:
                 self.note(name, "does nothing with the rest of this file")
 
+    def written(self, name: str) -> str:
+        """Return the name that their file has for it: its own, or an alias if only that is there."""
+        names = (name, *self.dialect.aliases.get(name, ()))
+        return next((one for one in names if self._values.get(one) is not None), name)
+
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value in their file, which counts as used then; null counts as unset."""
+        name = self.written(name)
         self._used.add(name)
         found = self._values.get(name)
         return default if found is None else found
 
     def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self._values.get(self.written(name)) is not None
 
     def whole(self, name: str, default: int) -> int | None:
         """Return a whole number from 1 on; None, and a problem, for any other value."""
@@ -247,6 +257,7 @@ class Translation:
 
     def origin(self, name: str) -> str:
         """``line 7: trl.beta``, or that it is their default."""
+        name = self.written(name)
         in_row = "[" in name
         written = self._theirs.at(_place(name)).strip(" ()") if in_row or self.has(name) else ""
         label = f"{self.dialect.prefix}{name}"
@@ -264,6 +275,7 @@ class Translation:
         return "" if self.dialect.prefix else self._theirs.at(_place(name)[:-1])
 
     def problem(self, name: str, message: str) -> None:
+        name = self.written(name)
         self._used.add(name)
         label = f"{self.dialect.prefix}{name}"
         at = self._theirs.at(_place(name))
@@ -285,7 +297,7 @@ class Translation:
         self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:
-        names = name.split(", ")
+        names = [self.written(one) for one in name.split(", ")]
         self._used.update(names)
         text = f"{', '.join(self.dialect.prefix + one for one in names)}: {message}"
         self.findings.append(_finding(level, text))

@@ -47,7 +47,6 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     counted = grpo.put_batch(
         translation,
         rows="per_device_train_batch_size",
-        accumulation="gradient_accumulation_steps",
         generations="num_generations",
         default_rows=8,
         processes=processes,
@@ -121,18 +120,17 @@ def _put_warmup(translation: Translation) -> None:
 
 
 def _put_run(translation: Translation) -> None:
-    grpo.put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
-    grpo.put_output_dir(translation, "output_dir")
-    grpo.put_betas(translation, "adam_beta1", "adam_beta2")
-    grpo.put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
+    grpo.put_run(
+        translation, epochs="num_train_epochs", default_epochs=3.0, schedule="lr_scheduler_type", default_rate=1e-6
+    )
     _put_warmup(translation)
-    grpo.put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
+    grpo.put_every(translation, "logging_steps", "logging.every_steps")
     saves = translation.value("save_strategy", "steps")
     if grpo.put_strategy(translation, "save_strategy", saves, "checkpoint", default_steps=500) and saves == "steps":
-        grpo.put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "save_steps", "checkpoint.every_steps")
     evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if evaluates == "steps":
-        grpo.put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+        grpo.put_every(translation, "eval_steps", "evaluation.every_steps")
     else:
         grpo.put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
     if evaluates != "no":
@@ -187,14 +185,11 @@ def _put_engine(translation: Translation) -> None:
         url = translation.value("vllm_server_base_url")
     grpo.put_serving(
         translation,
-        use_vllm="use_vllm",
-        mode="vllm_mode",
+        "",
         default_mode="colocate",
         url=url if isinstance(url, str) else grpo.put_address(translation, "vllm_server_host", port),
         url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
-        timeout="vllm_server_timeout",
         managed=_WORDS.managed,
-        device="vllm_device",
     )
     utilization = "vllm_gpu_memory_utilization"
     if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
