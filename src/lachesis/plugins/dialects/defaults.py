@@ -6,15 +6,17 @@ file that leaves such keys out gets one note about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from lachesis.common.types import Finding
 from lachesis.plugins.dialects.table import Translation
-from lachesis.plugins.dialects.words import Words, read_table
+from lachesis.plugins.dialects.words import Words
 
 
-class Difference(NamedTuple):
+class Difference(BaseModel, frozen=True, extra="forbid"):
     """A default that is not taken over.
 
     Attributes:
@@ -22,53 +24,33 @@ class Difference(NamedTuple):
         here: ours without it.
         written: value that gives their behaviour; empty if a run does not differ, or there is no such value.
         or_by: other keys that say the same.
-        applies: True if it matters for a run with these keys of ours.
+        applies: the runs for which it matters, if not for all.
     """
 
     there: str
     here: str
     written: str = ""
     or_by: tuple[str, ...] = ()
-    applies: Callable[[Mapping[str, Any]], bool] = lambda data: True
+    applies: Literal["always", "has_own_server", "saves"] = "always"
 
-
-def _has_own_server(data: Mapping[str, Any]) -> bool:
-    return data.get("engine", {}).get("kind") == "vllm"
-
-
-def _saves(data: Mapping[str, Any]) -> bool:
-    return bool(data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"})
-
-
-_APPLIES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {"has_own_server": _has_own_server, "saves": _saves}
-
-
-def _differences(part: str) -> dict[str, dict[str, Difference]]:
-    """Return a part of ``names/defaults.toml``, by dialect and key."""
-    return {
-        dialect: {key: _difference(**row) for key, row in rows.items()}
-        for dialect, rows in read_table("defaults")[part].items()
-    }
-
-
-def _difference(
-    *, there: str, here: str, written: str = "", or_by: Sequence[str] = (), applies: str | None = None
-) -> Difference:
-    difference = Difference(there, here, written, tuple(or_by))
-    return difference if applies is None else difference._replace(applies=_APPLIES[applies])
-
-
-DIFFERENT = _differences("classes")
-# Of their code and not of their classes.
-IN_CODE = _differences("code")
+    def matters(self, data: Mapping[str, Any]) -> bool:
+        """Return True if it matters for a run with these keys of ours."""
+        if self.applies == "has_own_server":
+            return data.get("engine", {}).get("kind") == "vllm"
+        saves = data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"}
+        return self.applies == "always" or bool(saves)
 
 
 class _Words(Words):
+    classes: dict[str, dict[str, Difference]]
+    code: dict[str, dict[str, Difference]]
     up_to_017: dict[str, str]
     loss_up_to_017: str
 
 
 _WORDS = _Words.read("defaults")
+DIFFERENT, IN_CODE = _WORDS.classes, _WORDS.code
+"""Defaults of their classes, and those of their code."""
 
 
 def _old_version(translation: Translation) -> list[Finding]:
@@ -103,7 +85,7 @@ def default_findings(translation: Translation) -> list[Finding]:
         for table in (DIFFERENT, IN_CODE)
         for key, difference in table.get(name, {}).items()
         if difference.written
-        and difference.applies(translation.document.data)
+        and difference.matters(translation.document.data)
         and not any(translation.has(written) for written in (key, *difference.or_by))
     ]
     if not keys:
