@@ -7,55 +7,6 @@ from pathlib import Path
 
 from lachesis.common.errors import ConfigError
 
-_REWARDS = '''\
-"""Rewards: a number for each completion, from its text and the columns of its problem."""
-
-
-def exact_match(completions, answer, **kwargs) -> list[float]:
-    """1 where the completion is the answer and nothing else."""
-    return [float(completion[0]["content"] == right) for completion, right in zip(completions, answer, strict=True)]
-'''
-
-_MODEL = '''\
-"""The small model of the first run, with random weights and a token for each character."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-SPECIAL = ["<pad>", "<bos>", "<eos>"]
-
-
-def prepare(model_path: str) -> None:
-    """Make the model's directory, unless it is there."""
-    if (Path(model_path) / "config.json").is_file():
-        return
-    torch.manual_seed(0)
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *"0123456789="])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    config = Qwen2Config(
-        vocab_size=len(fast),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=128,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        pad_token_id=fast.pad_token_id,
-        bos_token_id=fast.bos_token_id,
-        eos_token_id=fast.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(model_path)
-    fast.save_pretrained(model_path)
-'''
-
 # A digit that has to be written down, and which one.
 _PROBLEMS = "".join(f'{{"prompt": "{digit}=", "answer": "{digit}"}}\n' for digit in range(10))
 
@@ -76,13 +27,17 @@ def init(directory: str | Path) -> list[Path]:
     """
     directory = Path(directory)
     files = {
-        directory / "config.yaml": Path(__file__).with_name("first_run.yaml").read_text(encoding="utf-8"),
-        directory / "rewards.py": _REWARDS,
-        directory / "model.py": _MODEL,
+        directory / "config.yaml": _shipped("first_run.yaml"),
+        directory / "rewards.py": _shipped("first_run_rewards.py.txt"),
+        directory / "model.py": _shipped("first_run_model.py.txt"),
         directory / "train.jsonl": _PROBLEMS * 9,
         directory / "eval.jsonl": _PROBLEMS,
     }
     return write_new(files)
+
+
+def _shipped(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def write_new(files: Mapping[Path, str]) -> list[Path]:

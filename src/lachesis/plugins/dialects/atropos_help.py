@@ -11,6 +11,9 @@ from lachesis.plugins.dialects.table import UNSET, Entry
 from lachesis.plugins.dialects.words import read_table
 
 _TEXTS = read_table("atropos_help")
+RUN_HELP: str = _TEXTS["run"]
+"""Text of `lachesis run --help`, with a place for the ``names`` of environments."""
+
 _WIDTH = 110
 
 

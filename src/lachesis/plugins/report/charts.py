@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from lachesis.metrics.names import (
     BY_ENVIRONMENT,
@@ -34,22 +38,6 @@ SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
 # Instead of sampling if that happens elsewhere: beside training, or in environments.
 WAITING = (("data_fetch_time", "Waiting for a batch"),)
 
-# What a line is called beside others in one chart.
-LABELS = {
-    "mean_kl": "sampler",
-    "kl_reference": "base model",
-    "clipped_fraction": "all",
-    "clip_fraction_low": "below",
-    "clip_fraction_high": "above",
-    "completion_length/mean": "mean",
-    "completion_length/max": "longest",
-    "generation_tokens_per_s": "generation",
-    "train_tokens_per_s": "training",
-    "logprob_diff_mean": "mean",
-    "logprob_diff_max": "largest",
-    "gpu_memory_gb": "used",
-    "gpu_memory_reserved_gb": "reserved",
-}
 LOGGED = "reward_metrics/"
 
 
@@ -62,6 +50,8 @@ class ChartPlan:
     it covers, so that noise does not look like news.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     names: tuple[str, ...]
     title: str = ""
     band: str = ""
@@ -73,33 +63,16 @@ class ChartPlan:
     least: float = 0.0
 
 
-CHARTS = (
-    ChartPlan(("reward",), band="reward_std", wide=True, floor=0.0),
-    ChartPlan(("evaluation/accuracy",), wide=True, floor=0.0, ceiling=1.0),
-    ChartPlan(("mean_kl", "kl_reference"), title="KL divergence", floor=0.0, least=1e-3),
-    ChartPlan(("distill_kl",), floor=0.0),
-    ChartPlan(("sft_loss",), floor=0.0),
-    ChartPlan(("mean_ratio",), least=0.02),
-    ChartPlan(("clipped_fraction", "clip_fraction_low", "clip_fraction_high"), floor=0.0, least=0.01),
-    ChartPlan(("entropy",), floor=0.0),
-    ChartPlan(("completion_length/mean", "completion_length/max"), floor=0.0),
-    ChartPlan(("grad_norm",), log=True),
-    ChartPlan(("learning_rate",), exact=True, floor=0.0),
-    ChartPlan(("generation_tokens_per_s", "train_tokens_per_s"), title="Speed", floor=0.0),
-    ChartPlan(("zero_std_fraction",), floor=0.0, ceiling=1.0),
-    ChartPlan(("staleness",), floor=0.0, least=1.0),
-    ChartPlan(("loss",), least=1e-4),
-    ChartPlan(("truncated_fraction",), floor=0.0, least=0.01),
-    ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Train/inference mismatch", log=True),
-    ChartPlan(("gpu_memory_gb", "gpu_memory_reserved_gb"), floor=0.0),
-)
+class _Tables(BaseModel, frozen=True, extra="forbid"):
+    """The tables of ``charts.toml``."""
 
-# Metrics that are drawn of each of several sources.
-OF_A_SOURCE: Mapping[str, dict[str, Any]] = {
-    "reward": {"title": "Rewards by source", "floor": 0.0},
-    "zero_std_fraction": {"title": "Zero-variance groups by source", "floor": 0.0, "ceiling": 1.0},
-    "truncated_fraction": {"title": "Truncated completions by source", "floor": 0.0, "least": 0.01},
-}
+    charts: tuple[ChartPlan, ...]
+    labels: dict[str, str]
+    of_a_source: dict[str, dict[str, Any]]
+
+
+_TABLES = _Tables.model_validate(tomllib.loads(Path(__file__).with_name("charts.toml").read_text(encoding="utf-8")))
+CHARTS, LABELS, OF_A_SOURCE = _TABLES.charts, _TABLES.labels, _TABLES.of_a_source
 
 
 def charts(log: MetricsLog) -> list[dict[str, Any]]:

@@ -28,30 +28,10 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, load_argv
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.dialects.atropos_help import help_text
+from lachesis.plugins.dialects.atropos_help import RUN_HELP, help_text
 
 if TYPE_CHECKING:
     from lachesis.run.context import Companions
-
-RUN_HELP = """\
-Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]
-       lachesis run --model-name MODEL --environment NAME [FLAGS]
-
-Starts the rollout API, the engine, an environment and the trainer, each with its own log in logs/ of the run
-directory, and stops them all at the end.
-
-With a configuration, source.kind is atropos, engine says what generates, and services what else to start:
-`lachesis explain services` lists its keys.
-
-  --api-port PORT            Where the rollout API is started, in place of the port of source.url, which is 8002.
-
-With flags
-  --environment NAME         {names}, FILE.py:CLASS or module.CLASS; none is started if unset
-  --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
-  --engine vllm|embedded     Engine; vllm if unset.
-  --atropos-url URL          Address of a running rollout API; if unset one is started.
-  --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
-  ...                        All other flags of `lachesis grpo --help`."""
 
 # What the documents print while training; said by the bridges, the engine's client and the source.
 DOCUMENTED = ("[", "Exported ", "Attached ")
