@@ -51,7 +51,7 @@ PLUGIN_IMPORTS_PLUGIN = {
     ("sweep", "report"): "compares its runs on a page",
     ("trl", "export"): "a trainer saves and pushes its model",
     ("atropos", "dialects"): "its commands take the flags that the dialect translates",
-    ("atropos", "environments"): "serves steps and verifiers over the rollout API",
+    ("atropos", "environments"): "`lachesis env try` plays steps and verifiers too",
     ("cluster", "atropos"): "tells whether a job starts its API and environments",
 }
 # What any room may import, wherever it stands.

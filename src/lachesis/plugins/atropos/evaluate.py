@@ -19,11 +19,11 @@ from lachesis.common.http import free_port
 from lachesis.common.imports import load_function
 from lachesis.engines.options import ServeOptions
 from lachesis.plugins.atropos import run as environments
-from lachesis.plugins.atropos.environments.base import Environment
+from lachesis.plugins.atropos.environments.base import Environment, Evaluable
 from lachesis.plugins.atropos.environments.evaluation import EnvironmentEvaluation, evaluate_environment
 from lachesis.plugins.atropos.environments.settings import parse_options
 from lachesis.plugins.atropos.environments.shipped import SHIPPED
-from lachesis.plugins.atropos.episode_environments import EPISODES
+from lachesis.plugins.atropos.episode_trials import StepsTrial, VerifiersTrial
 from lachesis.plugins.environments.steps.openenv import is_address
 from lachesis.process.managed import ManagedProcess
 from lachesis.rollouts.datasets.rows import PREFIX
@@ -89,18 +89,18 @@ def parse_trial(words: Sequence[str]) -> Trial:
     return Trial(samples, asked.greedy, asked.model, asked.json, (*known, *rest))
 
 
-def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
-    """Return the class of an environment by any kind of name, and the flags that identify it.
+def resolve(name: str) -> tuple[type[Evaluable[Any, Any]], list[str]]:
+    """Return the class that tries an environment by any kind of name, and the flags that identify it.
 
     A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of a stepped one, the address of an OpenEnv
     server, ``reasoning_gym:TASKS``, and else the id or file of an environment of verifiers.
     """
-    if name in (*SHIPPED, *EPISODES):
+    if name in SHIPPED:
         return environments.find(name), []
     if name.startswith(PREFIX):
         return environments.find("reasoning_gym"), [f"--env.tasks={name.removeprefix(PREFIX)}"]
     if is_address(name):
-        return EPISODES["steps"], [f"--env.environment={name}"]
+        return StepsTrial, [f"--env.environment={name}"]
     if ":" in name or ("." in name and not name.endswith(".py")):
         found: Any = load_function(name)
         if isinstance(found, type) and issubclass(found, Environment):
@@ -110,8 +110,8 @@ def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
                 f"{name} is not an environment",
                 remedy="name a subclass of Environment, or a class that can be stepped (docs/environments.md)",
             )
-        return EPISODES["steps"], [f"--env.environment={name}"]
-    return EPISODES["verifiers"], [f"--env.environment={name}"]
+        return StepsTrial, [f"--env.environment={name}"]
+    return VerifiersTrial, [f"--env.environment={name}"]
 
 
 def try_environment(name: str, trial: Trial) -> tuple[EnvironmentEvaluation | None, int]:
@@ -123,7 +123,7 @@ def try_environment(name: str, trial: Trial) -> tuple[EnvironmentEvaluation | No
     kind, flags = resolve(name)
     with ExitStack() as stack:
         words = [*flags, *trial.rest]
-        if kind is EPISODES["steps"] and not any(word.startswith(_HOW_MANY) for word in words):
+        if kind is StepsTrial and not any(word.startswith(_HOW_MANY) for word in words):
             words.append(f"--env.max_tasks={_STEPPED}")
         if trial.model is not None:
             words.append(f"--openai.base_url={_serve(trial.model, stack)}")
@@ -132,7 +132,7 @@ def try_environment(name: str, trial: Trial) -> tuple[EnvironmentEvaluation | No
 
 
 async def _try(
-    environment: Environment[Any, Any], stop: asyncio.Event, *, samples: int, greedy: bool
+    environment: Evaluable[Any, Any], stop: asyncio.Event, *, samples: int, greedy: bool
 ) -> EnvironmentEvaluation | None:
     async def whole() -> EnvironmentEvaluation:
         await environment.client.wait_until_ready()

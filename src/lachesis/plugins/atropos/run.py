@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.imports import load_function
 from lachesis.common.types import EvalResult
-from lachesis.plugins.atropos.environments.base import Environment
+from lachesis.plugins.atropos.environments.base import Environment, Evaluable
 from lachesis.plugins.atropos.environments.client import InferenceClient
 from lachesis.plugins.atropos.environments.outputs import Outputs
 from lachesis.plugins.atropos.environments.process import Processed, process
@@ -23,18 +23,18 @@ from lachesis.plugins.atropos.environments.runner import Runner, Summary
 from lachesis.plugins.atropos.environments.settings import EnvironmentOptions
 from lachesis.plugins.atropos.environments.shipped import SHIPPED
 from lachesis.plugins.atropos.environments.tokenizer import load_tokenizer
-from lachesis.plugins.atropos.episode_environments import EPISODES
 from lachesis.process.signals import keep_handlers_from_children
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
 T = TypeVar("T")
-Command = Callable[[Environment[Any, Any], asyncio.Event], Coroutine[Any, Any, T]]
+E = TypeVar("E", bound=Evaluable[Any, Any])
+Command = Callable[[E, asyncio.Event], Coroutine[Any, Any, T]]
 
 _GROUPS = 8
 
 
-def run(kind: type[Environment[Any, Any]], options: EnvironmentOptions, command: Command[T]) -> tuple[T | None, int]:
+def run(kind: type[E], options: EnvironmentOptions, command: Command[E, T]) -> tuple[T | None, int]:
     """Build an environment and do with it what ``command`` says: :func:`serve`, :func:`make_groups`, :func:`evaluate`.
 
     Returns:
@@ -53,12 +53,11 @@ def find(name: str) -> type[Environment[Any, Any]]:
     Raises:
         ConfigError: the name is unknown, or its object is not an environment.
     """
-    if (known := {**SHIPPED, **EPISODES}.get(name)) is not None:
+    if (known := SHIPPED.get(name)) is not None:
         return known
     if ":" not in name and "." not in name:
-        names = sorted([*SHIPPED, *EPISODES])
-        near = nearest(name, names)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(names)}, or give FILE.py:CLASS"
+        near = nearest(name, SHIPPED)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
         raise ConfigError(f"unknown environment {name!r}", remedy=remedy)
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
@@ -109,9 +108,7 @@ async def _evaluate(environment: Environment[Any, Any]) -> EvalResult:
         outputs.close()
 
 
-async def _run(
-    kind: type[Environment[Any, Any]], options: EnvironmentOptions, command: Command[T]
-) -> tuple[T | None, int]:
+async def _run(kind: type[E], options: EnvironmentOptions, command: Command[E, T]) -> tuple[T | None, int]:
     stop = asyncio.Event()
     client = InferenceClient(options.openai, slurm=options.slurm)
     environment, result = None, None
@@ -127,9 +124,7 @@ async def _run(
     return result, 128 + received[0] if received else 0
 
 
-async def _build(
-    kind: type[Environment[Any, Any]], options: EnvironmentOptions, client: InferenceClient
-) -> Environment[Any, Any]:
+async def _build(kind: type[E], options: EnvironmentOptions, client: InferenceClient) -> E:
     name = options.env.tokenizer_name or options.openai.model_name
     if name is None:
         await client.wait_until_ready()

@@ -6,7 +6,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.plugins.atropos.environments.shipped import Arithmetic, ReasoningGym
-from lachesis.plugins.atropos.episode_environments import StepsEnvironment, VerifiersEnvironment
+from lachesis.plugins.atropos.episode_trials import StepsTrial, VerifiersTrial
 from lachesis.plugins.atropos.evaluate import parse_trial, resolve
 from tests.paths import EXAMPLES
 
@@ -28,9 +28,9 @@ def test_names_of_all_kinds_are_found():
     assert resolve("arithmetic") == (Arithmetic, [])
     assert resolve("reasoning_gym:gcd?size=5") == (ReasoningGym, ["--env.tasks=gcd?size=5"])
     assert resolve("lachesis.plugins.atropos.environments.shipped.arithmetic.Arithmetic") == (Arithmetic, [])
-    assert resolve("gsm8k-v1") == (VerifiersEnvironment, ["--env.environment=gsm8k-v1"])
-    assert resolve("mine/sums.py") == (VerifiersEnvironment, ["--env.environment=mine/sums.py"])
+    assert resolve("gsm8k-v1") == (VerifiersTrial, ["--env.environment=gsm8k-v1"])
+    assert resolve("mine/sums.py") == (VerifiersTrial, ["--env.environment=mine/sums.py"])
     guess = f"{EXAMPLES / 'environments' / 'steps.py'}:Guess"
-    assert resolve(guess) == (StepsEnvironment, [f"--env.environment={guess}"])
+    assert resolve(guess) == (StepsTrial, [f"--env.environment={guess}"])
     with pytest.raises(ConfigError, match="is not an environment"):
         resolve("lachesis.common.types.Prompt")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lachesis.plugins.atropos.environments.evaluation import EnvironmentEvaluation
     from lachesis.plugins.atropos.environments.process import Processed
     from lachesis.plugins.atropos.environments.runner import Summary
+    from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 
 
 @app.command(context_settings=ALL_WORDS)
@@ -60,7 +61,7 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
         print_help(name)
         return 0
     kind = environments.find(name)
-    commands: dict[str, tuple[environments.Command[Any], Any]] = {
+    commands: dict[str, tuple[environments.Command[Any, Any], Any]] = {
         "serve": (environments.serve, _served),
         "process": (environments.make_groups, _processed),
         "evaluate": (environments.evaluate, _evaluated),
@@ -97,6 +98,8 @@ def try_environment(name: str, words: Sequence[str]) -> int:
 
     if HELP_FLAGS & {name, *words}:
         console.print(env_eval.trial_parser().format_help(), markup=False, highlight=False)
+        if name not in HELP_FLAGS:
+            print_flags(name, env_eval.resolve(name)[0].config_class)
         return 0
     asked = env_eval.parse_trial(words)
     with printed_log("lachesis.plugins.atropos.environments"):
@@ -146,19 +149,23 @@ def _evaluated(result: EvalResult) -> str:
 
 def print_help(name: str) -> None:
     """Print the usage of the command, and the flags of an environment, or those that all have."""
-    from lachesis.plugins.atropos.environments.base import Environment
-    from lachesis.plugins.atropos.environments.settings import describe
+    from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
     from lachesis.plugins.atropos.environments.shipped import SHIPPED
-    from lachesis.plugins.atropos.episode_environments import EPISODES
     from lachesis.plugins.atropos.run import find
 
-    kind = Environment if not name or name in HELP_FLAGS else find(name)
+    named = bool(name) and name not in HELP_FLAGS
     console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env list, info, try, eval\n")
-    known = ", ".join(sorted([*SHIPPED, *EPISODES]))
-    console.print(f"NAME is one of {known}, or your own FILE.py:CLASS or module.CLASS.")
+    console.print(f"NAME is one of {', '.join(SHIPPED)}, or your own FILE.py:CLASS or module.CLASS.")
     console.print(
         "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
     )
-    console.print(f"\nFlags{f' of {name}' if kind is not Environment else ''}; - and _ are alike:")
-    for flag, default, meaning in describe(kind.config_class):
+    print_flags(name if named else "", find(name).config_class if named else EnvironmentConfig)
+
+
+def print_flags(name: str, section: type[EnvironmentConfig]) -> None:
+    """Print the flags that the section ``env`` of an environment has."""
+    from lachesis.plugins.atropos.environments.settings import describe
+
+    console.print(f"\nFlags{f' of {name}' if name else ''}; - and _ are alike:")
+    for flag, default, meaning in describe(section):
         console.print(f"  {flag}{f' ({default})' if default else ''}: {meaning}")

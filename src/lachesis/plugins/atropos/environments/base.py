@@ -32,12 +32,8 @@ Item = TypeVar("Item")
 ConfigT = TypeVar("ConfigT", bound=EnvironmentConfig)
 
 
-class Environment(ABC, Generic[Item, ConfigT]):
-    """Maker of scored groups. Runs on an event loop, which it must not block.
-
-    A subclass gives problems (:meth:`get_next_item`), a rollout on one (:meth:`collect_trajectory`), and scores
-    (:meth:`score`); it may override more. ``name`` is its name, ``config_class`` its section ``env``, ``to_hold_out``
-    says how it gets held-out problems.
+class Evaluable(ABC, Generic[Item, ConfigT]):
+    """What ``lachesis env eval`` tries: problems, and attempts at them. ``config_class`` is its section ``env``.
 
     Args:
         config: the section ``env``.
@@ -47,14 +43,11 @@ class Environment(ABC, Generic[Item, ConfigT]):
 
     name: ClassVar[str]
     config_class: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
-    to_hold_out: ClassVar[str] = "do not evaluate it"
 
     def __init__(self, config: ConfigT, *, client: InferenceClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
-        self.step = 0
-        """The trainer's step, kept up to date while serving."""
 
     async def setup(self) -> None:
         """Load resources before the first item is requested."""
@@ -63,6 +56,38 @@ class Environment(ABC, Generic[Item, ConfigT]):
     async def close(self) -> None:
         """Give back what :meth:`setup` took. Called once, also after errors."""
         return None
+
+    @abstractmethod
+    def problems(self) -> Sequence[Item]:
+        """Return the problems that are tried, at most ``eval_num``."""
+
+    @abstractmethod
+    async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
+        """``count`` rollouts on a problem, scored together; those that fail are counted by their cause.
+
+        Raises:
+            ConfigError, DeadlineExceeded, DependencyError, EngineError: no rollout would go better.
+        """
+
+    def sampling(self, *, greedy: bool = False) -> SamplingParams:
+        """Return the sampling parameters of rollouts, without truncation, so that logprobs are those of the model."""
+        return SamplingParams(
+            max_tokens=self.config.max_new_tokens or self.config.max_token_length,
+            temperature=0.0 if greedy else self.config.temperature,
+        )
+
+
+class Environment(Evaluable[Item, ConfigT]):
+    """Maker of scored groups. Runs on an event loop, which it must not block.
+
+    A subclass gives problems (:meth:`get_next_item`), a rollout on one (:meth:`collect_trajectory`), and scores
+    (:meth:`score`); it may override more.
+    """
+
+    def __init__(self, config: ConfigT, *, client: InferenceClient, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, client=client, tokenizer=tokenizer)
+        self.step = 0
+        """The trainer's step, kept up to date while serving."""
 
     @abstractmethod
     async def get_next_item(self) -> Item | None:
@@ -93,15 +118,11 @@ class Environment(ABC, Generic[Item, ConfigT]):
         return ()
 
     def problems(self) -> Sequence[Item]:
-        """Return the problems that ``lachesis env eval`` tries: those that are held out."""
+        """Return those that are held out."""
         return self.held_out()
 
     async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
-        """``count`` rollouts on a problem, scored together; those that raise are counted by their error.
-
-        Raises:
-            ConfigError, DeadlineExceeded, DependencyError, EngineError: no rollout would go better.
-        """
+        """``count`` rollouts on a problem; those that raise are counted by their error."""
         rollouts = (self.collect_trajectory(item, params=params) for _ in range(count))
         found = await asyncio.gather(*rollouts, return_exceptions=True)
         failures = Counter(failure_cause(one) for one in found if isinstance(one, BaseException))
@@ -120,7 +141,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         """
         step = self.step
         if not self.held_out():
-            raise ConfigError(f"the environment {self.name} has no held-out problems", remedy=self.to_hold_out)
+            raise ConfigError(f"the environment {self.name} has no held-out problems", remedy="do not evaluate it")
         found = await evaluate_environment(self, samples=1, greedy=True)
         if found.failures:
             logger.warning("rollouts on held-out problems failed: %s", causes_in_words(found.failures))
@@ -136,13 +157,6 @@ class Environment(ABC, Generic[Item, ConfigT]):
     def metrics(self) -> Mapping[str, float]:
         """Values of this environment's own since the last call, to be logged beside the usual ones."""
         return {}
-
-    def sampling(self, *, greedy: bool = False) -> SamplingParams:
-        """Return the sampling parameters of rollouts, without truncation, so that logprobs are those of the model."""
-        return SamplingParams(
-            max_tokens=self.config.max_new_tokens or self.config.max_token_length,
-            temperature=0.0 if greedy else self.config.temperature,
-        )
 
     def group_of(
         self,

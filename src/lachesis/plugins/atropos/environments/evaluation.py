@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lachesis.common.errors import DataError
 
 if TYPE_CHECKING:
-    from lachesis.plugins.atropos.environments.base import Environment
+    from lachesis.plugins.atropos.environments.base import Evaluable
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class EnvironmentEvaluation:
 
 
 async def evaluate_environment(
-    environment: Environment[Any, Any], *, samples: int, greedy: bool = False
+    environment: Evaluable[Any, Any], *, samples: int, greedy: bool = False
 ) -> EnvironmentEvaluation:
     """Evaluate ``samples`` rollouts of each of the environment's evaluation problems.
 

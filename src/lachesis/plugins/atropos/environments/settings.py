@@ -139,7 +139,8 @@ def describe(env_class: type[EnvironmentConfig]) -> list[tuple[str, str, str]]:
     """Return every flag with its default, "" if it has none, and its meaning."""
     rows = []
     for name, field in _flags(env_class).items():
-        shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        shown = ",".join(default) if isinstance(default, tuple) else default
         rows.append((f"--{name}", "" if shown in (None, "") else str(shown), field.description or ""))
     return rows
 

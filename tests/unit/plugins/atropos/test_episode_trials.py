@@ -1,4 +1,4 @@
-"""Episodes as an environment over the rollout API: groups are whole, failures counted, masks those of samples."""
+"""Trials of environments that play episodes: failures are counted by their cause, and arguments are JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lachesis.common.errors import ConfigError, DataError, EngineError
+from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, Sample, VersionSpan
-from lachesis.plugins.atropos.environments.settings import parse_options
-from lachesis.plugins.atropos.episode_environments import EpisodeEnvironment, EpisodesConfig, trajectory_of
+from lachesis.plugins.atropos.environments.settings import describe, parse_options
+from lachesis.plugins.atropos.episode_trials import EpisodeTrial, StepsConfig, StepsTrial, VerifiersConfig
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers, held_out_last
 
 
@@ -51,8 +51,26 @@ class Scripted(TaskPlayers):
         self.stopped = True
 
 
-class Episodes(EpisodeEnvironment):
+@dataclass
+class Slow(Scripted):
+    """Rollouts without an end; ``most`` is how many of them were under way at the same time."""
+
+    under_way: int = 0
+    most: int = 0
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.under_way -= 1
+        raise AssertionError("nothing sets the event")
+
+
+class Episodes(EpisodeTrial[StepsConfig]):
     name = "episodes"
+    config_class = StepsConfig
     players: TaskPlayers
 
     def build(self, policy: PolicyAccess) -> TaskPlayers:
@@ -64,25 +82,17 @@ class Names:
 
 
 def environment(players: TaskPlayers, **config: object) -> Episodes:
-    settings = EpisodesConfig.model_validate({"environment": "x", "group_size": 4} | config)
+    settings = StepsConfig.model_validate({"environment": "x"} | config)
     made = Episodes(settings, client=None, tokenizer=Names())  # type: ignore[arg-type]
     made.players = players
     return made
 
 
-def test_a_group_is_whole_although_rollouts_fail_and_they_are_counted():
+def test_rollouts_have_seeds_of_their_own_and_players_are_stopped():
     async def whole() -> None:
-        made = environment(Scripted(fails=3))
+        made = environment(Scripted())
         await made.setup()
-        group = await made.collect_trajectories(await made.get_next_item())
-        assert group is not None and len(group.tokens) == 4 and group.scores == [1.0, 2.0, 4.0, 5.0]
-        assert group.masks[0] == [-100, -100, 3, -100, 5] and group.tokens[0] == [8, 9, 3, 7, 5]
-        assert group.inference_logprobs is not None
-        assert group.inference_logprobs[0] == [1.0, 1.0, -0.5, 1.0, -0.2]
-        assert made.metrics() == {
-            "rollout_failures": 1.0, "rollout_failures/sandbox": 1.0, "reward_metrics/turns": 2.0
-        }  # fmt: skip
-        assert made.metrics() == {"rollout_failures": 0.0}
+        await made.attempts(made.problems()[0], params=made.sampling(), count=5)
         assert len(set(made.players.seeds)) == 5  # type: ignore[attr-defined]
         await made.close()
         assert made.players.stopped  # type: ignore[attr-defined]
@@ -90,29 +100,33 @@ def test_a_group_is_whole_although_rollouts_fail_and_they_are_counted():
     asyncio.run(whole())
 
 
-def test_a_group_that_is_not_whole_is_none_and_an_engine_that_is_gone_ends_it():
+def test_an_engine_that_is_gone_ends_it():
     async def whole() -> None:
-        made = environment(Scripted(fails=1))
+        made = environment(Scripted())
         await made.setup()
-        item = await made.get_next_item()
-        with pytest.raises(DataError, match="of 4 episodes 0 came to an end"):
-            await made.collect_trajectories(item)
         with pytest.raises(EngineError):
-            await made.collect_trajectories(Prompt(id="9", token_ids=(), text=""))
+            await made.attempts(Prompt(id="9", token_ids=(), text=""), params=made.sampling(), count=2)
 
     asyncio.run(whole())
 
 
-def test_episodes_that_cannot_be_scored_are_counted_and_leave_no_whole_group():
+def test_episodes_that_cannot_be_scored_are_counted():
     async def whole() -> None:
         made = environment(Scripted(unscored=1))
         await made.setup()
-        item = await made.get_next_item()
-        with pytest.raises(DataError, match="of 4 episodes 3 came to an end"):
-            await made.collect_trajectories(item)
-        assert made.metrics() == {"rollout_failures": 1.0, "rollout_failures/judge": 1.0}
-        found = await made.attempts(item, params=made.sampling(), count=4)
-        assert found.rewards == (6.0, 7.0, 8.0) and found.failures == {"judge": 1}
+        found = await made.attempts(made.problems()[0], params=made.sampling(), count=4)
+        assert found.rewards == (2.0, 3.0, 4.0) and found.failures == {"judge": 1}
+
+    asyncio.run(whole())
+
+
+def test_those_that_take_too_long_are_counted_and_no_more_than_asked_play_at_once():
+    async def whole() -> None:
+        made = environment(Slow(), rollout_s=0.05, max_concurrent=2)
+        await made.setup()
+        found = await made.attempts(made.problems()[0], params=made.sampling(), count=3)
+        assert found.rewards == () and found.failures == {"timeout": 3}
+        assert made.players.most == 2  # type: ignore[attr-defined]
 
     asyncio.run(whole())
 
@@ -121,27 +135,30 @@ def test_held_out_tasks_are_tried_and_else_the_first():
     async def whole() -> None:
         made = environment(Scripted(fails=4))
         await made.setup()
-        assert [one.id for one in made.problems()] == ["3"] and len(made.held_out()) == 1
+        assert [one.id for one in made.problems()] == ["3"]
         found = await made.attempts(made.problems()[0], params=made.sampling(), count=4)
         assert found.rewards == (1.0, 2.0, 3.0) and found.failures == {"sandbox": 1}
         assert found.metrics == {"turns": [2.0, 2.0, 2.0]} and found.lengths == (2, 2, 2)
-        assert (await made.evaluate()).mean_reward == 5.0
+        greedy = await made.attempts(made.problems()[0], params=made.sampling(greedy=True), count=1)
+        assert greedy.rewards == (5.0,)
 
     asyncio.run(whole())
 
 
-def test_an_episode_of_several_sequences_has_no_place_in_the_protocol():
-    with pytest.raises(DataError, match="2 sequences"):
-        trajectory_of(Played((sample(1.0), sample(1.0))))
-
-
 def test_its_arguments_are_json_on_the_command_line():
-    options = parse_options(["--env.args", '{"kind": "sum"}', "--env.environment=x.py"], env_class=EpisodesConfig)
-    assert options.env.args == {"kind": "sum"}  # type: ignore[attr-defined]
+    words = ["--env.args", '{"kind": "sum"}', "--env.renderer", '{"name": "auto", "tool_parser": "qwen3"}']
+    env = parse_options([*words, "--env.environment=x.py"], env_class=VerifiersConfig).env
+    assert isinstance(env, VerifiersConfig)
+    assert (env.args, env.renderer) == ({"kind": "sum"}, {"name": "auto", "tool_parser": "qwen3"})
     with pytest.raises(ConfigError, match=r"env\.args"):
-        parse_options(["--env.args", "{kind"], env_class=EpisodesConfig)
+        parse_options(["--env.args", "{kind", "--env.environment=x.py"], env_class=StepsConfig)
 
 
 def test_it_wants_to_know_which():
     with pytest.raises(ConfigError, match=r"--env.environment"):
-        asyncio.run(environment(Scripted(), environment="").setup())
+        parse_options([], env_class=StepsTrial.config_class)
+
+
+def test_flags_are_described_with_their_defaults():
+    flags = {flag: default for flag, default, _ in describe(VerifiersConfig)}
+    assert flags["--env.environment"] == "" and flags["--env.args"] == "{}" and flags["--env.rollout_s"] == "600.0"
