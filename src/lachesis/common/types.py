@@ -230,13 +230,17 @@ class CanaryReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot of an engine: its readiness and its weights."""
+    """A snapshot of an engine: its readiness and its weights.
+
+    ``others_serve`` is True if one of several servers is not as it should be, and another one serves.
+    """
 
     ready: bool
     version: int
     session_id: str
     paused: bool = False
     detail: str = ""
+    others_serve: bool = False
 
 
 @dataclass(frozen=True, slots=True)

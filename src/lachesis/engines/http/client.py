@@ -390,7 +390,14 @@ class HttpEngine(Engine):
             session_id=",".join(sessions),
             paused=any(info.paused for info in infos),
             detail="; ".join(details),
+            others_serve=bool(details) and any(map(self._serves, met, found)),
         )
+
+    def _serves(self, control: ServerControl, found: ServerInfo | str) -> bool:
+        """Return True if a server answers, awake and in the session in which it was met."""
+        if isinstance(found, str):
+            return False
+        return not found.sleeping and found.session_id == self.fleet.session(control.url)
 
     def metrics(self) -> dict[str, MetricValue]:
         """Return metrics since the last call.

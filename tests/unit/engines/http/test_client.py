@@ -572,6 +572,9 @@ class TestControl:
         health = both.health()
         assert not health.ready and health.session_id == "one,two"
         assert f"{pair[1].url} does not answer" in health.detail and "last seen" in health.detail
+        assert health.others_serve
+        pair[0].state.session_id = "started again"
+        assert not both.health().others_serve
 
 
 @pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1/v1"], ["nonsense"]])

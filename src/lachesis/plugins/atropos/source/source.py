@@ -337,14 +337,19 @@ class EngineWatch:
     watch: Watch = lambda: None
     every_s: float = _LOOK_EVERY_S
     _looked: float = field(default_factory=time.monotonic, init=False)
+    _said: str = field(default="", init=False)
 
     def __call__(self) -> None:
-        """Raise EngineError if the engine is gone or was replaced."""
+        """Raise EngineError if the engine is gone or was replaced; of several servers one that serves is enough."""
         if time.monotonic() - self._looked < self.every_s:
             return
         health = call_watched(self.engine.health, watch=self.watch)
         self._looked = time.monotonic()
-        if not health.ready and not health.paused:
+        if health.others_serve:
+            if health.detail != self._said:
+                logger.warning("environments generate with the engines that are left: %s", health.detail)
+            self._said = health.detail
+        elif not health.ready and not health.paused:
             raise EngineError(
                 f"the environments cannot generate: {health.detail}",
                 remedy="look at the engine's log, restart it and resume with --resume",

@@ -16,10 +16,12 @@ class Engine(FakeEngine):
     looks = 0
     ready = True
     paused = False
+    others_serve = False
 
     def health(self) -> EngineHealth:
         self.looks += 1
-        return EngineHealth(self.ready, 0, "s", paused=self.paused, detail="it does not answer")
+        detail = "it does not answer"
+        return EngineHealth(self.ready, 0, "s", paused=self.paused, detail=detail, others_serve=self.others_serve)
 
 
 def test_an_engine_that_is_gone_is_said():
@@ -30,6 +32,20 @@ def test_an_engine_that_is_gone_is_said():
     with pytest.raises(EngineError, match="cannot generate: it does not answer") as raised:
         watch()
     assert "--resume" in raised.value.remedy
+
+
+def test_of_several_servers_one_that_serves_is_enough_and_the_loss_is_said_once(caplog: pytest.LogCaptureFixture):
+    engine = Engine()
+    engine.ready, engine.others_serve = False, True
+    watch = EngineWatch(engine, every_s=0.0)
+    watch()
+    watch()
+    assert [record.getMessage() for record in caplog.records] == [
+        "environments generate with the engines that are left: it does not answer"
+    ]
+    engine.others_serve = False
+    with pytest.raises(EngineError, match="cannot generate"):
+        watch()
 
 
 def test_a_paused_one_is_there():
