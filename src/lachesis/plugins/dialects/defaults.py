@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from lachesis.common.types import Finding
 from lachesis.plugins.dialects.table import Translation
 from lachesis.plugins.dialects.words import Words
 
 
-class Difference(BaseModel, frozen=True, extra="forbid"):
+class Difference(BaseModel):
     """A default that is not taken over.
 
     Attributes:
@@ -26,6 +26,8 @@ class Difference(BaseModel, frozen=True, extra="forbid"):
         or_by: other keys that say the same.
         applies: the runs for which it matters, if not for all.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     there: str
     here: str

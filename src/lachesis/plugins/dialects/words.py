@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 NAMES = Path(__file__).parent / "names"
 
@@ -18,8 +18,10 @@ def read_table(file: str) -> dict[str, Any]:
     return tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
 
 
-class Words(BaseModel, frozen=True, extra="forbid"):
+class Words(BaseModel):
     """Record of ``[words]`` in a table: a subclass names each part of it and its type. Other parts are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def read(cls, file: str) -> Self:

@@ -63,8 +63,10 @@ class ChartPlan:
     least: float = 0.0
 
 
-class _Tables(BaseModel, frozen=True, extra="forbid"):
+class _Tables(BaseModel):
     """The tables of ``charts.toml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     charts: tuple[ChartPlan, ...]
     labels: dict[str, str]
