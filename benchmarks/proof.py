@@ -1,7 +1,7 @@
 """The proof of sync on real weights: false alarms over healthy updates, and how many planted faults it finds.
 
     PYTHONPATH=src python benchmarks/proof.py MODEL [MODEL ...] [--only MODE ...] [--updates N] [--faults N]
-        [--each SECONDS] [--vllm] [--no-prompt] [--out F]
+        [--each SECONDS] [--vllm] [--out F]
     PYTHONPATH=src python benchmarks/proof.py --tiny
 
 Each mode is an engine with a bridge. The policy takes real gradient steps on sums that it is to answer, at learning
@@ -13,9 +13,6 @@ time, at a learning rate of 1e-6 for full weights and 1e-4 for an adapter, with 
 - an engine that holds the adapter answers with the logprobs of its base model;
 - a vLLM plugin takes away both guards of the prefix cache: requests are found whatever their salt, and the cache
   outlives an update.
-
-The canary begins with a question, as a run's does with one of its prompts; with ``--no-prompt`` as that of a run
-without prompts of its own, such as one of episodes.
 
 Where engine and trainer share their weights nothing travels, and only the last is planted. "Canary alone" leaves the
 digests out, as with a foreign server.
@@ -357,24 +354,16 @@ def words(message: str) -> str:
 
 
 def measure(
-    mode: Mode,
-    model: Path,
-    *,
-    updates: int,
-    faults: int,
-    seconds: float,
-    rates: float,
-    port: int,
-    vllm: bool,
-    prompted: bool,
+    mode: Mode, model: Path, *, updates: int, faults: int, seconds: float, rates: float, port: int, vllm: bool
 ) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         flag = install_cache_fault(Path(directory))
         config = configuration(mode, model, directory=Path(directory), port=port, vllm=vllm)
         place = RunPlace(directory=Path(directory) / "proof", engine_log=Path(directory) / "engine.log", owner="proof")
         place.directory.mkdir()
-        begins = AutoTokenizer.from_pretrained(model).encode  # as the model's texts do
-        prompt = begins(QUESTION.format(one=7, other=5)) if prompted else ()
+        prompt = AutoTokenizer.from_pretrained(model).encode(
+            QUESTION.format(one=7, other=5)
+        )  # begins as the model's do
         side = build_engine_side(config, place=place, canary_prompt=prompt)
         try:
             return _measure(
@@ -488,7 +477,6 @@ def main() -> None:
     parser.add_argument("--each", type=float, default=float("inf"), help="seconds a mode may take, its start left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mode after so long")
     parser.add_argument("--vllm", action="store_true", default=torch.cuda.is_available(), help="on a CPU too")
-    parser.add_argument("--no-prompt", action="store_true", help="the canary is that of a run without prompts")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -519,7 +507,6 @@ def measured_modes(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 rates=options.rates,
                 port=options.port,
                 vllm=options.vllm,
-                prompted=not options.no_prompt,
             )
             results.append({"model": model.name, "mode": name} | measured)
             say(*list(table(results[-1:]))[2:], *results[-1]["alarms"])

@@ -28,7 +28,7 @@ Evidence = Literal["weights", "adapter", "none"]
 
 _PROMPT_TOKENS = 64
 _CONTINUATION_TOKENS = 32
-# Where there is no prompt, and no token with which texts begin: what follows any tokens is likely all the same.
+# Where there is no prompt: any tokens will do, for what follows them is likely all the same.
 _ARBITRARY_TOKENS = 16
 
 # The share of logit noise that even a certain token shows.
@@ -40,19 +40,15 @@ class CanaryText:
     """Token ids that trainer and engines read: a prompt, and its greedy continuation by the first engine.
 
     Args:
-        prompt: token ids of a prompt that is trained on; without one, ``bos`` is continued, or arbitrary tokens.
-        bos: the token with which texts of the model begin, if it has one. A prompt that does keeps it when it is cut:
-            Gemma 3 without it rounds by ten times as much.
+        prompt: token ids of a prompt that is trained on; without one, arbitrary tokens are continued.
         vocab_size: of the smaller of the vocabularies of trainer and engine.
         longest: the most tokens that the canary may have.
     """
 
-    def __init__(self, prompt: Sequence[int], *, bos: int | None, vocab_size: int, longest: int) -> None:
+    def __init__(self, prompt: Sequence[int], *, vocab_size: int, longest: int) -> None:
         room = max(2, longest)
-        arbitrary = [(7 * i + 5) % vocab_size for i in range(_ARBITRARY_TOKENS)]
-        start = list(prompt) or (arbitrary if bos is None else [bos])
-        last = start[-min(_PROMPT_TOKENS, max(1, room - _CONTINUATION_TOKENS)) :]
-        self._prompt = (bos, *last[1:]) if bos is not None and start[0] == bos else tuple(last)
+        start = list(prompt) or [(7 * i + 5) % vocab_size for i in range(_ARBITRARY_TOKENS)]
+        self._prompt = tuple(start[-min(_PROMPT_TOKENS, max(1, room - _CONTINUATION_TOKENS)) :])
         self._continuation = min(_CONTINUATION_TOKENS, room - len(self._prompt))
         self._token_ids: tuple[int, ...] | None = None
 

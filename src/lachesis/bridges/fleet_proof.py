@@ -23,7 +23,6 @@ from lachesis.bridges.proof import (
     Proved,
     SyncProof,
     TrainerSays,
-    bos_of,
     coarser_quantization,
     vocab_size_of,
 )
@@ -149,9 +148,7 @@ def remote_proof(
     def text_for(info: ServerInfo) -> CanaryText:
         if not text:
             vocab_size = min(vocab_size_of(policy), info.model.vocab_size)
-            longest = info.model.max_model_len - 1
-            bos = bos_of(policy.transformer)
-            text.append(CanaryText(prompt, bos=bos, vocab_size=vocab_size, longest=longest))
+            text.append(CanaryText(prompt, vocab_size=vocab_size, longest=info.model.max_model_len - 1))
         return text[0]
 
     prove = partial(_server_proof, config, policy, text_for=text_for, slices_of=slices_of, whole=whole_of(policy))

@@ -335,8 +335,7 @@ def local_proof(
         prompt: token ids with which the canary begins.
         one_model: the engine computes with the policy's model, not with a copy.
     """
-    vocab_size = vocab_size_of(policy)
-    text = CanaryText(prompt, bos=bos_of(policy.transformer), vocab_size=vocab_size, longest=context)
+    text = CanaryText(prompt, vocab_size=vocab_size_of(policy), longest=context)
     return SyncProof(
         token_ids=partial(text.written_by, partial(_greedy, engine)),
         trainer=policy.canary,
@@ -364,10 +363,3 @@ def coarser_quantization(config: LachesisConfig, *, rounds: int) -> str:
 
 def vocab_size_of(policy: ModelPolicy) -> int:
     return text_config(policy.transformer).vocab_size
-
-
-def bos_of(transformer: PreTrainedModel) -> int | None:
-    """Return the token with which texts of a model begin, or None if its configuration names no such token."""
-    config = text_config(transformer)
-    bos = getattr(config, "bos_token_id", None)
-    return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from lachesis.bridges.canary import CanaryText
-from lachesis.bridges.proof import TOLERANCE, bos_of
+from lachesis.bridges.proof import TOLERANCE
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import http_server, listen, url_of
@@ -156,8 +156,7 @@ def _engines(options: TinkerOptions, sampler: Sampler, model: PreTrainedModel, *
     """Connect to the servers of ``--engine``, and prove that they have the base model."""
     from lachesis.plugins.tinker.engines import Canary, Engines
 
-    vocab_size = model.config.get_text_config().vocab_size
-    text = CanaryText((), bos=bos_of(model), vocab_size=vocab_size, longest=longest)
+    text = CanaryText((), vocab_size=model.config.get_text_config().vocab_size, longest=longest)
     token_ids = text.written_by(sampler.greedy)
     dtype = str(model.dtype).removeprefix("torch.")
     arithmetic = "tf32" if dtype == "float32" and model.device.type == "cuda" else dtype
