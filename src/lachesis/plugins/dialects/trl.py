@@ -218,9 +218,8 @@ def _put_new_tokens(translation: Translation) -> None:
 
 
 def is_rloo(data: Mapping[str, Any]) -> bool:
-    """Return True if a document is of TRL's RLOOTrainer: it says so, or has keys that only its class has."""
-    told = data.get(TRAINER_KEY)
-    return told == "rloo" or (told is None and any(data.get(name) is not None for name in _ONLY_RLOO))
+    """Return True if a document says that it is of TRL's RLOOTrainer."""
+    return data.get(TRAINER_KEY) == "rloo"
 
 
 def _put_rloo(translation: Translation) -> None:
@@ -241,7 +240,6 @@ def _names() -> Iterator[Entry]:
 TRAINER_KEY = "trl_trainer"
 RLOO_DEFAULTS: Mapping[str, Any] = {TRAINER_KEY: "rloo", "num_generations": 2, "beta": 0.05}
 """Defaults of TRL 1.16's RLOOConfig where GRPOConfig has others."""
-_ONLY_RLOO = ("normalize_advantages", "reward_clip_range")
 
 TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))
 RLOO = Dialect("TRL", [*_names(), *read_names("rloo")], row_sections=("datasets",))
