@@ -368,7 +368,7 @@ class TestTrapsOfTheOriginal:
             (b'{"tokens":[[1]],"masks":[[1]],"scores":[0],"ref_logprobs":[[0,-Infinity]]}', ["ref_logprobs", 0, 1]),
             (b'{"tokens":[[1]],"masks":[[1]],"scores":[1e999]}', ["scores", 0]),
             (b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"images":{"a":[1,NaN]}}', ["images", "a", 1]),
-            (b'{"tokens":[[1]],"masks":[[1],[2,3', ["masks", 1, 1]),
+            (b'{"tokens":[[1]],"masks":[[1],[2,3', []),
             (b'{"tokens":[[1]],"masks":[[1.5]],"scores":[1]}', ["masks", 0, 0]),
             (b'{"tokens":[[1]],"scores":[1]}', ["masks"]),
             (b"[1, 2]", []),
