@@ -47,24 +47,16 @@ class Turn:
     completion: Completion
 
 
-class TurnServer:
-    """Server of ``/inference/v1/generate`` on its own port, over any engine. Its coroutines run on one event loop.
+class ModelServer:
+    """Server in front of a run's engine, on a port of its own. Its coroutines run on one event loop.
 
-    Args:
-        calls: completes the prompts.
-        params: defaults of requests; ``max_tokens`` is the most of one turn.
-        max_context: most tokens of prompt and completion together; the last turn gets the rest.
-        vocab_size: limit of the token ids of prompts.
+    ``failure`` is an error of the engine since :meth:`begin`, for which no rollout is to blame.
     """
 
-    def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
+    def __init__(self, calls: Completer, app: Starlette, *, host: str = "127.0.0.1") -> None:
         self.calls = calls
         self.failure: LachesisError | None = None
-        self._params = params
-        self._max_context = max_context
-        self._vocab_size = vocab_size
-        self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._server = LoopServer(self.app())
+        self._server = LoopServer(app, host=host)
 
     @property
     def url(self) -> str:
@@ -72,16 +64,8 @@ class TurnServer:
         return self._server.url
 
     async def start(self) -> None:
-        """Listen on a free port of this host."""
+        """Listen on a free port."""
         await self._server.start()
-
-    def app(self) -> Starlette:
-        """Application of the server, for this machine's names only."""
-        routes = [
-            Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
-            Route("/v1/models", guarded(self._models), methods=["GET"]),
-        ]
-        return Starlette(routes=routes, middleware=[Middleware(OwnHostOnly)])
 
     async def stop(self) -> None:
         """Close the port, and wait for the engine's last call. Idempotent."""
@@ -98,13 +82,44 @@ class TurnServer:
         if self.failure is not None:
             raise self.failure
 
+
+def models_answer(**facts: int) -> JSONResponse:
+    """Return the list of models: the policy alone, with ``facts`` about it."""
+    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lachesis"}
+    return JSONResponse({"object": "list", "data": [card | facts]})
+
+
+class TurnServer(ModelServer):
+    """Server of ``/inference/v1/generate`` over any engine.
+
+    Args:
+        calls: completes the prompts.
+        params: defaults of requests; ``max_tokens`` is the most of one turn.
+        max_context: most tokens of prompt and completion together; the last turn gets the rest.
+        vocab_size: limit of the token ids of prompts.
+    """
+
+    def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
+        super().__init__(calls, self.app())
+        self._params = params
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
+
+    def app(self) -> Starlette:
+        """Application of the server, for this machine's names only."""
+        routes = [
+            Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
+            Route("/v1/models", guarded(self._models), methods=["GET"]),
+        ]
+        return Starlette(routes=routes, middleware=[Middleware(OwnHostOnly)])
+
     def take(self, session: str) -> tuple[Turn, ...]:
         """Return the turns of a conversation, and forget it."""
         return tuple(self._turns.pop(session, ()))
 
     async def _models(self, request: Request) -> Response:
-        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lachesis"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._max_context}]})
+        return models_answer(max_model_len=self._max_context)
 
     async def _generate(self, request: Request) -> Response:
         body = parse(TokensBody, await read_body(request))

@@ -67,8 +67,7 @@ class AgentPlayers(Players):
             ended = await self._run(prompt, key)
         finally:
             self.proxy.close(key)
-        if self.proxy.failure is not None:
-            raise self.proxy.failure
+        self.proxy.check()
         where = f"the agent of prompt {prompt.id!r}"
         tail = f"; it wrote last:\n{ended.output[-500:]}" if ended.output else ""
         if ended.timed_out:

@@ -17,15 +17,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
-from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
-from lachesis.common.http import BodyTooLong, LoopServer, http_server, read_body
+from lachesis.common.http import BodyTooLong, http_server, read_body
 from lachesis.common.json_values import read_object
 from lachesis.common.types import SamplingParams
 from lachesis.plugins.environments.agents import chat, google, messages, responses
 from lachesis.plugins.environments.agents.requests import Asked, BadRequest, Dialect, Event
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
+from lachesis.plugins.environments.turn_server import ModelServer, models_answer
 from lachesis.rollouts.call_batcher import Completer
 
 # Of a request: the longest conversations have some MiB.
@@ -44,53 +44,36 @@ _ANSWERS: Mapping[Dialect, tuple[Callable[..., dict[str, Any]], Callable[..., It
 }
 
 
-class AgentProxy:
-    """Serves the model to agents at a port of its own, on the running loop. A key says whose rollout a request is of.
-
-    ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is the application.
+class AgentProxy(ModelServer):
+    """Serves the model to agents. A key says whose rollout a request is of. ``app`` is the application.
 
     Args:
         host: the address to listen at, which agents in containers have to reach.
     """
 
     def __init__(self, calls: Completer, recorder: Recorder, *, host: str = "127.0.0.1") -> None:
-        self.failure: LachesisError | None = None
-        self.calls = calls
         self._recorder = recorder
         self._sessions: dict[str, AgentSession] = {}
         self._doors: dict[str, asyncio.Server] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         routes = [
             Route("/v1/models", self._guarded("chat", self._models), methods=["GET"]),
-            Route("/v1/chat/completions", self._guarded("chat", self._chat), methods=["POST"]),
+            Route("/v1/chat/completions", self._turns("chat", chat.read), methods=["POST"]),
             Route("/v1/responses", self._guarded("responses", self._responses), methods=["POST"]),
-            Route("/v1/messages", self._guarded("messages", self._messages), methods=["POST"]),
+            Route("/v1/messages", self._turns("messages", messages.read), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._guarded("messages", self._count), methods=["POST"]),
             Route("/v1beta/models/{call:path}", self._guarded("google", self._google), methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, middleware=[Middleware(OwnHostOnly, allowed=(host,))])
-        self._server = LoopServer(self.app, host=host)
-
-    @property
-    def url(self) -> str:
-        """Address of the server; empty before :meth:`start`."""
-        return self._server.url
+        super().__init__(calls, self.app, host=host)
 
     async def start(self) -> None:
-        """Begin to listen."""
         self._loop = asyncio.get_running_loop()
-        await self._server.start()
+        await super().start()
 
     async def stop(self) -> None:
-        """Close the port, and wait for the engine's last call. Idempotent."""
         self._loop = None
-        await self._server.stop()
-        await self.calls.stop()
-
-    def begin(self, deadline: Deadline) -> None:
-        """Note that more rollouts begin: calls have a new limit, and what the engine failed with before is past."""
-        self.calls.deadline = deadline
-        self.failure = None
+        await super().stop()
 
     def open(self, *, seed: int, params: SamplingParams) -> tuple[str, AgentSession]:
         """Return a key for a new rollout, and the session that will record it."""
@@ -146,12 +129,14 @@ class AgentProxy:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        card = {"id": "policy", "object": "model", "created": 0, "owned_by": "lachesis"}
-        return JSONResponse({"object": "list", "data": [card]})
+        return models_answer()
 
-    async def _chat(self, request: Request) -> Response:
-        session = self._session(request)
-        return await self._turn(session, _asked(chat.read, await _body(request)), "chat")
+    def _turns(self, dialect: Dialect, read: Callable[[dict[str, Any]], Asked]) -> Any:
+        async def turn(request: Request) -> Response:
+            session = self._session(request)
+            return await self._turn(session, _asked(read, await _body(request)), dialect)
+
+        return self._guarded(dialect, turn)
 
     async def _responses(self, request: Request) -> Response:
         session, body = self._session(request), await _body(request)
@@ -159,10 +144,6 @@ class AgentProxy:
         if before is None:
             raise BadRequest(f"there is no response {earlier!r}", status=404)
         return await self._turn(session, _asked(partial(responses.read, before=before), body), "responses")
-
-    async def _messages(self, request: Request) -> Response:
-        session = self._session(request)
-        return await self._turn(session, _asked(messages.read, await _body(request)), "messages")
 
     async def _google(self, request: Request) -> Response:
         """Answer ``MODEL:METHOD``."""
