@@ -1,9 +1,12 @@
-"""Evaluations as values, for sinks that know only names and numbers."""
+"""What sinks of services have in common: evaluations as values, and a table of completions."""
 
 from __future__ import annotations
 
-from lachesis.common.types import EvalResult
+from typing import Any
+
+from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.names import BY_SOURCE
+from lachesis.metrics.sinks.console import CompletionPicker
 
 
 def evaluation_values(result: EvalResult) -> dict[str, float]:
@@ -21,3 +24,14 @@ def evaluation_values(result: EvalResult) -> dict[str, float]:
             for name, value in values.items()
         },
     }
+
+
+def values_of(record: StepRecord, *, completions: CompletionPicker | None, table: Any) -> dict[str, Any]:
+    """Return a step's values by name, with its evaluation and the service's ``table`` of its completions."""
+    values: dict[str, Any] = dict(record.values)
+    if record.evaluation is not None:
+        values |= evaluation_values(record.evaluation)
+    if completions is not None and (picked := completions.table(record)) is not None:
+        columns, rows = picked
+        values["completions"] = table(columns=columns, data=rows)
+    return values

@@ -12,7 +12,7 @@ from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.sinks.console import CompletionPicker
-from lachesis.plugins.sinks.evaluation import evaluation_values
+from lachesis.plugins.sinks.evaluation import evaluation_values, values_of
 from lachesis.plugins.sinks.section import TrackioConfig
 
 
@@ -62,12 +62,7 @@ class TrackioSink(Sink):
             ) from error
 
     def write(self, record: StepRecord) -> None:
-        values: dict[str, Any] = dict(record.values)
-        if record.evaluation is not None:
-            values |= evaluation_values(record.evaluation)
-        if self._completions is not None and (table := self._completions.table(record)) is not None:
-            columns, rows = table
-            values["completions"] = self._trackio.Table(columns=columns, data=rows)
+        values = values_of(record, completions=self._completions, table=self._trackio.Table)
         self._run.log(values, step=record.step)
         levels = self._trackio.AlertLevel
         for finding in record.findings:

@@ -15,7 +15,7 @@ from lachesis.common.imports import optional_package
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.sinks.console import CompletionPicker
-from lachesis.plugins.sinks.evaluation import evaluation_values
+from lachesis.plugins.sinks.evaluation import evaluation_values, values_of
 from lachesis.plugins.sinks.section import WandbConfig
 
 logger = logging.getLogger("lachesis")
@@ -77,15 +77,9 @@ class WandbSink(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: StepRecord) -> None:
-        values: dict[str, Any] = {"step": record.step, **record.values}
-        if record.evaluation is not None:
-            values |= evaluation_values(record.evaluation)
-        for finding in record.findings:
-            values[f"health/{finding.rule}"] = finding.line
-        if self._completions is not None and (table := self._completions.table(record)) is not None:
-            columns, rows = table
-            values["completions"] = self._wandb.Table(columns=columns, data=rows)
-        self._run.log(values)
+        values = values_of(record, completions=self._completions, table=self._wandb.Table)
+        health = {f"health/{finding.rule}": finding.line for finding in record.findings}
+        self._run.log({"step": record.step, **values, **health})
 
     def evaluation(self, result: EvalResult) -> None:
         self._run.log({"step": result.step, **evaluation_values(result)})
