@@ -33,6 +33,22 @@ class Feed(ResumablePart, Generic[BatchT]):
         """Free the slots of the batch just trained on; the weights are now those of ``step``."""
 
 
+@dataclass(eq=False)
+class FeedBefore(Feed[BatchT]):
+    """Feed that takes from another one, and whose counters and saved states are those of it."""
+
+    feed: Feed[BatchT]
+
+    def counters(self) -> dict[str, float]:
+        return self.feed.counters()
+
+    def saved(self) -> None:
+        self.feed.saved()
+
+    def complete(self) -> None:
+        self.feed.complete()
+
+
 @dataclass(kw_only=True, eq=False)
 class Finisher(Generic[BatchT]):
     """Last stage of the pipeline, which turns the groups of a batch into the packed batch."""

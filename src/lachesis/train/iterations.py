@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from lachesis.common.errors import CheckpointError, TrainingError
 from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
-from lachesis.pipeline.feed import Feed
+from lachesis.pipeline.feed import FeedBefore
 from lachesis.train.batch import Batch, MicroBatch
 
 Pack: TypeAlias = Callable[[Sequence[Group]], Batch]
@@ -92,7 +92,8 @@ class OldLogprobStore:
         self._held = list(held)
 
 
-class RepeatedFeed(Feed[Batch]):
+@dataclass(eq=False)
+class RepeatedFeed(FeedBefore[Batch]):
     """Feed that makes ``steps_per_generation`` optimizer steps of one generation, ``num_iterations`` times over.
 
     The loop and the feed know nothing of it. Where there are several, groups are dealt out at random, by the seed and
@@ -111,65 +112,53 @@ class RepeatedFeed(Feed[Batch]):
         score: fixes the trainer's old logprobs of a batch as of now.
     """
 
-    def __init__(
-        self,
-        feed: Feed[Batch],
-        *,
-        num_iterations: int,
-        pack: Pack,
-        steps_per_generation: int = 1,
-        seed: int = 0,
-        score: Callable[[Batch], Batch] = lambda batch: batch,
-    ) -> None:
-        if min(num_iterations, steps_per_generation) < 1:
+    num_iterations: int
+    pack: Pack
+    steps_per_generation: int = 1
+    seed: int = 0
+    score: Callable[[Batch], Batch] = lambda batch: batch
+    _generation: int = field(default=0, init=False)
+    _parts: list[Batch] = field(default_factory=list[Batch], init=False)
+    _uses: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if min(self.num_iterations, self.steps_per_generation) < 1:
             raise ValueError(
-                f"num_iterations and steps_per_generation must be at least 1, got {num_iterations} and "
-                f"{steps_per_generation}"
+                f"num_iterations and steps_per_generation must be at least 1, got {self.num_iterations} and "
+                f"{self.steps_per_generation}"
             )
-        self._feed = feed
-        self._num_iterations = num_iterations
-        self._pack = pack
-        self._most_parts = steps_per_generation
-        self._seed = seed
-        self._score = score
-        self._generation = 0
-        self._parts: list[Batch] = []
-        self._uses = 0
 
     def next(self) -> Batch:
         if not self._parts:
-            self._parts, self._uses = self._divide(self._feed.next()), 0
+            self._parts, self._uses = self._divide(self.feed.next()), 0
             self._generation += 1
         iteration, index = divmod(self._uses, len(self._parts))
         self._uses += 1
         batch = self._parts[index]
         if len(self._parts) > 1:
             return batch  # its old logprobs are fixed, so any use is like the first
-        return replace(batch, iteration=iteration, num_iterations=self._num_iterations)
+        return replace(batch, iteration=iteration, num_iterations=self.num_iterations)
 
     def _divide(self, whole: Batch) -> list[Batch]:
-        if self._most_parts == 1:
+        if self.steps_per_generation == 1:
             return [whole]
         groups = list(whole.groups)
-        random.Random(f"{self._seed}:{self._generation}").shuffle(groups)
-        count = min(self._most_parts, len(groups))
+        random.Random(f"{self.seed}:{self._generation}").shuffle(groups)
+        count = min(self.steps_per_generation, len(groups))
         ends = [len(groups) * part // count for part in range(count + 1)]
-        parts = [self._pack(groups[start:end]) for start, end in pairwise(ends)]
+        parts = [self.pack(groups[start:end]) for start, end in pairwise(ends)]
         return [self._fixed(part) for part in parts] if count > 1 else parts
 
     def _fixed(self, part: Batch) -> Batch:
-        return self._score(part) if part.lacks_old_logprobs else part
+        return self.score(part) if part.lacks_old_logprobs else part
 
     def advance(self, step: int) -> None:
-        if self._uses == len(self._parts) * self._num_iterations:
+        if self._uses == len(self._parts) * self.num_iterations:
             self._parts = []
-            self._feed.advance(step)
-
-    def counters(self) -> dict[str, float]:
-        return self._feed.counters()
+            self.feed.advance(step)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"feed": self._feed.state_dict(), "uses": self._uses, "generation": self._generation}
+        state = {"feed": self.feed.state_dict(), "uses": self._uses, "generation": self._generation}
         groups = [encode_group(group) for part in self._parts for group in part.groups]
         state |= {"groups": groups, "sizes": [len(part.groups) for part in self._parts]}
         if len(self._parts) > 1:
@@ -180,27 +169,21 @@ class RepeatedFeed(Feed[Batch]):
         """Restore the state. Raises CheckpointError if its batch was to be used another number of times."""
         groups = [decode_group(group) for group in state["groups"]]
         sizes = state["sizes"]
-        if groups and state["uses"] >= self._num_iterations * len(sizes):
+        if groups and state["uses"] >= self.num_iterations * len(sizes):
             raise CheckpointError(
-                f"the checkpoint's batch was used {state['uses']} times and num_iterations is {self._num_iterations}",
+                f"the checkpoint's batch was used {state['uses']} times and num_iterations is {self.num_iterations}",
                 remedy="resume with the num_iterations that the run was started with",
             )
-        self._feed.load_state_dict(state["feed"])
+        self.feed.load_state_dict(state["feed"])
         self._uses = int(state["uses"])
         self._generation = int(state.get("generation", 0))
         ends = [0, *accumulate(sizes)]
-        parts = [self._pack(groups[start:end]) for start, end in pairwise(ends)]
+        parts = [self.pack(groups[start:end]) for start, end in pairwise(ends)]
         known = state.get("old_logprobs", [None] * len(parts))
         self._parts = [part if old is None else _with_old(part, old) for part, old in zip(parts, known, strict=True)]
 
-    def saved(self) -> None:
-        self._feed.saved()
-
-    def complete(self) -> None:
-        self._feed.complete()
-
     def close(self) -> None:
-        self._feed.close()
+        self.feed.close()
 
 
 def undivided(groups: Sequence[Group]) -> Batch:

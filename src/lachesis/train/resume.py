@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,6 +189,7 @@ class Budget:
             self._spent += self._clock() - began
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """Checkpoints of a run, which save and restore weights, optimizer, schedule, random generators and data position.
 
@@ -201,26 +203,19 @@ class RunCheckpoints:
         whole: let one process write everything, even if the policy is sharded.
     """
 
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        *,
-        policy: Policy,
-        feed: Feed[Batch],
-        every_steps: int,
-        max_share: float = 0.0,
-        asked: Callable[[], bool] = lambda: False,
-        asynchronous: bool = False,
-        whole: bool = False,
-    ) -> None:
-        self._asked = asked
-        self._manager = manager
-        self._policy = policy
-        self._feed = feed
-        self._every_steps = every_steps
-        self._budget = Budget(max_share)
-        self._asynchronous = asynchronous
-        self._in_parts = policy.strategy.sharded and not whole
+    manager: CheckpointManager
+    _: KW_ONLY
+    policy: Policy
+    feed: Feed[Batch]
+    every_steps: int
+    max_share: float = 0.0
+    asked: Callable[[], bool] = lambda: False
+    asynchronous: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.max_share)
+        self._in_parts = self.policy.strategy.sharded and not self.whole
         self._writing: Save | None = None
         self._write_time: float | None = None
         self._host_memory, self._reserved = HostMemory(), False
@@ -229,10 +224,10 @@ class RunCheckpoints:
         """Raise ConfigError if ranks are to write into one directory, and do not share one."""
         if not self._in_parts:
             return
-        seen = self._manager.directory.parent.absolute() / f".seen-by-ranks-{secrets.token_hex(4)}"
+        seen = self.manager.directory.parent.absolute() / f".seen-by-ranks-{secrets.token_hex(4)}"
         seen.touch()
         try:
-            if not self._policy.sees(str(seen)):
+            if not self.policy.sees(str(seen)):
                 raise ConfigError(
                     f"some rank does not have the directory of the run, {seen.parent}, into which all are to write",
                     remedy="put run.dir on a disk that all nodes share, or set checkpoint.format: whole",
@@ -251,9 +246,9 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it could not be written, or the one before could not; the last one is untouched.
         """
-        due = step % self._every_steps == 0 if self._every_steps > 0 else self._budget.due(self._num_bytes)
-        wanted = self._asked() or stopping or due
-        if self._asynchronous and not wanted:
+        due = step % self.every_steps == 0 if self.every_steps > 0 else self._budget.due(self._num_bytes)
+        wanted = self.asked() or stopping or due
+        if self.asynchronous and not wanted:
             self._reserve()
         self._save(step, wanted=wanted, waits=stopping, recorded=recorded)
 
@@ -262,7 +257,7 @@ class RunCheckpoints:
 
         Raises as :meth:`maybe_save`.
         """
-        self._save(step, wanted=self._asked(), recorded=recorded)
+        self._save(step, wanted=self.asked(), recorded=recorded)
 
     def _reserve(self) -> None:
         """Allocate memory for the first copy beside the steps before it, once all of the state exists."""
@@ -270,18 +265,18 @@ class RunCheckpoints:
             return
         self._reserved = True
         if self._in_parts:
-            self._policy.reserve_copies()
+            self.policy.reserve_copies()
         else:
             self._host_memory.reserve(self._held())
 
     def _num_bytes(self) -> int:
         """Return the size of a checkpoint in bytes."""
         if self._in_parts:
-            return self._policy.parts_bytes()
+            return self.policy.parts_bytes()
         return sum(leaf.nbytes for leaf in self._held())
 
     def _held(self) -> Iterator[Tensor]:
-        held = (self._policy.weights(), self._policy.optimizer_state(), self._policy.reference_state())
+        held = (self.policy.weights(), self.policy.optimizer_state(), self.policy.reference_state())
         return (leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 
     def _save(self, step: int, *, wanted: bool, recorded: Callable[[], object], waits: bool = False) -> None:
@@ -292,7 +287,7 @@ class RunCheckpoints:
             with self._budget.saving():
                 recorded()
                 self._writing = self._begin(step)
-                if waits or not self._asynchronous:
+                if waits or not self.asynchronous:
                     self.wait()
 
     def wait(self) -> None:
@@ -304,7 +299,7 @@ class RunCheckpoints:
             writing, self._writing = self._writing, None
             writing.finish()
             self._write_time = writing.seconds
-            self._feed.saved()
+            self.feed.saved()
 
     @contextmanager
     def completed(self) -> Iterator[None]:
@@ -326,23 +321,23 @@ class RunCheckpoints:
     def take_metrics(self) -> dict[str, MetricValue]:
         """Return metrics of a checkpoint that was finished beside training since the last call."""
         seconds, self._write_time = self._write_time, None
-        return {} if seconds is None or not self._asynchronous else {"checkpoint_write_time": Mean(seconds)}
+        return {} if seconds is None or not self.asynchronous else {"checkpoint_write_time": Mean(seconds)}
 
     def _begin(self, step: int) -> Save:
-        policy = self._policy
+        policy = self.policy
         rest: dict[str, Any] = {"old_logprobs": policy.old_logprobs(), "kl_weight": policy.kl_weight.value}
         state: dict[str, Any] = {"rng": capture_rng(), "policy": rest}
-        meta = {"step": step, "feed": self._feed.state_dict()}
+        meta = {"step": step, "feed": self.feed.state_dict()}
         if self._in_parts:
-            copied = self._asynchronous
-            return SaveInParts(self._manager, self._policy, step=step, state=state, meta=meta, copied=copied)
-        rest["reference"] = self._policy.reference_state()
-        state["optimizer"] = self._policy.optimizer_state()
-        content: dict[str, Any] = {"tensors": self._policy.weights(), "state": state}
-        if self._asynchronous:
+            copied = self.asynchronous
+            return SaveInParts(self.manager, self.policy, step=step, state=state, meta=meta, copied=copied)
+        rest["reference"] = self.policy.reference_state()
+        state["optimizer"] = self.policy.optimizer_state()
+        content: dict[str, Any] = {"tensors": self.policy.weights(), "state": state}
+        if self.asynchronous:
             self._host_memory.wait()
             content, meta = _copied(content), copy.deepcopy(meta)
-        return WholeSave(lambda: self._manager.save(step, **content, meta=meta), ahead=self._asynchronous)
+        return WholeSave(lambda: self.manager.save(step, **content, meta=meta), ahead=self.asynchronous)
 
     def restore(self) -> int:
         """Load the newest good checkpoint and return its step; 0 if there is none.
@@ -351,15 +346,15 @@ class RunCheckpoints:
             CheckpointError: it belongs to another model, or its place in the data is one of another source; or every
                 checkpoint is damaged.
         """
-        step = self._manager.newest()
+        step = self.manager.newest()
         if step is None:
             logger.warning("there is no checkpoint to resume from: the run starts at step 1")
             return 0
-        checkpoint = self._manager.load(step, parts=self._policy.strategy.sharded)
-        _require_same(self._policy.model, checkpoint)
+        checkpoint = self.manager.load(step, parts=self.policy.strategy.sharded)
+        _require_same(self.policy.model, checkpoint)
         self._load(checkpoint)
         try:
-            self._feed.load_state_dict(checkpoint.meta["feed"])
+            self.feed.load_state_dict(checkpoint.meta["feed"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} has no place in the data that this run could go on at "
@@ -370,7 +365,7 @@ class RunCheckpoints:
         return step
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        policy, state = self._policy, checkpoint.state
+        policy, state = self.policy, checkpoint.state
         if checkpoint.parts is not None:
             in_parts = {**state["policy"], "optimizer": state["optimizer"], "old_logprobs": []}
             policy.load_parts(str(checkpoint.parts.absolute()), in_parts)

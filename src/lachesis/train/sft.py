@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lachesis.common.errors import CheckpointError, DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Prompt, Sample
-from lachesis.pipeline.feed import Feed
+from lachesis.pipeline.feed import FeedBefore
 from lachesis.train.batch import Batch
 
 
@@ -53,7 +53,8 @@ def demonstrations(
     return groups
 
 
-class StartedFeed(Feed[Batch]):
+@dataclass(eq=False)
+class StartedFeed(FeedBefore[Batch]):
     """Feed of a number of batches of answers, in a new order each epoch, followed by another feed.
 
     Args:
@@ -65,49 +66,35 @@ class StartedFeed(Feed[Batch]):
         seed: of the order.
     """
 
-    def __init__(
-        self,
-        feed: Feed[Batch],
-        *,
-        answers: Sequence[Group],
-        steps: int,
-        batch_size: int,
-        pack: Callable[[Sequence[Group]], Batch],
-        seed: int = 0,
-    ) -> None:
-        self._feed = feed
-        self._answers = answers
-        self._steps = steps
-        self._batch_size = batch_size
-        self._pack = pack
-        self._seed = seed
-        self._done = 0
+    answers: Sequence[Group]
+    steps: int
+    batch_size: int
+    pack: Callable[[Sequence[Group]], Batch]
+    seed: int = 0
+    _done: int = field(default=0, init=False)
 
     def next(self) -> Batch:
-        if self._done >= self._steps:
-            return self._feed.next()
-        first = self._done * self._batch_size
-        batch = self._pack([self._answer(first + place) for place in range(self._batch_size)])
+        if self._done >= self.steps:
+            return self.feed.next()
+        first = self._done * self.batch_size
+        batch = self.pack([self._answer(first + place) for place in range(self.batch_size)])
         return replace(batch, groups=(), objective="sft")  # they are no rollouts
 
     def _answer(self, number: int) -> Group:
         """Return the answer of this number, counted over all epochs."""
-        epoch, place = divmod(number, len(self._answers))
-        order = [*range(len(self._answers))]
-        random.Random(f"{self._seed}:sft:{epoch}").shuffle(order)
-        return self._answers[order[place]]
+        epoch, place = divmod(number, len(self.answers))
+        order = [*range(len(self.answers))]
+        random.Random(f"{self.seed}:sft:{epoch}").shuffle(order)
+        return self.answers[order[place]]
 
     def advance(self, step: int) -> None:
-        if self._done < self._steps:
+        if self._done < self.steps:
             self._done += 1
         else:
-            self._feed.advance(step)
-
-    def counters(self) -> dict[str, float]:
-        return self._feed.counters()
+            self.feed.advance(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._feed.state_dict() | {"sft_steps": self._done}
+        return self.feed.state_dict() | {"sft_steps": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises CheckpointError if the run had no such start."""
@@ -115,14 +102,8 @@ class StartedFeed(Feed[Batch]):
             raise CheckpointError(
                 "the checkpoint is of a run without a supervised start", remedy="resume with the stages of that run"
             )
-        self._feed.load_state_dict(state)
+        self.feed.load_state_dict(state)
         self._done = int(state["sft_steps"])
 
-    def saved(self) -> None:
-        self._feed.saved()
-
-    def complete(self) -> None:
-        self._feed.complete()
-
     def close(self) -> None:
-        self._feed.close()
+        self.feed.close()

@@ -53,6 +53,7 @@ class ModuleSlots:
         return self.a[0][index, 0, :rank], torch.cat([part[index, 0, :, :rank] for part in self.b])
 
 
+@dataclass(kw_only=True, eq=False)
 class LoraSlots:
     """Slots of vLLM for adapters, as the module describes them.
 
@@ -65,30 +66,21 @@ class LoraSlots:
             model: what tells versions of vLLM apart comes from outside.
     """
 
-    def __init__(
-        self,
-        *,
-        worker_loras: Any,
-        model: Any,
-        device: torch.device,
-        tensor_parallel_size: int,
-        lora_model: Any,
-        peft_helper: Any,
-        name_mapper: Any,
-    ) -> None:
-        self._worker_loras = worker_loras
-        self._model = model
-        self._manager = model.lora_manager
-        self._config = worker_loras.lora_config
-        self._device = device
-        self._shards = tensor_parallel_size
-        self._lora_model = lora_model
-        self._peft_helper = peft_helper
-        self._mapper = name_mapper
+    worker_loras: Any
+    model: Any
+    device: torch.device
+    tensor_parallel_size: int
+    lora_model: Any
+    peft_helper: Any
+    name_mapper: Any
+
+    def __post_init__(self) -> None:
+        self._manager = self.model.lora_manager
+        self._config = self.worker_loras.lora_config
         self._spec: LoraSpec | None = None
         self._names: tuple[str, ...] = ()
         # Held, for a CUDA graph may have been captured over their memory.
-        self._released = release_output_heads(model)
+        self._released = release_output_heads(self.model)
 
     @property
     def spec(self) -> LoraSpec | None:
@@ -98,7 +90,7 @@ class LoraSlots:
     def clear(self) -> None:
         """Serve the base weights: zeros in the slots, under the number that requests carry."""
         rank = self._manager.get_dummy_lora_warmup_rank(1)
-        self._replace(self._manager.create_dummy_lora(ADAPTER_ID, rank, self._worker_loras.embedding_modules))
+        self._replace(self._manager.create_dummy_lora(ADAPTER_ID, rank, self.worker_loras.embedding_modules))
         self._spec, self._names = None, ()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> None:
@@ -132,7 +124,7 @@ class LoraSlots:
         """
         tensors = {"{}.lora_{}.weight".format(*adapted_module(name)): tensor for name, tensor in tensors.items()}
         self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
-        helper = self._peft_helper.from_dict(
+        helper = self.peft_helper.from_dict(
             {
                 "r": spec.r,
                 "lora_alpha": spec.alpha,
@@ -140,15 +132,15 @@ class LoraSlots:
                 "use_rslora": spec.rslora,
             }
         )
-        adapter = self._lora_model.from_lora_tensors(
+        adapter = self.lora_model.from_lora_tensors(
             lora_model_id=ADAPTER_ID,
             # vLLM looks for the start of peft's names, and strips it.
             tensors={PREFIX + name: tensor for name, tensor in tensors.items()},
             peft_helper=helper,
-            device=str(self._device),
+            device=str(self.device),
             dtype=self._config.lora_dtype,
-            model_vocab_size=self._worker_loras.vocab_size,
-            weights_mapper=self._mapper,
+            model_vocab_size=self.worker_loras.vocab_size,
+            weights_mapper=self.name_mapper,
         )
         self._replace(adapter)
         self._spec, self._names = spec, tuple(tensors)
@@ -166,10 +158,10 @@ class LoraSlots:
         """
         if self._spec is None:
             raise Refused("no adapter is in force", status=409, remedy="load one first")
-        if self._shards > 1:
+        if self.tensor_parallel_size > 1:
             raise Refused(
-                f"each of {self._shards} tensor-parallel workers holds a part of the adapter, of which no digest of "
-                "the whole can be made",
+                f"each of {self.tensor_parallel_size} tensor-parallel workers holds a part of the adapter, of which no "
+                "digest of the whole can be made",
                 status=409,
                 remedy="prove the transfer by the canary",
             )
@@ -200,9 +192,9 @@ class LoraSlots:
         self._manager.activate_adapter(ADAPTER_ID)
 
     def _engine_name(self, module: str) -> str:
-        if self._mapper is None:
+        if self.name_mapper is None:
             return module
-        renamed = self._mapper._map_name(f"{module}{_A}")
+        renamed = self.name_mapper._map_name(f"{module}{_A}")
         return module if renamed is None else renamed.removesuffix(_A)
 
     def _slots(self) -> Iterator[tuple[str, ModuleSlots]]:
@@ -213,10 +205,10 @@ class LoraSlots:
                 continue  # experts and embeddings are laid out in other ways
             parts = self._manager.packed_modules.get(name)
             if parts is None and a:
-                yield name, ModuleSlots(a, b, self._shards)
+                yield name, ModuleSlots(a, b, self.tensor_parallel_size)
             elif parts is not None and len(parts) == len(a):
                 for i, part in enumerate(parts):
-                    yield part, ModuleSlots((a[i],), (b[i],), self._shards)
+                    yield part, ModuleSlots((a[i],), (b[i],), self.tensor_parallel_size)
 
 
 def release_output_heads(model: Any) -> list[Any]:

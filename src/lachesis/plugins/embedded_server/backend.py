@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ _MAX_TOKENS = 16  # vLLM's, where a request says nothing
 _CONTROL_THREADS = 16
 
 
+@dataclass(kw_only=True, eq=False)
 class EmbeddedBackend(EngineBackend):
     """A :class:`EngineBackend` over an embedded engine.
 
@@ -64,26 +65,18 @@ class EmbeddedBackend(EngineBackend):
         end: ends a server whose weights mix two versions, so that another can take its place.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: EmbeddedEngine,
-        weights: EmbeddedWeights,
-        tokenizer: PreTrainedTokenizerBase,
-        info: ModelInfo,
-        session: Session,
-        max_num_seqs: int,
-        end: Callable[[], None] = end_this_process,
-    ) -> None:
-        self._engine = engine
-        self._weights = weights
-        self._tokenizer = tokenizer
-        self._info = info
-        self._session = session
-        self._runner = BatchRunner(engine, max_sequences=max_num_seqs)
+    engine: EmbeddedEngine
+    weights: EmbeddedWeights
+    tokenizer: PreTrainedTokenizerBase
+    info: ModelInfo
+    session: Session
+    max_num_seqs: int
+    end: Callable[[], None] = end_this_process
+
+    def __post_init__(self) -> None:
+        self._runner = BatchRunner(self.engine, max_sequences=self.max_num_seqs)
         self._receiver: Receiver | None = None
         self._away: frozenset[MemoryPart] = frozenset()
-        self._end = end
         self._threads = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="embedded-control")
 
     @property
@@ -94,13 +87,8 @@ class EmbeddedBackend(EngineBackend):
     def sampling_fields(self) -> frozenset[str]:
         return _FIELDS
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer for routes that render chats."""
-        return self._tokenizer
-
     def model_info(self) -> ModelInfo:
-        return self._info
+        return self.info
 
     def generated_tokens(self) -> int:
         return self._runner.generated_tokens
@@ -154,30 +142,30 @@ class EmbeddedBackend(EngineBackend):
             job.cancelled = not job.done
 
     async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (await self._in_thread(lambda: self._engine.canary(token_ids))).logprobs
+        return (await self._in_thread(lambda: self.engine.canary(token_ids))).logprobs
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
         return 0  # prompts are cached within a batch only, which no update comes into
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
-        return await self._in_thread(lambda: self._weights.digests(request))
+        return await self._in_thread(lambda: self.weights.digests(request))
 
     async def load_adapter(self, *, name: str, path: Path) -> None:
-        await self._in_thread(lambda: self._weights.load_adapter(name=name, path=path))
+        await self._in_thread(lambda: self.weights.load_adapter(name=name, path=path))
 
     async def unload_adapter(self, *, name: str) -> None:
-        await self._in_thread(lambda: self._weights.unload_adapter(name=name))
+        await self._in_thread(lambda: self.weights.unload_adapter(name=name))
 
     def adapter(self) -> AdapterStatus | None:
-        return self._weights.adapter
+        return self.weights.adapter
 
     async def start_receiver(self, spec: ReceiverSpec) -> None:
         def start() -> None:
-            self._weights.check_receivable(spec)
+            self.weights.check_receivable(spec)
             if self._receiver is not None:
                 self._receiver.check_free()
                 self._receiver.close()
-            self._receiver = Receiver(spec, rank=spec.rank, device=torch.device(self._weights.device))
+            self._receiver = Receiver(spec, rank=spec.rank, device=torch.device(self.weights.device))
 
         await self._in_thread(start)
 
@@ -193,10 +181,10 @@ class EmbeddedBackend(EngineBackend):
             assert tensors is not None  # it waits for them
             try:
                 with receiver.loading():
-                    self._weights.apply(tensors, receiver.spec)
+                    self.weights.apply(tensors, receiver.spec)
             except StaleWeights:
-                self._engine.close()  # no token is made of weights of two versions
-                self._end()
+                self.engine.close()  # no token is made of weights of two versions
+                self.end()
                 raise
 
         await self._in_thread(receive)
@@ -207,30 +195,30 @@ class EmbeddedBackend(EngineBackend):
             await self._in_thread(receiver.close)
 
     async def export_shared(self, path: Path) -> None:
-        await self._in_thread(lambda: self._weights.export_shared(path, session=self._session, engine=self.kind))
+        await self._in_thread(lambda: self.weights.export_shared(path, session=self.session, engine=self.kind))
 
     async def state_dict_info(self) -> dict[str, TensorInfo]:
-        return self._weights.state_dict_info()
+        return self.weights.state_dict_info()
 
     async def reload(self, path: Path) -> None:
-        await self._in_thread(lambda: self._weights.reload(path))
+        await self._in_thread(lambda: self.weights.reload(path))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._in_thread(lambda: self._runner.pause(mode))
 
     async def resume(self) -> None:
-        self._engine.resume()
+        self.engine.resume()
 
     async def is_paused(self) -> bool:
-        return self._engine.gate.mode is not None
+        return self.engine.gate.mode is not None
 
     async def sleep(self, level: int) -> None:
         """Both levels move the weights to the host, where they are on a GPU; level 2 need not forget them."""
-        if not self._engine.gate.asleep:
-            await self._in_thread(self._engine.gate.sleep)
+        if not self.engine.gate.asleep:
+            await self._in_thread(self.engine.gate.sleep)
             self._away = frozenset(MEMORY_PARTS)
             try:
-                await self._in_thread(lambda: self._weights.move("cpu"))
+                await self._in_thread(lambda: self.weights.move("cpu"))
             except EngineError:
                 await self.wake_up(MEMORY_PARTS)
                 raise
@@ -238,13 +226,13 @@ class EmbeddedBackend(EngineBackend):
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
         """Take back parts of the memory; the engine sleeps on until none is missing. It has no cache to restore."""
         if "weights" in self._away.intersection(tags):
-            await self._in_thread(lambda: self._weights.move(self._info.device))
+            await self._in_thread(lambda: self.weights.move(self.info.device))
         self._away = self._away.difference(tags)
         if not self._away:
-            self._engine.gate.wake()
+            self.engine.gate.wake()
 
     async def is_sleeping(self) -> bool:
-        return self._engine.gate.asleep
+        return self.engine.gate.asleep
 
     async def reset_prefix_cache(self) -> None:
         """Do nothing: this engine keeps no prefixes from one batch to the next."""
@@ -264,7 +252,7 @@ class EmbeddedBackend(EngineBackend):
         if self._receiver is not None:
             self._receiver.close()
         self._runner.close()
-        self._weights.close()
+        self.weights.close()
         self._threads.shutdown(wait=False)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -289,8 +277,8 @@ class EmbeddedBackend(EngineBackend):
                 raise Refused(f"the embedded engine does not know {name}", remedy=f"leave it at {neutral}, or use vLLM")
         prompt_ids = request.prompt_token_ids
         if prompt_ids is None:
-            prompt_ids = tuple(self._tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]
-        room = self._info.max_model_len - len(prompt_ids)
+            prompt_ids = tuple(self.tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]
+        room = self.info.max_model_len - len(prompt_ids)
         params: dict[str, Any] = {"max_tokens": max(1, min(_MAX_TOKENS, room))}
         params["routed_experts"] = request.routed_experts
         params |= {name: value for name, value in sampling.items() if name in _PARAMS}
@@ -299,7 +287,7 @@ class EmbeddedBackend(EngineBackend):
         seed = sampling.get("seed", secrets.randbits(63))
         wanted = GenerationRequest(prompt_ids, SamplingParams(**params), n=request.n, seed=seed)
         try:
-            self._engine.check(wanted)
+            self.engine.check(wanted)
         except EngineError as error:
             raise Refused(error.message, remedy=error.remedy) from error
         return wanted
@@ -308,7 +296,7 @@ class EmbeddedBackend(EngineBackend):
         sampling = request.sampling
         skip = sampling.get("skip_special_tokens", True)
         return GrowingText(
-            lambda ids: str(self._tokenizer.decode(list(ids), skip_special_tokens=skip)),
+            lambda ids: str(self.tokenizer.decode(list(ids), skip_special_tokens=skip)),
             stop=sampling.get("stop", ()),
             include_stop=sampling.get("include_stop_str_in_output", False),
         )
@@ -355,7 +343,7 @@ class EmbeddedBackend(EngineBackend):
             return None
         if len(prompt_ids) == 1:
             return (None,)
-        logprobs = await self._in_thread(lambda: self._engine.score("the prompt", prompt_ids).cpu())
+        logprobs = await self._in_thread(lambda: self.engine.score("the prompt", prompt_ids).cpu())
         likeliest = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
         rows: list[Mapping[int, float] | None] = [None]
         for row, token in enumerate(prompt_ids[1:]):

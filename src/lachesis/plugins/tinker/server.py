@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -109,7 +110,7 @@ def _service(options: TinkerOptions) -> Any:
         name=options.name or options.model,
         tokenizer=str(place.resolve()) if place.is_dir() else options.model,
         session_s=options.session_timeout,
-        seed=options.seed,
+        seed=random.getrandbits(62) if options.seed is None else options.seed,
         max_rank=options.max_lora_rank,
         unembed=options.unembed == "asked",
         engines=engines,

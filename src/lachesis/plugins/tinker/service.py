@@ -8,7 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -85,6 +85,7 @@ class SamplingSession:
     run_id: str = ""
 
 
+@dataclass(eq=False)
 class Service:
     """The whole service; routes call its methods in the thread of the event loop.
 
@@ -93,48 +94,38 @@ class Service:
         name: clients' name of it.
         tokenizer: where they load the tokenizer from.
         session_s: seconds of silence after which a session's runs are forgotten; their checkpoints stay.
-        seed: for requests without one; ``None`` draws it.
+        seed: for requests without one.
         max_rank: the largest rank of an adapter.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        sampler: Sampler,
-        store: CheckpointStore,
-        *,
-        name: str,
-        tokenizer: str,
-        session_s: float,
-        seed: int | None,
-        max_rank: int,
-        unembed: bool = True,
-        engines: Engines | None = None,
-    ) -> None:
-        self.store = store
-        self.name = name
+    base: Base
+    base_sampler: Sampler
+    store: CheckpointStore
+    _: KW_ONLY
+    name: str
+    tokenizer: str
+    session_s: float
+    seed: int
+    max_rank: int
+    unembed: bool = True
+    engines: Engines | None = None
+
+    def __post_init__(self) -> None:
         self.futures = Futures()
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplingSession] = {}
-        self.max_context = min(base.max_context, engines.max_context if engines else base.max_context)
-        self.engines = engines
-        self._base = base
-        self._tokenizer = tokenizer
-        self._session_s = session_s
-        self._sampler = sampler
+        longest = self.base.max_context
+        self.max_context = min(longest, self.engines.max_context if self.engines else longest)
         self.sessions: dict[str, Session] = {}
-        self._unembed = unembed
-        self.seed = random.getrandbits(62) if seed is None else seed
-        self._max_rank = max_rank
         self.made_samplers = 0
-        self._worker = Worker(sampler)
+        self._worker = Worker(self.base_sampler)
 
     # --- sessions ---------------------------------------------------------------------------------------------
 
     def create_session(self, client: Client) -> str:
         """Return a new session's id; forget sessions that have been silent for too long."""
         now = time.monotonic()
-        for silent in [one for one, found in self.sessions.items() if found.heard < now - self._session_s]:
+        for silent in [one for one, found in self.sessions.items() if found.heard < now - self.session_s]:
             self.finish_session(silent)
         session_id = uuid.uuid4().hex
         self.sessions[session_id] = Session(client)
@@ -190,7 +181,7 @@ class Service:
 
     def restore_run(self, session_id: str, shape: LoraShape, weights: Mapping[str, Tensor]) -> Run:
         """Return a run with an adapter, to whose requests more may come."""
-        return Run(session_id, Sequenced(self._worker.submit), training=TrainingRun(self._base, shape, weights))
+        return Run(session_id, Sequenced(self._worker.submit), training=TrainingRun(self.base, shape, weights))
 
     def close(self) -> None:
         """Stop after the current computation; requests that wait fail."""
@@ -210,11 +201,11 @@ class Service:
         wire.check_optimizer(body.optimizer_config)
         seed = self._drawn("adapter", len(self.sessions), body.model_seq_id)
         shape = wire.lora_shape(body.lora_config, seed=seed, max_rank=self._most_rank(body.session_id))
-        if not self._unembed:
+        if not self.unembed:
             shape = replace(shape, train_unembed=False)
         return self._make_run(
             body,
-            lambda: TrainingRun(self._base, shape),
+            lambda: TrainingRun(self.base, shape),
             lambda run_id: wire.json_answer(types.CreateModelResponse(model_id=run_id)),
         )
 
@@ -294,7 +285,7 @@ class Service:
         """Describe a run. Raises Unknown, or DataError if it could not be made."""
         shape = self._run(run_id).made.shape
         data = types.ModelData(
-            arch=type(self._base.bank.model).__name__, model_name=self.name, tokenizer_id=self._tokenizer
+            arch=type(self.base.bank.model).__name__, model_name=self.name, tokenizer_id=self.tokenizer
         )
         return types.GetInfoResponse(
             type="get_info", model_data=data, model_id=run_id, is_lora=True, lora_rank=shape.rank, model_name=self.name
@@ -329,7 +320,7 @@ class Service:
         request = wire.sample_request(
             body, seed=self._drawn("sample", number, body.seq_id), max_context=self.max_context
         )
-        self._sampler.check(request)
+        self.base_sampler.check(request)
         if self.engines is not None and (weights is None or not weights.has_head()):
             sampled = self.engines.submit(weights, request, prepare=partial(self._prepare, self.engines, lane))
             return self.futures.add(answered(sampled, wire.sample_answer))
@@ -339,7 +330,7 @@ class Service:
 
     def _prepare(self, engines: Engines, lane: str, weights: Weights) -> Future[Prepared]:
         """Begin to write an adapter for the engines, at its client's turn, with what proves it."""
-        work = partial(self._sampler.prepare, weights, directory=engines.directory, canary=engines.canary.token_ids)
+        work = partial(self.base_sampler.prepare, weights, directory=engines.directory, canary=engines.canary.token_ids)
         return self._worker.call(work, lane=lane)
 
     def failed(self, error: LachesisError) -> str:
@@ -352,7 +343,7 @@ class Service:
 
     def _restored(self, body: types.LoadWeightsRequest) -> TrainingRun:
         saved, weights, optimizer = self._read(body)
-        made = TrainingRun(self._base, saved.shape, weights)
+        made = TrainingRun(self.base, saved.shape, weights)
         made.load(weights, optimizer)
         return made
 
@@ -375,7 +366,7 @@ class Service:
             body.path or uuid.uuid4().hex,
             base_model=self.name,
             shape=training.shape,
-            config=self._base.bank.config(training.adapter),
+            config=self.base.bank.config(training.adapter),
             weights=training.weights(),
             optimizer=training.optimizer_state() if optimizer else None,
             ttl_s=body.ttl_seconds,
@@ -429,7 +420,7 @@ class Service:
     def _most_rank(self, session_id: str | None) -> int:
         """Return the largest rank of an adapter that a session's client may have."""
         own = self.client_of(session_id or "").max_lora_rank
-        return self._max_rank if own is None else min(own, self._max_rank)
+        return self.max_rank if own is None else min(own, self.max_rank)
 
     def _submit(self, work: Callable[[], T], encode: Callable[[T], Answer], *, session_id: str) -> str:
         job = Job(work, encode, self._lane(session_id))
