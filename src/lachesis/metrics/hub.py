@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,7 @@ def _sentence(who: str, occasion: str, error: Exception) -> str:
     )
 
 
+@dataclass(kw_only=True, eq=False)
 class HubTelemetry:
     """Telemetry that merges the values of the policy (all ranks), the feed and the groups, and reduces them once.
 
@@ -142,25 +143,19 @@ class HubTelemetry:
         gpus: what else is known of GPUs since the last call.
     """
 
-    def __init__(
-        self,
-        *,
-        hub: MetricsHub,
-        reward_names: Sequence[str],
-        device_memory: Callable[[], tuple[int, int]] | None = None,
-        gpus: Callable[[], Metrics] = dict,
-    ) -> None:
-        self._hub = hub
-        self._reward_names = tuple(reward_names)
-        self._device_memory = device_memory
-        self._gpus = gpus
+    hub: MetricsHub
+    reward_names: Sequence[str]
+    device_memory: Callable[[], tuple[int, int]] | None = None
+    gpus: Callable[[], Metrics] = dict
+
+    def __post_init__(self) -> None:
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="telemetry")
         self._telling: Future[None] | None = None
 
     def evaluation(self, result: EvalResult | None) -> None:
         """Report to the sinks an evaluation before the first step, if there was one."""
         if result is not None:
-            self._hub.evaluation(result)
+            self.hub.evaluation(result)
 
     def emit(
         self,
@@ -176,13 +171,13 @@ class HubTelemetry:
         Raises as :meth:`flush`.
         """
         self.flush()
-        measured = [metrics, self._gpus()]  # what is read later is the next step's
-        if self._device_memory is not None:
-            allocated, reserved = self._device_memory()
+        measured = [metrics, self.gpus()]  # what is read later is the next step's
+        if self.device_memory is not None:
+            allocated, reserved = self.device_memory()
             measured.append({"gpu_memory_gb": Mean(allocated / 1e9), "gpu_memory_reserved_gb": Mean(reserved / 1e9)})
         told = partial(self._tell, measured, counters=counters)
         self._telling = self._beside.submit(told, StepRecord(step, {}, groups, evaluation, ended=time.time()))
-        if self._hub.waited_for:
+        if self.hub.waited_for:
             self.flush()
 
     def flush(self) -> None:
@@ -204,14 +199,14 @@ class HubTelemetry:
             self.flush()
         finally:
             self._beside.shutdown()
-            self._hub.close()
+            self.hub.close()
 
     def _tell(self, measured: Sequence[Metrics], record: StepRecord, *, counters: dict[str, float]) -> None:
         counted = {name: Mean(n) if name in _SECONDS else Sum(n) for name, n in counters.items()}
         # The batch was trained on by the weights before this step.
-        of_groups = group_metrics(record.groups, reward_names=self._reward_names, version=record.step - 1)
+        of_groups = group_metrics(record.groups, reward_names=self.reward_names, version=record.step - 1)
         values = reduce_metrics(merge_metrics([*measured, counted, of_groups]))
-        self._hub.emit(replace(record, values=values | throughput(values)))
+        self.hub.emit(replace(record, values=values | throughput(values)))
 
 
 def throughput(values: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import string
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -47,6 +47,7 @@ _LOOKS = 4
 _MOST_FAILURES = 2
 
 
+@dataclass(eq=False)
 class GenerationCalls:
     """Sender of requests to the engines that the fleet picks; it resends a request that is lost with its engine.
 
@@ -58,19 +59,15 @@ class GenerationCalls:
         check_session: raises if a server answers from a session that is not the expected one.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        server: Callable[[str], ServerControl],
-        check_session: Callable[[ServerControl, str], None],
-    ) -> None:
-        self._fleet = fleet
-        self._server = server
+    fleet: Fleet
+    _: KW_ONLY
+    server: Callable[[str], ServerControl]
+    check_session: Callable[[ServerControl, str], None]
+
+    def __post_init__(self) -> None:
         self._routes: dict[str, _Route] = {}
         self._busy: dict[str, BusyTime] = {}
         self._prefixes = PrefixHits()
-        self._check_session = check_session
         # Requests wait here in the order in which they came: the first of them for an engine with room.
         self._door = asyncio.Lock()
         self._room = asyncio.Event()
@@ -150,14 +147,14 @@ class GenerationCalls:
             except (DeadlineExceeded, Refused):
                 raise
             except EngineError as error:
-                self._fleet.lost(ticket, error.message)
+                self.fleet.lost(ticket, error.message)
                 self._visit(ticket.url)
                 failures += not isinstance(error, EngineUnreachable | StaleWeights)
-                if not self._fleet.admitted or failures >= _MOST_FAILURES:
+                if not self.fleet.admitted or failures >= _MOST_FAILURES:
                     raise
                 logger.warning("%s; its request goes to another engine", error.message)
             finally:
-                self._fleet.ended(ticket, lengths=lengths)
+                self.fleet.ended(ticket, lengths=lengths)
                 self._room.set()
         if finished is not None:
             finished(index, completions)
@@ -168,15 +165,15 @@ class GenerationCalls:
         async with self._door:
             while True:
                 self._room.clear()
-                ticket = self._fleet.pick(
+                ticket = self.fleet.pick(
                     completions=request.n,
                     max_tokens=request.params.max_tokens,
                     group=request.conversation or request.prompt_ids,
                 )
                 if ticket is not None:
                     return ticket
-                if not self._fleet.admitted:
-                    raise nobody_serves(self._fleet)
+                if not self.fleet.admitted:
+                    raise nobody_serves(self.fleet)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._room.wait(), _LOOK_S)
 
@@ -189,7 +186,7 @@ class GenerationCalls:
         """
         route = self._routes.get(ticket.url)
         if route is None:
-            route = self._routes[ticket.url] = _Route(self._server(ticket.url))
+            route = self._routes[ticket.url] = _Route(self.server(ticket.url))
         reply = await route.post(request_body(request) | _WITHOUT_TEXT, headers=request_headers(request))
         try:
             completions = read_completions(reply, n=request.n, routed=request.params.routed_experts)
@@ -197,7 +194,7 @@ class GenerationCalls:
             session_id = str(reply["session_id"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(route.server.url, ROUTE, error) from error
-        self._check_session(route.server, session_id)
+        self.check_session(route.server, session_id)
         self._prefixes.add(ticket.url, cached_tokens, prompt_tokens=len(request.prompt_ids))
         route.server.saw(f"generating at weight version {completions[-1].versions.last}, session {session_id}")
         return completions
@@ -207,24 +204,24 @@ class GenerationCalls:
         since = 0.0
         while True:
             await asyncio.sleep(_LOOK_S)
-            for url in self._fleet.check_progress():
-                logger.warning("the engine at %s is given up: %s", url, self._fleet.reason(url))
+            for url in self.fleet.check_progress():
+                logger.warning("the engine at %s is given up: %s", url, self.fleet.reason(url))
             since += _LOOK_S
-            if self._fleet.hang_s is not None and since >= self._fleet.hang_s / _LOOKS:
+            if self.fleet.hang_s is not None and since >= self.fleet.hang_s / _LOOKS:
                 since = 0.0
-                for url in self._fleet.at_work:
+                for url in self.fleet.at_work:
                     self._visit(url, patient=True)
-            for url in self._fleet.having(State.SUSPECT):
+            for url in self.fleet.having(State.SUSPECT):
                 self._visit(url)
             for url, route in self._routes.items():
-                if self._fleet.state(url) is State.DEAD:
-                    route.give_up(self._fleet.reason(url))
+                if self.fleet.state(url) is State.DEAD:
+                    route.give_up(self.fleet.reason(url))
             self._room.set()
 
     def _visit(self, url: str, *, patient: bool = False) -> None:
         """Ask an engine, beside everything else, how it is: see :func:`visit`."""
         if url not in self._visits:
-            work = asyncio.to_thread(visit, self._fleet, self._server(url), patient=patient)
+            work = asyncio.to_thread(visit, self.fleet, self.server(url), patient=patient)
             task = self._visits[url] = asyncio.create_task(work)
             task.add_done_callback(lambda _: (self._visits.pop(url, None), self._room.set()))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -61,14 +62,14 @@ class Lesson(NamedTuple):
     metrics: dict[str, Tensor] = {}  # noqa: RUF012  # of an empty lesson
 
 
+@dataclass(kw_only=True, eq=False)
 class Teacher(ABC):
     """Source of the teacher's logprobs.
 
     It never changes, so a checkpoint stores nothing of it.
     """
 
-    def __init__(self, options: TeacherConfig) -> None:
-        self.options = options
+    options: TeacherConfig
 
     @abstractmethod
     def candidates(self, micro: MicroBatch) -> Candidates:
@@ -137,6 +138,7 @@ class ToldTeacher(Teacher):
         return None
 
 
+@dataclass(eq=False)
 class TeacherModel(Teacher):
     """Teacher that is a frozen model beside the policy.
 
@@ -146,11 +148,10 @@ class TeacherModel(Teacher):
         vocab: the policy's outcomes; tokens that only one of both models has are in the rest.
     """
 
-    def __init__(self, model: PreTrainedModel, *, plan: ForwardPlan, vocab: int, options: TeacherConfig) -> None:
-        super().__init__(options)
-        self._model = model
-        self._plan = plan
-        self._vocab = vocab
+    model: PreTrainedModel
+    _: KW_ONLY
+    plan: ForwardPlan
+    vocab: int
 
     @torch.no_grad()
     def candidates(self, micro: MicroBatch) -> Candidates:
@@ -158,16 +159,16 @@ class TeacherModel(Teacher):
 
         def read(log_p: Tensor, chunk: slice) -> Tensor:
             sizes.add(log_p.shape[1])
-            shared = log_p[:, : self._vocab]
+            shared = log_p[:, : self.vocab]
             if top_k is None or top_k >= shared.shape[1]:
                 return shared
             top = shared.topk(top_k)
             # In one tensor with the values, of float32 at least, numbers of tokens are exact.
             return torch.cat([top.values, top.indices.to(top.values.dtype)], dim=1)
 
-        found = distributions(self._model, micro, plan=self._plan, read=read)
+        found = distributions(self.model, micro, plan=self.plan, read=read)
         (size,) = sizes
-        shared = min(size, self._vocab)
+        shared = min(size, self.vocab)
         if top_k is None or top_k >= shared:
             return Candidates(found, None, whole=shared == size)
         logprobs, ids = found.tensor_split(2, dim=1)
@@ -175,9 +176,10 @@ class TeacherModel(Teacher):
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        return target_logprobs(self._model, micro, plan=self._plan).logprobs
+        return target_logprobs(self.model, micro, plan=self.plan).logprobs
 
 
+@dataclass(eq=False)
 class SelfTeacher(Teacher):
     """Teacher that is the policy, or its reference, and reads more before the same completion.
 
@@ -190,18 +192,10 @@ class SelfTeacher(Teacher):
         plan, vocab: as for :class:`TeacherModel`.
     """
 
-    def __init__(
-        self,
-        weights: Callable[[], AbstractContextManager[PreTrainedModel]],
-        *,
-        plan: ForwardPlan,
-        vocab: int,
-        options: TeacherConfig,
-    ) -> None:
-        super().__init__(options)
-        self._weights = weights
-        self._plan = plan
-        self._vocab = vocab
+    weights: Callable[[], AbstractContextManager[PreTrainedModel]]
+    _: KW_ONLY
+    plan: ForwardPlan
+    vocab: int
 
     def candidates(self, micro: MicroBatch) -> Candidates:
         found = self._asked(micro, lambda teacher, taught: teacher.candidates(taught))
@@ -233,8 +227,8 @@ class SelfTeacher(Teacher):
 
     def _asked(self, micro: MicroBatch, ask: Callable[[TeacherModel, MicroBatch], T]) -> T:
         taught = idle_micro_batch().to(micro.row.device) if micro.taught is None else micro.taught
-        with self._weights() as model:
-            return ask(TeacherModel(model, plan=self._plan, vocab=self._vocab, options=self.options), taught)
+        with self.weights() as model:
+            return ask(TeacherModel(model, plan=self.plan, vocab=self.vocab, options=self.options), taught)
 
 
 def _places(micro: MicroBatch) -> Tensor:
@@ -288,7 +282,7 @@ def build_teacher(
             weights = reference.weights
         return SelfTeacher(weights, plan=plan, vocab=vocab, options=options)
     if options.kind != "model":
-        return ToldTeacher(options)
+        return ToldTeacher(options=options)
     assert model is not None, "load_teacher() loads it"
     plan = plan_forward(model, packing=packing, device=device, context=context, tensor=tensor)
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)

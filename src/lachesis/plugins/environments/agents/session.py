@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
@@ -86,6 +86,7 @@ class AgentSession:
     closed: bool = False
 
 
+@dataclass(eq=False)
 class Recorder:
     """Recorder that makes prompts of agents' requests, and records the sampled turns.
 
@@ -102,19 +103,14 @@ class Recorder:
         max_context: most tokens of a trajectory.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        parse: ToolParser,
-        template_kwargs: Mapping[str, Any],
-        max_context: int,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._parse = parse
-        self._opens = parse is hermes
-        self._kwargs = dict(template_kwargs)
-        self._max_context = max_context
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    parse: ToolParser
+    template_kwargs: Mapping[str, Any]
+    max_context: int
+
+    def __post_init__(self) -> None:
+        self._opens = self.parse is hermes
         self._continuations: dict[str, Continuation] = {}
 
     def prepare(self, session: AgentSession, asked: Asked) -> PreparedTurn:
@@ -124,11 +120,11 @@ class Recorder:
         trajectory, prompt = self._place(session, replace(asked, messages=_told(asked)))
         before = len(trajectory.conversation.next_prompt) if trajectory is not None else 0
         opening = self._opening(asked)
-        prompt += tuple(self._tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else ()
-        room = self._max_context - len(prompt)
+        prompt += tuple(self.tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else ()
+        room = self.max_context - len(prompt)
         if room < 1:
             raise BadRequest(
-                f"this model's maximum context length is {self._max_context} tokens, and there are {len(prompt)}",
+                f"this model's maximum context length is {self.max_context} tokens, and there are {len(prompt)}",
                 code="context_length_exceeded",
             )
         params = session.params
@@ -198,7 +194,7 @@ class Recorder:
     def _after(self, trajectory: ContinuedTurns, end: TurnEnd, asked: Asked) -> tuple[int, ...]:
         """Return a trajectory's tokens up to the end of a turn, and the template's for the messages that follow."""
         sampled = trajectory.conversation.next_prompt[: end.tokens]
-        ended = sampled[-1] == self._tokenizer.eos_token_id
+        ended = sampled[-1] == self.tokenizer.eos_token_id
         answer, new = trajectory.known[end.messages - 1], asked.messages[end.messages :]
         try:
             return sampled + tuple(self._continuation(asked).tokens(answer, new, ended=ended))
@@ -221,21 +217,21 @@ class Recorder:
         if (known := self._continuations.get(key)) is None:
             if len(self._continuations) >= _MOST_TOOL_SETS:
                 self._continuations.clear()
-            known = self._continuations[key] = Continuation(self._tokenizer, self._variables(asked))
+            known = self._continuations[key] = Continuation(self.tokenizer, self._variables(asked))
         return known
 
     def _variables(self, asked: Asked) -> dict[str, Any]:
-        return self._kwargs | ({"tools": [dict(tool) for tool in asked.tools]} if asked.tools else {})
+        return dict(self.template_kwargs) | ({"tools": [dict(tool) for tool in asked.tools]} if asked.tools else {})
 
     def _read(
         self, session: AgentSession, opening: str, completion: Completion, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, tuple[AssistantCall, ...]]:
         """Return the text and calls of a turn; a malformed call stays part of the text, as agents expect."""
         ids = list(completion.token_ids)
-        if ids and ids[-1] == self._tokenizer.eos_token_id:
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
-        text = opening + str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        parsed = self._parse(text, tools)
+        text = opening + str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        parsed = self.parse(text, tools)
         if any(call.error for call in parsed.calls):
             return text, ()
         first, session.calls = session.calls, session.calls + len(parsed.calls)
