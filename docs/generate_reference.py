@@ -69,7 +69,7 @@ ADVANCED = {
     "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage "
     "router_aux_loss_coef",
     "algorithm.teacher": "revision weights reward_weights column beta estimate top_k",
-    "pipeline": "prefetch_depth keep_partial streaming_min_groups replay_size replay_recompute_logps "
+    "pipeline": "prefetch_depth streaming_min_groups replay_size replay_recompute_logps "
     "reroll_start_fraction reroll_max_groups",
     "batch": "steps_per_generation micro_batch_size",
     "optimizer": "function scale_parameter betas eps max_skipped_steps schedule_function stable_steps decay_steps "

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -35,7 +34,6 @@ from lachesis.rollouts.episodes import (
     RolloutFailed,
     TaskPlayers,
 )
-from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.paths import ROOT
 
@@ -155,45 +153,10 @@ def record(players: TaskPlayers, engine: Recording, *, hang_s: float = 6.0) -> d
     found["all"] = texts(groups)
     evaluator = EpisodeEvaluator(source=episodes, prompts=held_out, success_reward=1.0, seed=0, generation_s=200.0)
     found["evaluated"] = asdict(evaluator.run(0))
-    found["kept"] = kept(episodes, players)
     found |= {"failed": failed(episodes, players), "cancelled": cancelled(episodes, players, hang_s=hang_s)}
     use(episodes, players)
     episodes.close()
     return found
-
-
-class Counted(Players):
-    """The same rollouts, and how many there were."""
-
-    def __init__(self, inner: Players) -> None:
-        self.inner, self.count = inner, 0
-        self.start, self.report, self.stop, self.finish = inner.start, inner.report, inner.stop, inner.finish
-
-    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        self.count += 1
-        return await self.inner.play(prompt, seed=seed, greedy=greedy)
-
-
-def kept(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
-    """Of a source that was stopped when the rollouts 0 and 2 of each group were finished."""
-    counted = Counted(players)
-
-    def again() -> EpisodeSource:
-        begin_anew(episodes)
-        use(episodes, counted)
-        counted.count = 0
-        return episodes
-
-    with TemporaryDirectory() as directory:
-        samples, groups = over_a_restart(again, Path(directory), count=3, finished=lambda number: number % 2 == 0)
-    episodes._kept = None
-    trained = [sample for group in groups for sample in group.samples]
-    return {
-        "rollouts": len(samples),
-        "joined": sum(sample in trained for sample in samples),
-        "played": counted.count,
-        "all": texts(groups),
-    }
 
 
 def begin_anew(episodes: EpisodeSource) -> None:

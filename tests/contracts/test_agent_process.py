@@ -28,7 +28,6 @@ from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.parsers import hermes
-from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.tiny import tiny_tokenizer
 
@@ -258,28 +257,6 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
     assert (group.prompt.text, group.rewards) == ("good", (1.0, 1.0))
     counters = source.counters()
     assert (counters["dropped_groups"], counters["rollout_failures/crash"], counters["turns"]) == (1, 2, 2)
-
-
-def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engine: FakeEngine, tmp_path: Path):
-    agent = command(f"{ASK}urllib.request.urlopen(request).read()", "{prompt}")
-    seen: list[dict[str, Any]] = []
-
-    def make() -> EpisodeSource:
-        engine.requests.clear()
-        return EpisodeSource(
-            players=build(agent).players,
-            stream=PromptStream([PROMPT], seed=0),
-            rewarder=Rewarder([NamedReward("seen", lambda completions, **columns: seen.append(columns) or [0.0] * 3)]),
-            num_generations=3,
-            seed=0,
-        )
-
-    samples, (group,) = over_a_restart(make, tmp_path, count=1, finished=lambda number: number == 1)
-    # Agents that ask at the same time may share a call.
-    assert len(samples) == 1 and sum(map(len, engine.requests)) == 2, "as many agents as were missing"
-    assert [sample.completion_ids for sample in group.samples] == [samples[0].completion_ids] * 3
-    before, after = ({name: columns[name] for name in build(agent).players.columns} for columns in seen)
-    assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "output": [""] * 3, "files": [{}] * 3}
 
 
 # Stands for docker: refuses what docker refuses, runs the rest here with the variables that it was given, and says what

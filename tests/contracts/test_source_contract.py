@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,19 +18,13 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.pipeline.collect import Collector
-from lachesis.pipeline.feed import Finisher
-from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.plugins.mixture.source import Ingredient, SourceMixture
 from lachesis.rollouts.base import GroupwiseSource, RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.partial_rollouts import PartialRollouts
-from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
 from tests.fakes import FakeEngine
-from tests.waiting import until
 
 PROMPTS, SAMPLES = 7, 3
 Reward = Callable[..., Sequence[float | None]]
@@ -149,36 +142,6 @@ class TestGroups:
     def test_what_is_asked_at_once_does_not_matter(self, factory: Factory):
         at_once, one_by_one = factory.build(), factory.build()
         assert collect(at_once, 5) == [group for _ in range(5) for group in collect(one_by_one, 1)]
-
-
-class TestRestart:
-    def test_groups_that_were_whole_are_not_sampled_again(self, factory: Factory, tmp_path: Path):
-        """Killed in the first batch: what was finished is there, token by token, and the rest is sampled."""
-
-        def feed(engine: Engine) -> AsynchronousFeed[Sequence[Group]]:
-            source = factory.build(engine=engine)
-            assert isinstance(source, GroupwiseSource)
-            kept = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
-            kept.open(version=0)
-            collector, finisher = Collector(source, count=2), Finisher(advantages=list, pack=tuple)
-            return AsynchronousFeed(
-                source=source, collector=collector, finisher=finisher, ahead=1, batch_deadline_s=60.0, kept=kept
-            )
-
-        first, second = FakeEngine(), FakeEngine()
-        killed = feed(first)
-        before = killed.next()
-        until(lambda: killed.counters()["groups_waiting"] == 2)
-        killed.close()
-        resumed = feed(second)
-        after = [*resumed.next()]
-        resumed.advance(1)
-        after += resumed.next()
-        resumed.close()
-        assert len(after) == 4 and all(group in after for group in before)
-        again = {request.seed for call in second.requests for request in call}
-        assert resumed.counters()["kept_groups"] >= 2
-        assert not again & {request.seed for call in first.requests for request in call}
 
 
 class TestGoingOn:

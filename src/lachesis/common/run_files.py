@@ -11,7 +11,6 @@ def run_paths(run_dir: Path) -> dict[str, Path]:
         "config": run_dir / "config.yaml",
         "metrics": run_dir / "metrics.jsonl",
         "rollouts": run_dir / "rollouts",
-        "kept": run_dir / "kept.sqlite",
         "failures": run_dir / "failures.jsonl",
         "evaluations": run_dir / "evaluations",
         "report": run_dir / "report.html",

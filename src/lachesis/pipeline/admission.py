@@ -73,18 +73,9 @@ class Admission:
         return [place for place in self._places.values() if place.group is None]
 
     @property
-    def next_batch(self) -> list[Place]:
+    def _next_batch(self) -> list[Place]:
         """Return the places whose groups would form the next batch if it were taken now."""
         return self.finished[: self.size]
-
-    @property
-    def done(self) -> int:
-        """Return the number of batches that have been trained on."""
-        return self._done
-
-    def oldest(self, place: Place) -> int:
-        """Return the lowest batch count at admission for which this place is still trained on in time."""
-        return max(place.batch, self._taken - self.ahead)
 
     def admit(self, draws: Sequence[Draw], *, tries: int = 0) -> list[Place]:
         """Add places at the end of the line (at most ``room`` of them) and return them."""
@@ -104,7 +95,7 @@ class Admission:
 
     def ready(self) -> bool:
         """Return True if the next batch can be taken."""
-        chosen = self.next_batch
+        chosen = self._next_batch
         if len(chosen) < self.size:
             return False
         numbers = {place.number for place in chosen}
@@ -116,7 +107,7 @@ class Admission:
 
     def take(self) -> list[Group]:
         """Take the groups of the next batch, which has to be ready, in the order of their admission."""
-        chosen = self.next_batch
+        chosen = self._next_batch
         for place in chosen:
             del self._places[place.number]
         self._taken += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -15,8 +15,7 @@ from lachesis.metrics.meters import Seconds, TimeAverage
 from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
-from lachesis.rollouts.base import GroupwiseSource, prompt_key
-from lachesis.rollouts.partial_rollouts import PartialRollouts
+from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.prompt_source import MOST_EMPTY_BATCHES, all_failed
 
 _JOIN_S = 10.0
@@ -45,8 +44,7 @@ class AsynchronousFeed(Feed[BatchT]):
     overlap, and weights may change during them. No finished group is dropped, except those that the collector sets
     aside.
 
-    A checkpoint records the line: finished groups are restored unchanged, the others are generated again, except for
-    the parts that ``kept`` has stored.
+    A checkpoint records the line: finished groups are restored unchanged, the others are generated again.
 
     Args:
         source: where groups come from; also the collector's.
@@ -54,7 +52,6 @@ class AsynchronousFeed(Feed[BatchT]):
         finisher: makes batches, in the caller's thread.
         ahead: batches generated ahead.
         at_once: largest number of calls at a time; ``None`` leaves only the slots as a bound.
-        kept: store of finished, untrained rollouts that survives a restart; open it before the first batch.
         clock: seconds.
     """
 
@@ -64,7 +61,6 @@ class AsynchronousFeed(Feed[BatchT]):
     ahead: int
     batch_deadline_s: float
     at_once: int | None = None
-    kept: PartialRollouts | None = None
     clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:
@@ -76,10 +72,6 @@ class AsynchronousFeed(Feed[BatchT]):
         self._era = 0
         self._dropped: list[RewardError] = []  # in a row
         self._running = self._closed = False
-        self._kept_begun = False
-        self._training: list[int] = []  # requests of the batch that was taken
-        if self.kept is not None:
-            self.source.keep(self.kept)
 
     def next(self) -> BatchT:
         """Return the next batch.
@@ -89,14 +81,12 @@ class AsynchronousFeed(Feed[BatchT]):
         name = "the trainer's wait for a batch that is generated ahead"
         deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting(), self._changed:
-            self._begin_kept()
             self._running = True
             self._send()
             while not self._line.ready():
                 self._raise_error()
                 self._changed.wait(timeout=deadline.remaining_s())
                 deadline.check(self._where())
-            self._training += [place.draw.request for place in self._line.next_batch]
             groups = self._line.take()
         return self.finisher.finish(groups)
 
@@ -105,10 +95,6 @@ class AsynchronousFeed(Feed[BatchT]):
             self.collector.report_version(step)
             self.collector.requeue()
             self._line.train()
-            self._begin_kept()
-            if self.kept is not None:
-                self.kept.train(self._training, done=self._line.done, version=step)
-            self._training = []
             self._era += 1
             if isinstance(self._error, EngineError):
                 self._error = None
@@ -131,38 +117,10 @@ class AsynchronousFeed(Feed[BatchT]):
             count = min(self._line.room, self._line.size)
             self._line.admit(self.source.draw(count))
             places = [place for place in self._line.unfinished if place.number not in self._calls]
-            if self._recall(places):
-                continue
             if not places:
                 break
             self._begin(places[: self._line.size])
         self._idle_slots.change(self._line.room)
-
-    def _begin_kept(self) -> None:
-        """Tell the store of partial rollouts which groups are in line, before the first of them begins."""
-        if self.kept is None or self._kept_begun:
-            return
-        self._kept_begun = True
-        finished = [place.draw.request for place in self._line.finished]
-        self.kept.begin(
-            finished=[*finished, *self._training],
-            unfinished=[place.draw.request for place in self._line.unfinished],
-            done=self._line.done,
-        )
-
-    def _recall(self, places: Sequence[Place]) -> bool:
-        """Finish those of these groups that an earlier process has completed, and return True if there were any."""
-        if self.kept is None:
-            return False
-        found = False
-        for place in places:
-            draw, oldest = place.draw, self._line.oldest(place)
-            group = self.kept.admit(draw.request, prompt_key(draw.prompt), since=place.batch, oldest=oldest)
-            if group is not None:
-                self.source.recalled(draw)
-                self._place(place, replace(group, prompt=draw.prompt))
-                found = True
-        return found
 
     def _may_call(self) -> bool:
         return self.at_once is None or len(set(map(id, self._calls.values()))) < self.at_once
@@ -201,8 +159,6 @@ class AsynchronousFeed(Feed[BatchT]):
         with self._changed:
             if self._calls.get(place.number) is not call:
                 return  # an answer of a call that failed: the group was asked for again
-            if self.kept is not None and isinstance(outcome, Group):
-                self.kept.finish(place.draw.request, outcome)
             if self._closed:
                 raise LachesisError("the run has ended while groups were generated")
             del self._calls[place.number]
@@ -214,13 +170,8 @@ class AsynchronousFeed(Feed[BatchT]):
             self._send()
             self._changed.notify_all()
 
-    def _leave(self, place: Place) -> None:
-        self._line.leave(place.number)
-        if self.kept is not None:
-            self.kept.leave(place.draw.request)
-
     def _drop(self, place: Place, error: RewardError) -> None:
-        self._leave(place)
+        self._line.leave(place.number)
         self._dropped.append(error)
         if len(self._dropped) >= MOST_EMPTY_BATCHES * self._line.size:
             self._error = all_failed(len(self._dropped), error)
@@ -230,21 +181,19 @@ class AsynchronousFeed(Feed[BatchT]):
         if self.collector.keeps(group, tries=place.tries):
             self._line.finish(place.number, group)
         else:
-            self._leave(place)
+            self._line.leave(place.number)
             self._line.admit(self.source.draw(1), tries=place.tries + 1)
 
     def counters(self) -> dict[str, float]:
         with self._changed:
             counts = self.collector.counters() | self.finisher.counters()
             mine = {"idle_slots": self._idle_slots.take(), "groups_waiting": float(len(self._line.finished))}
-            return counts | mine | (self.kept.counters() if self.kept is not None else {})
+            return counts | mine
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint that is about to be written."""
         with self._changed:
-            if self.kept is not None:
-                self.kept.checkpoint()
-            mine = {"line": self._line.state_dict(), "training": list(self._training)}
+            mine = {"line": self._line.state_dict()}
             return self.collector.state_dict() | self.finisher.state_dict() | mine
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -259,13 +208,10 @@ class AsynchronousFeed(Feed[BatchT]):
         self.finisher.load_state_dict(state)
         if "line" in state:
             self._line.load_state_dict(state["line"])
-            self._training = list(state.get("training", ()))
         if "version" in state:
             self.collector.report_version(int(state["version"]))
 
     def saved(self) -> None:
-        if self.kept is not None:
-            self.kept.saved()
         self.collector.source.saved()
 
     def complete(self) -> None:
@@ -280,5 +226,3 @@ class AsynchronousFeed(Feed[BatchT]):
         for thread in threads:
             thread.join(timeout=deadline.remaining_s())
         self.collector.close()
-        if self.kept is not None:
-            self.kept.close()

@@ -11,7 +11,6 @@ from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, RewardError
 from lachesis.common.types import Group, Prompt
-from lachesis.rollouts.partial_rollouts import PartialRollouts
 
 if TYPE_CHECKING:
     from lachesis.plugins.environments.rollout_func import RolloutTrainer
@@ -95,17 +94,6 @@ class GroupwiseSource(RolloutSource):
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:
         """Return the next ``count`` prompts and move the source's position past them. One thread at a time."""
-
-    def keep(self, kept: PartialRollouts) -> None:
-        """Note there each rollout of a group once it is finished, and take those that are there already.
-
-        A source does nothing whose rollouts are finished only with their groups.
-        """
-        return None
-
-    def recalled(self, draw: Draw) -> None:
-        """Note that a draw needs no rollout: an earlier process has finished its group."""
-        return None
 
     @abstractmethod
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:

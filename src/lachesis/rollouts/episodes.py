@@ -35,7 +35,6 @@ from lachesis.rollouts.call_batcher import Completer
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import SpecialTokens, request_seed
 from lachesis.rollouts.judge import Judge
-from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout, PartialRollouts
 from lachesis.rollouts.prompt_source import PromptSource, fewest_rollouts, tell_all, too_few
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
@@ -80,8 +79,7 @@ class Played:
         samples: with their rewards, unless reward functions give them.
         metrics: measurements of the rollout, by name.
         columns: what reward functions get of it beside the dataset's columns, a value per sample; JSON-serializable.
-        state: what :meth:`Players.finish` needs, where groups are scored together. A rollout without one can be kept
-            over a restart before its group is whole.
+        state: what :meth:`Players.finish` needs, where groups are scored together.
     """
 
     samples: tuple[Sample, ...]
@@ -219,7 +217,7 @@ def cause_of(error_type: str) -> str:
 
 
 class Episodes:
-    """Runner of players for groups: seeds, limits, retries, failures by cause, kept rollouts and cancellation.
+    """Runner of players for groups: seeds, limits, retries, failures by cause and cancellation.
 
     A rollout that fails is left out of its group and counted by its cause. Another is played
     in its place, ``refill_rounds`` times. The seeds depend on the group's seed and the rollout's number, so failures do
@@ -293,18 +291,13 @@ class Episodes:
         raise DeadlineExceeded(f"{limit.name} took too long; {self.players.stage}")
 
     async def group(
-        self, prompt: Prompt, *, seed: int, count: int, kept: PartialGroup | None = None, greedy: bool = False,
-        refill: bool = True,
-    ) -> list[Played]:  # fmt: skip
+        self, prompt: Prompt, *, seed: int, count: int, greedy: bool = False, refill: bool = True
+    ) -> list[Played]:
         """Return the rollouts of a group that came to their end, in the order of their numbers.
 
         Args:
-            kept: those that are there already, and who is told of each other that is finished.
             refill: whether others are played in the place of those that fail.
         """
-        kept = kept or PartialGroup()
-        before = {number: _of_before(one) for number, one in sorted(kept.rollouts.items())[:count]}
-        numbers = [number for number in range(count) if number not in kept.rollouts][: count - len(before)]
         rounds = self._refill_rounds if refill else 0
 
         async def chain(number: int, play: Play) -> tuple[int, Played] | None:
@@ -314,17 +307,14 @@ class Episodes:
                     self.counts.add(refilled_rollouts=1)
                     (play,) = await self.players.begin(prompt, seed=seed, numbers=[number], greedy=greedy)
                 if (played := await self._rollout(prompt, play)) is not None:
-                    if played.state is None:
-                        extras = {"metrics": dict(played.metrics), "columns": dict(played.columns)}
-                        kept.note(PartialRollout(number, played.samples, extras))
                     return number, played
             return None
 
-        plays = await self.players.begin(prompt, seed=seed, numbers=numbers, greedy=greedy) if numbers else ()
+        plays = await self.players.begin(prompt, seed=seed, numbers=range(count), greedy=greedy)
         async with _Together() as together:
-            chains = [together.begin(chain(number, play)) for number, play in zip(numbers, plays, strict=True)]
+            chains = [together.begin(chain(number, play)) for number, play in enumerate(plays)]
             found = [one for one in await together.results(chains) if one is not None]
-        return [played for _, played in sorted([*before.items(), *found], key=lambda one: one[0])]
+        return [played for _, played in sorted(found, key=lambda one: one[0])]
 
     async def finished(self, prompt: Prompt, played: Sequence[Played], *, fewest: int) -> list[Played]:
         """Return the rollouts of a group that can be trained on, once rubrics that compare them have scored them."""
@@ -423,16 +413,11 @@ class EpisodeSource(PromptSource):
         self._counts = self.episodes.counts
         self._fewest = fewest_rollouts(self.num_generations)
         self._metrics = Means()
-        self._kept: PartialRollouts | None = None
         self._scoring: Scoring | None = None
         if self.rewarder is not None:
             if self.players.columns is not None:
                 self.rewarder.check_columns({*self.stream.columns, *self.players.columns})
             self._scoring = Scoring(Judge(self.rewarder, fewest=self._fewest, counts=self._counts))
-
-    def keep(self, kept: PartialRollouts) -> None:
-        """Keep rollouts that are scored by themselves: others are whole with their group."""
-        self._kept = kept
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
         limit = self._generation(draws, deadline)
@@ -468,10 +453,7 @@ class EpisodeSource(PromptSource):
     async def _group(self, draw: Draw) -> Item | RewardError:
         with self._generating.span():
             prompt = self.stream.own(draw.prompt)
-            kept = None if self._kept is None else self._kept.of(draw.request)
-            played = await self.episodes.group(
-                prompt, seed=self._request_seed(draw), count=self.num_generations, kept=kept
-            )
+            played = await self.episodes.group(prompt, seed=self._request_seed(draw), count=self.num_generations)
             played = await self.episodes.finished(prompt, played, fewest=self._fewest)
         if len(played) < self._fewest:
             self._counts.add(dropped_groups=1)
@@ -563,10 +545,6 @@ def item_of(prompt: Prompt, played: Sequence[Played]) -> Item:
     names = set(played[0].columns).intersection(*(one.columns for one in played)) if played else set[str]()
     columns = {name: [value for one in played for value in one.columns[name]] for name in sorted(names)}
     return Item(Group(prompt, tuple(sample for one in played for sample in one.samples)), columns)
-
-
-def _of_before(rollout: PartialRollout) -> Played:
-    return Played(rollout.samples, metrics=rollout.extras["metrics"], columns=rollout.extras["columns"])
 
 
 class _Together:

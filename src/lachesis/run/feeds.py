@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -25,8 +24,6 @@ from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.plugins import load
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates
-from lachesis.rollouts.partial_rollouts import PartialRollouts
-from lachesis.rollouts.record_store import RecordStore
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import EngineSide, RunContext, RunPlace
 from lachesis.run.sources import build_episodes, build_source, generated_ahead, load_answers
@@ -46,11 +43,10 @@ Teach = Callable[[Sequence[Group]], Sequence[Group]]
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Feed of a run, its evaluator in place of the held-out problems, and its store of finished rollouts."""
+    """Feed of a run, and its evaluator in place of the held-out problems."""
 
     feed: Feed[Batch]
     reward_names: Sequence[str]
-    kept: PartialRollouts | None
     evaluator: Evaluates | None = None
 
 
@@ -61,7 +57,6 @@ def build_rollouts(
     policy: Policy,
     side: EngineSide,
     rewarder: Rewarder | None,
-    kept: PartialRollouts | None,
     teach: Teach,
     place: RunPlace,
     context: RunContext,
@@ -79,10 +74,10 @@ def build_rollouts(
             reachable=context.companions is None or not context.companions.starts_api,
             teach=teach,
         )
-        return Rollouts(feed, (), kept)
+        return Rollouts(feed, ())
     built = build_groups(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
-    feed = feed_from(built.source, config, policy=policy, kept=kept, teach=teach)
-    return Rollouts(feed, built.reward_names, kept, built.evaluator)
+    feed = feed_from(built.source, config, policy=policy, teach=teach)
+    return Rollouts(feed, built.reward_names, built.evaluator)
 
 
 def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]) -> None:
@@ -126,7 +121,6 @@ def feed_from(
     config: LachesisConfig,
     *,
     policy: Policy,
-    kept: PartialRollouts | None,
     teach: Teach = list,
     advantages: Callable[[Sequence[Group]], list[Group]] | None = None,
     signal: Callable[[Group], bool] | None = None,
@@ -163,7 +157,6 @@ def feed_from(
             batch_deadline_s=config.deadlines.batch_s,
             # An engine that shares the trainer's process does one call after the other; players see to that themselves.
             at_once=None if source.queues or config.engine.place != "trainer" else 1,
-            kept=kept,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 
@@ -233,13 +226,6 @@ def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[S
 def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
     """Return the test for groups to learn from, by how their rewards become advantages."""
     return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
-
-
-def build_kept(config: LachesisConfig, path: Path) -> PartialRollouts | None:
-    """Return the store of finished, untrained rollouts over a restart; None if no batch is generated ahead."""
-    if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
-        return None
-    return PartialRollouts(RecordStore(path))
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:

@@ -143,7 +143,7 @@ def _directory(config: LachesisConfig) -> RunDirectory:
 
 
 def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[NamedObject]) -> Pieces:
-    config, built = build_parts(config, ALONE, run=_directory(config), closing=closing, keep=False)
+    config, built = build_parts(config, ALONE, run=_directory(config), closing=closing)
     return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
 
 
@@ -193,7 +193,7 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
     seed_everything(config.run.seed)
     set_up(config)
     with TemporaryDirectory(prefix="lachesis-evaluation-") as place, ExitStack() as closing:
-        _, parts = build_parts(config, ALONE, run=RunDirectory(Path(place)), closing=closing, keep=False)
+        _, parts = build_parts(config, ALONE, run=RunDirectory(Path(place)), closing=closing)
         parts.side.bridge.sync(0)
         result = parts.evaluation.maybe_run(0)
     if result is None:

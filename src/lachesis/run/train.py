@@ -36,7 +36,6 @@ from lachesis.pipeline.feed import Feed
 from lachesis.plugins import load
 from lachesis.process.garbage import freeze, thaw
 from lachesis.rollouts.failures import FailureFile
-from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.context import ALONE, Companions, EngineSide, RunContext, RunPlace
 from lachesis.run.directory import (
@@ -50,7 +49,7 @@ from lachesis.run.directory import (
     reason_of,
 )
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
-from lachesis.run.feeds import Rollouts, build_kept, build_rollouts, build_teach, with_start
+from lachesis.run.feeds import Rollouts, build_rollouts, build_teach, with_start
 from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.parts import (
     build_checkpoints,
@@ -252,7 +251,6 @@ class Parts:
     feed: Feed[Batch]
     evaluation: Evaluation
     reward_names: Sequence[str]
-    kept: PartialRollouts | None
     findings: Sequence[Finding] = ()
 
 
@@ -271,8 +269,6 @@ def build_trainer(
     policy = parts.policy
     checkpoints = build_checkpoints(config, run_dir=run.path, policy=policy, feed=parts.feed)
     start = checkpoints.restore() if resume else 0
-    if parts.kept is not None:
-        parts.kept.open(version=start)
     write_atomic(run.files["config"], dump_config(config))
     hub = build_sinks(
         config,
@@ -351,12 +347,9 @@ class RunInput:
 
 
 def build_parts(
-    config: LachesisConfig, context: RunContext, *, run: RunDirectory, closing: ExitStack, keep: bool = True
+    config: LachesisConfig, context: RunContext, *, run: RunDirectory, closing: ExitStack
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
-
-    Args:
-        keep: whether there will be a run directory, in which finished rollouts are kept over a restart.
 
     Returns:
         The configuration with its number of steps, and the parts.
@@ -368,8 +361,7 @@ def build_parts(
     place = run_place(run)
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
         side, policy = build_model(config, context, place=place, problems=data.problems, closing=closing)
-        kept = build_kept(config, run.files["kept"]) if keep else None
-        rollouts = _rollouts(config, context, data, place=place, side=side, policy=policy, kept=kept, closing=closing)
+        rollouts = _rollouts(config, context, data, place=place, side=side, policy=policy, closing=closing)
         feed = with_start(rollouts.feed, config, problems=data.problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
@@ -383,7 +375,7 @@ def build_parts(
         )
         closing.callback(evaluation.close)
         findings = data.findings(config, policy.tokenizer)
-        return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept, findings)
+        return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, findings)
 
 
 def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStack) -> tuple[LachesisConfig, RunInput]:
@@ -430,21 +422,19 @@ def _rollouts(
     place: RunPlace,
     side: EngineSide,
     policy: Policy,
-    kept: PartialRollouts | None,
     closing: ExitStack,
 ) -> Rollouts:
     """Build the feed of the mixture, or of the one source that the configuration names."""
     teach = build_teach(config, tokenizer=policy.tokenizer, closing=closing)
     if data.mixture is not None:
         keep = _sample_keeper(config, place)
-        return data.mixture.build(engine=side.bridge.engine, policy=policy, kept=kept, teach=teach, keep=keep)
+        return data.mixture.build(engine=side.bridge.engine, policy=policy, teach=teach, keep=keep)
     return build_rollouts(
         config,
         problems=data.problems,
         policy=policy,
         side=side,
         rewarder=data.rewarder,
-        kept=kept,
         teach=teach,
         place=place,
         context=context,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,6 @@ from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import Done, Draw
-from lachesis.rollouts.partial_rollouts import PartialRollouts
-from lachesis.rollouts.record_store import RecordStore
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
 
@@ -361,62 +358,6 @@ class TestCheckpoints:
         assert sorted(other.requests)[:3] == [0, 4, 5]
         with pytest.raises(LachesisError, match="resumed"):
             second.load_state_dict(state)
-
-    def test_what_was_trained_on_is_let_go_once_the_checkpoint_is_written(self, make_feed: MakeFeed, tmp_path: Path):
-        kept = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
-        kept.open(version=0)
-        feed = make_feed(ScriptedSource(), kept=kept)
-        feed.next()
-        feed.advance(1)
-        feed.state_dict()
-        told = []
-        kept.saved = lambda: told.append(1)  # type: ignore[method-assign]
-        feed.next()
-        feed.advance(2)
-        assert not told, "it may still be being written"
-        feed.saved()
-        assert told
-
-    def test_what_was_finished_after_the_checkpoint_is_not_asked_for_again(self, make_feed: MakeFeed, tmp_path: Path):
-        def kept(*, version: int) -> PartialRollouts:
-            found = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
-            found.open(version=version)
-            return found
-
-        source = ScriptedSource()
-        source.hold("0", "3", "4")
-        first = make_feed(source, ahead=2, kept=kept(version=0))
-        assert first.next() == ["1", "2"]
-        first.advance(1)
-        state = json.loads(json.dumps(first.state_dict()))
-        until(lambda: source.drawn[-1] == "7")
-        source.let_go("3")
-        settled(first, 4)
-        source.fail(EngineError("it was killed"))
-        first.close()
-        other = ScriptedSource()
-        second = make_feed(other, ahead=2, kept=kept(version=1))
-        second.load_state_dict(state)
-        trained = [name for batch in train(second, 3, start=1) for name in batch]
-        assert sorted(trained) == ["0", "3", "4", "5", "6", "7"], "none twice, none lost"
-        asked = {name for call in other.calls for name in call}
-        assert {"0", "4"} <= asked and not asked & {"1", "2", "3", "5", "6", "7"}
-
-    def test_a_batch_in_use_is_not_waited_for(self, make_feed: MakeFeed, tmp_path: Path):
-        def kept() -> PartialRollouts:
-            found = PartialRollouts(RecordStore(tmp_path / "kept.sqlite"))
-            found.open(version=0)
-            return found
-
-        first = make_feed(ScriptedSource(), kept=kept())
-        assert first.next() == ["0", "1"]
-        settled(first, 2)
-        state = json.loads(json.dumps(first.state_dict()))  # which others hold, who divide the batch
-        first.close()
-        second = make_feed(ScriptedSource(), kept=kept())
-        second.load_state_dict(state)
-        second.advance(1)
-        assert second.next() == ["2", "3"] and second.counters()["kept_let_go"] == 0
 
     def test_a_batch_in_use_holds_its_slots_after_a_restart_too(self, make_feed: MakeFeed):
         source = ScriptedSource()

@@ -18,7 +18,6 @@ from lachesis.config.schema import AlgorithmConfig
 from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
-from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from tests.fakes import FakeEngine
 from tests.waiting import LONG_S
@@ -277,39 +276,3 @@ def test_two_thousand_episodes_share_one_loop_and_the_calls_of_the_engine(at_onc
     assert players.most == at_once
     assert sum(map(len, engine.requests)) == 6000 and len(engine.requests) < 10 * 6000 / at_once
     assert max(map(len, engine.requests)) <= at_once
-
-
-def test_rollouts_that_are_there_already_join_their_group_and_the_others_are_as_they_would_have_been():
-    def play(kept: PartialGroup, **options: Any) -> tuple[list[Played], list[int]]:
-        players = Dice(**options)
-        episodes = source(players, refill_rounds=1).episodes
-        played = asyncio.run(episodes.group(Prompt("5", (), ""), seed=5, count=SIZE, kept=kept))
-        return played, players.seeds
-
-    notes: list[PartialRollout] = []
-    whole, seeds = play(PartialGroup({}, notes.append))
-    assert len(whole) == SIZE and sorted(one.number for one in notes) == list(range(SIZE))
-    found, others = play(PartialGroup({one.number: one for one in notes[:3]}))
-    assert found == whole and others == seeds[3:]
-    refilled = replace(notes[0], number=SIZE + 1)  # of another round: its place is nobody else's
-    found, others = play(PartialGroup({refilled.number: refilled}))
-    assert others == seeds[:-1] and len(found) == SIZE
-    assert play(PartialGroup({one.number: one for one in notes}))[1] == []
-
-
-def test_a_rollout_that_cannot_be_kept_is_not_noted():
-    notes: list[PartialRollout] = []
-    one = sample(Prompt("1", (), ""), 0)
-
-    class Fixed(Dice):
-        def __init__(self, played: Played) -> None:
-            super().__init__()
-            self.played = played
-
-        async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-            return self.played
-
-    for played in (Played((one,), state=object()), Played((replace(one, reward=math.inf),))):
-        kept = PartialGroup({}, notes.append)
-        asyncio.run(source(Fixed(played)).episodes.group(Prompt("1", (), ""), seed=0, count=1, kept=kept))
-    assert notes == []

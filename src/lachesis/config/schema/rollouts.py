@@ -310,11 +310,6 @@ class PipelineConfig(Section):
         "that trains on it. No group begins that could become older; 0 is synchronous, unset bounds by "
         "`prefetch_depth` alone.",
     )
-    keep_partial: bool = Field(
-        default=True,
-        description="With `async_prefetch`: write rollouts and groups to kept.sqlite as they are finished, so that a "
-        "resumed run does not generate them again.",
-    )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."
     )

@@ -698,19 +698,6 @@ def truncated_often(seen: Observation) -> Alarm | None:
 
 
 @rule
-def rollouts_let_go(seen: Observation) -> Alarm | None:
-    """Rollouts that were finished before the run was resumed could not be used."""
-    if not (count := int(seen.values.get("kept_let_go", 0.0))):
-        return None
-    return Alarm(
-        "note",
-        f"{count} rollouts that were finished before the run was resumed were let go: too old to be trained on in "
-        "time, or of weights newer than the checkpoint's; with more checkpoints (checkpoint.every_steps) fewer are",
-        float(count),
-    )
-
-
-@rule
 def time_unbalanced(seen: Observation) -> Alarm | None:
     """Generation, training or rewards take most of a step; one in which nothing was trained on is not judged."""
     if seen.values.get("zero_std_fraction") == 1.0:

@@ -17,7 +17,6 @@ from lachesis.config.single_sources import single_configs
 from lachesis.engines.base import Engine
 from lachesis.plugins.mixture.source import Ingredient, SourceMixture
 from lachesis.rollouts.evaluate import Evaluates
-from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.feeds import (
     GroupsBuilt,
@@ -110,15 +109,12 @@ class LoadedMixture:
             for finding in template_findings(one.config, one.problems, tokenizer)
         ]
 
-    def build(
-        self, *, policy: Policy, engine: Engine, kept: PartialRollouts | None, teach: Teach, keep: Keep | None
-    ) -> Rollouts:
+    def build(self, *, policy: Policy, engine: Engine, teach: Teach, keep: Keep | None) -> Rollouts:
         """Build the feed of packed batches from the mixture of the sources, and their evaluation.
 
         Args:
             policy: the trained model.
             engine: that generates.
-            kept: store of finished rollouts.
             teach: adds the logprobs of a teacher outside the trainer to groups.
             keep: is given what each evaluation has generated, of all sources.
         """
@@ -144,7 +140,6 @@ class LoadedMixture:
             ),
             self.config,
             policy=policy,
-            kept=kept,
             teach=teach,
             advantages=assign_by_source(
                 {name: advantage_assigner(one.config, policy=policy) for name, one in self.sources.items()},
@@ -159,7 +154,7 @@ class LoadedMixture:
             evaluated.clear()
 
         names = [f"{source}/{name}" for source, one in built.items() for name in one.reward_names]
-        return Rollouts(feed, names, kept, MixedEvaluator(evaluators, keep_all) if evaluators else None)
+        return Rollouts(feed, names, MixedEvaluator(evaluators, keep_all) if evaluators else None)
 
 
 def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture:

@@ -19,7 +19,6 @@ from lachesis.metrics.meters import BusyTime
 from lachesis.metrics.names import BY_SOURCE
 from lachesis.process.threads import DaemonThread
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
-from lachesis.rollouts.partial_rollouts import PartialRollouts
 from lachesis.rollouts.prompt_source import DrawingSource, PromptSource
 
 _REWARD_METRICS = "reward_metrics/"
@@ -120,14 +119,10 @@ class SourceMixture(DrawingSource):
         ]
         return found or list(self.ingredients)
 
-    def recalled(self, draw: Draw) -> None:
-        """Note that the group of a draw is finished or dropped, here or by an earlier process."""
+    def _end(self, draw: Draw) -> None:
+        """Note that the group of a draw is finished or dropped."""
         with self._lock:
             self._unfinished.pop(draw.request, None)
-
-    def keep(self, kept: PartialRollouts) -> None:
-        for source in self._sources():
-            source.keep(kept)
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
         """Have each source roll out its draws on a thread of its own. The error of one leaves the others their time."""
@@ -161,7 +156,7 @@ class SourceMixture(DrawingSource):
     ) -> None:
         """Tell ``done`` of one draw of a source, at its place among those of all."""
         draw = draws[places[index]]
-        self.recalled(draw)
+        self._end(draw)
         if isinstance(outcome, Group):
             outcome = replace(outcome, prompt=replace(outcome.prompt, source=draw.prompt.source))
         else:

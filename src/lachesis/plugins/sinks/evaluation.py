@@ -1,4 +1,4 @@
-"""What sinks of services have in common: evaluations as values, and a table of completions."""
+"""Evaluations as values, and a table of completions, for the sinks of services."""
 
 from __future__ import annotations
 

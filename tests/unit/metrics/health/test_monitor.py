@@ -69,7 +69,6 @@ def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
         ("logprobs_differ", "problem", "at most 3", {"logprob_diff_mean": 0.9, "logprob_diff_max": 3.0}),
         ("canary_off", "problem", "although its weights are the trainer", {"canary_ratio": 1.4}),
         ("groups_dropped", "warning", "failed 2 times", {"reward_errors": 2.0, "dropped_groups": 1.0}),
-        ("rollouts_let_go", "note", "3 rollouts that were finished before", {"kept_let_go": 3.0}),
         ("groups_dropped", "note", "3 groups were dropped", {"dropped_groups": 3.0}),
     ],
 )
@@ -319,7 +318,7 @@ def test_limits_can_be_set() -> None:
 
 def test_every_rule_is_silent_without_values() -> None:
     assert alarms(Observation(100, {}, history=({},) * 50)) == {}
-    assert len(RULES) == 27
+    assert len(RULES) == 26
 
 
 def test_settings_named_in_messages_exist(make_group: MakeGroup) -> None:

@@ -197,12 +197,3 @@ class TestState:
         other = SourceMixture({"code": Ingredient(Numbered())})
         with pytest.raises(CheckpointError, match="of the sources math, and the configuration has code"):
             other.load_state_dict(mixture.state_dict())
-
-    def test_a_group_that_an_earlier_process_finished_is_not_waited_for(self):
-        mixture = SourceMixture(
-            {"a": Ingredient(Numbered(), max_unfinished=1), "b": Ingredient(Numbered(), weight=0.01)}
-        )
-        (first,) = mixture.draw(1)
-        assert names(mixture.draw(1)) == ["b"]
-        mixture.recalled(first)
-        assert names(mixture.draw(1)) == ["a"]

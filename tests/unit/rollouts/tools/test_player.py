@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,7 @@ from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.partial_rollouts import PartialGroup, PartialRollout
-from lachesis.rollouts.rewards.attempts import TURNS, Item
+from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.base import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
@@ -330,24 +328,3 @@ def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any
     play(turns, tokenizer, n=2)
     assert len(engine.requests) == 2
     assert {request.conversation for call in engine.requests for request in call} == {"tools 1"}
-
-
-def test_of_a_group_only_the_rollouts_that_are_missing_are_asked_for(tokenizer: Any):
-    def sample(kept: PartialGroup) -> tuple[Item, Any]:
-        turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}", f"b{EOS}"], [f"8{EOS}"]])
-        episodes, asked = Episodes(turns), prompt(tokenizer)
-        played = asyncio.run(episodes.group(asked, seed=1, count=3, kept=kept))
-        return item_of(asked, played), engine.requests
-
-    notes: list[PartialRollout] = []
-    whole, requests = sample(PartialGroup({}, notes.append))
-    assert [one.number for one in notes] == [1, 0, 2], "as they end: b calls nothing"
-    before = {one.number: one for one in notes[:2]}
-    item, others = sample(PartialGroup(before))
-    assert [one.finish_reason for one in item.group.samples] == ["stop"] * 3
-    assert item.group.samples[:2] == whole.group.samples[:2]
-    assert item.extras["turns"][:2] == [2, 1] and item.extras[TURNS][:2] == whole.extras[TURNS][:2]
-    assert [[one.n for one in call] for call in others] == [[1], [1]]
-    assert others[0][0].seed != requests[0][0].seed, "or the first of the group might come again"
-    _, none = sample(PartialGroup({one.number: one for one in notes}))
-    assert none == []

@@ -33,7 +33,7 @@ ConfigT = TypeVar("ConfigT", bound=EnvironmentConfig)
 
 
 class Evaluable(ABC, Generic[Item, ConfigT]):
-    """What ``lachesis env eval`` tries: problems, and attempts at them. ``config_class`` is its section ``env``.
+    """Problems for ``lachesis env eval``, and attempts at them. ``config_class`` is its section ``env``.
 
     Args:
         config: the section ``env``.
