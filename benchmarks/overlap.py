@@ -131,7 +131,7 @@ class Bench:
 
     def feed(self, config: LachesisConfig) -> Feed[Batch]:
         """The batches of a run."""
-        return feed_from(build_source(config, **self.parts), config, policy=self.policy, kept=None)
+        return feed_from(build_source(config, **self.parts), config, policy=self.policy)
 
     def both(self, prompts: int, *, repeats: int) -> Alone:
         """The same at once: what the machine, and one interpreter for client and trainer, can do at best."""
