@@ -8,7 +8,7 @@ import random
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import field_validator
 
@@ -29,7 +29,12 @@ _ANY_TOKEN = 1 << 31
 
 
 class EpisodesConfig(EnvironmentConfig, EpisodesSourceConfig):
-    """``--env.*`` of environments that play episodes: also the keys of ``source``, mappings as JSON."""
+    """``--env.*`` of environments that play episodes: also the keys of ``source``, mappings as JSON.
+
+    A trial trains on nothing, and counts failures in place of playing others.
+    """
+
+    NO_FLAGS: ClassVar[frozenset[str]] = frozenset({"kind", "turn_advantage", "refill_rounds"})
 
     @field_validator("args", "renderer", mode="before", check_fields=False)
     @classmethod

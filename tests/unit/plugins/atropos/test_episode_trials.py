@@ -162,3 +162,10 @@ def test_it_wants_to_know_which():
 def test_flags_are_described_with_their_defaults():
     flags = {flag: default for flag, default, _ in describe(VerifiersConfig)}
     assert flags["--env.environment"] == "" and flags["--env.args"] == "{}" and flags["--env.rollout_s"] == "600.0"
+
+
+@pytest.mark.parametrize("name", ["kind", "turn_advantage", "refill_rounds"])
+def test_what_does_nothing_in_a_trial_has_no_flag(name: str):
+    assert f"--env.{name}" not in {flag for flag, _, _ in describe(StepsConfig)}
+    with pytest.raises(ConfigError, match=name):
+        parse_options([f"--env.{name}=1", "--env.environment=x.py"], env_class=StepsConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import yaml
@@ -18,8 +18,12 @@ _CONFIG = "config"
 
 
 class Settings(BaseModel):
-    """Immutable, and without unknown names. Texts of the command line become numbers and booleans."""
+    """Immutable settings without unknown names. Texts of the command line become numbers and booleans.
 
+    ``NO_FLAGS`` names fields that do nothing here, so that no flag sets them.
+    """
+
+    NO_FLAGS: ClassVar[frozenset[str]] = frozenset()
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
@@ -151,7 +155,8 @@ def _flags(env_class: type[EnvironmentConfig]) -> dict[str, FieldInfo]:
     sections: dict[str, type[Settings]] = {"env": env_class, "openai": ServerConfig, "slurm": SlurmConfig}
     for section, settings in sections.items():
         for name, field in settings.model_fields.items():
-            flags[section if (section, name) == ("slurm", "enabled") else f"{section}.{name}"] = field
+            if name not in settings.NO_FLAGS:
+                flags[section if (section, name) == ("slurm", "enabled") else f"{section}.{name}"] = field
     return flags
 
 
