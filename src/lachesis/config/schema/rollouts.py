@@ -32,7 +32,7 @@ DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output"
 
 
 class DatasetConfig(Section):
-    """One of several datasets."""
+    """Section of one dataset, where a run mixes several."""
 
     path: str = Field(description="As `data.path`.")
     name: str | None = Field(default=None, description="As `data.name`.")
@@ -226,7 +226,7 @@ class SourceAlgorithmConfig(Section):
 
 
 class MixedSourceConfig(Section):
-    """One of several sources of a run, with sections of its own."""
+    """Section of one source, where a run mixes several: it has its own data, rewards and algorithm."""
 
     name: str = Field(
         pattern=SOURCE_NAME, description="Its name in metrics, findings and pages: letters, digits, `_`, `-` and `.`."

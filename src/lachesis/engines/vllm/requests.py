@@ -240,7 +240,7 @@ class Generator:
 
 
 def engine_is_dead(error: BaseException) -> EngineUnreachable:
-    """Its process has ended; that of the server, which says so, does within seconds."""
+    """Return the error for an engine whose process has ended; the server's process ends within seconds, too."""
     return EngineUnreachable(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it")
 
 

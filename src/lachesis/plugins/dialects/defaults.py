@@ -76,7 +76,7 @@ def _old_version(translation: Translation) -> list[Finding]:
 
 
 def default_findings(translation: Translation) -> list[Finding]:
-    """One note, or none: which keys that the file does not write are something else here, and how to have those.
+    """Return a note on the defaults that differ from the other trainer's, and how to set those; none if none differs.
 
     A file of an old version of TRL gets a warning with that version's defaults before it.
     """

@@ -56,7 +56,7 @@ def _parse(part: str) -> Task:
 
 
 def entries(task: Task) -> Iterator[dict[str, Any]]:
-    """Its problems: ``question``, ``answer`` and the ``metadata`` that the scoring needs.
+    """Yield the task's problems: ``question``, ``answer`` and the ``metadata`` that the scoring needs.
 
     No two seeds make a problem from the same number.
 

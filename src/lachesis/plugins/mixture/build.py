@@ -40,7 +40,7 @@ Assign = Callable[[Sequence[Group]], list[Group]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """One of several sources with its data, and what scores its samples; ``config`` is that of a run of it alone."""
+    """Source of a mixture with its data and its rewarder; ``config`` is that of a run with this source alone."""
 
     config: LachesisConfig
     problems: Sequence[Prompt]

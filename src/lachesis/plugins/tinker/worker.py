@@ -287,7 +287,7 @@ class Futures:
         return self._futures.get(request_id)
 
     def fetched(self, request_id: str) -> None:
-        """Its answer is on the way to the client."""
+        """Note that the answer to a request is on its way to the client."""
         self._fetched.append((time.monotonic() + _FETCHED_S, request_id))
 
 

@@ -41,7 +41,7 @@ class RegisteredEnvironment:
 
     @property
     def share(self) -> float:
-        """Its claim on requests: weight times the length of its sequences."""
+        """Return the environment's claim on requests: its weight times the length of its sequences."""
         return max(0.0, self.asked.weight) * self.asked.max_token_length
 
 

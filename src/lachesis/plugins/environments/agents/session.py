@@ -212,7 +212,7 @@ class Recorder:
         return hermes_opening(asked.forced or (names[0] if len(names) == 1 else ""))
 
     def _continuation(self, asked: Asked) -> Continuation:
-        """One for all turns that are told of the same tools."""
+        """Return the template's continuation, shared by all turns that are told of the same tools."""
         key = json.dumps(asked.tools, default=repr)
         if (known := self._continuations.get(key)) is None:
             if len(self._continuations) >= _MOST_TOOL_SETS:
