@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -184,15 +185,23 @@ def test_an_honest_agent_asks_under_its_own_key(world: World):
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_what_an_agent_leaves_leads_nowhere(world: World, name: str):
-    before = set(Path("/tmp").glob("lachesis-agent-*"))
+def test_what_an_agent_leaves_leads_nowhere(world: World, name: str, monkeypatch: pytest.MonkeyPatch):
+    made: list[Path] = []
+
+    def make(*args: Any, **kwargs: Any) -> str:
+        made.append(Path(real_make(*args, **kwargs)))
+        return str(made[-1])
+
+    real_make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
     started = time.monotonic()
     ended, _ = world.play(f"{LEFTOVERS[name]}", keep_files=("*.txt", "*/*.txt"), limits={"disk_bytes": 600 << 20})
     assert time.monotonic() - started < 15
     assert ended.exit_code == 0 and not ended.timed_out, ended.output
     assert world.known["secret"] not in json.dumps(dict(ended.files)) and "root:" not in str(ended.files)
     assert "late" not in ended.files.values() and sum(map(len, ended.files.values())) < 100
-    assert set(Path("/tmp").glob("lachesis-agent-*")) == before, "its directory is removed"
+    own = [path for path in made if path.name.startswith("lachesis-agent-")]
+    assert own and not any(path.exists() for path in own), "its directory is removed"
     honest, session = world.play("ask(os.environ['OPENAI_API_KEY'])")
     assert honest.exit_code == 0 and session.turns == 1, "the proxy answers others"
 
