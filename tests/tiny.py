@@ -90,6 +90,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "layer_types": ["linear_attention", "full_attention"]}
     | {"initializer_range": 0.1},
+    "bamba": _LLAMA_LIKE
+    | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
     "lfm2": _LLAMA_LIKE | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "recurrent_gemma": _LLAMA_LIKE
     | {

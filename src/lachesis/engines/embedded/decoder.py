@@ -32,7 +32,8 @@ class ModelTraits:
 
     ``cache_argument`` is the name of its cache argument, ``None`` if it has no cache that rows can be picked from.
     ``pads``: prompts of different lengths may share a batch. ``extends``: several tokens at once may follow a
-    cache. ``keeps_last``: it can compute the logits of the last positions alone.
+    cache. ``keeps_last``: it can compute the logits of the last positions alone. ``told_positions``: it is told the
+    positions behind a cache, which some models with recurrent layers (Bamba in transformers 5.19) count from 0.
     """
 
     cache_argument: str | None
@@ -40,6 +41,7 @@ class ModelTraits:
     pads: bool
     extends: bool
     keeps_last: bool
+    told_positions: bool
     vocab_size: int
 
     @classmethod
@@ -59,6 +61,7 @@ class ModelTraits:
             pads=not recurrent and {"attention_mask", "position_ids"} <= set(arguments),
             extends=not recurrent,
             keeps_last="logits_to_keep" in arguments,
+            told_positions=recurrent and "position_ids" in arguments,
             vocab_size=config.vocab_size,
         )
 
@@ -96,6 +99,7 @@ class Decoder:
         if min(lengths) < width or any(images):
             length = torch.tensor(lengths, device=model.device)
             self._mask = (torch.arange(width, device=model.device) >= width - length[:, None]).long()
+        self._length = width
         self._cache: DynamicCache | None = None
         self._caches = traits.cache_argument is not None
         self._seen: dict[str, Tensor] = {}
@@ -140,6 +144,7 @@ class Decoder:
         return torch.stack([self.step(column) for column in tokens.unbind(1)], dim=1)
 
     def _append(self, tokens: Tensor, *, last_only: bool) -> Tensor:
+        self._length += tokens.shape[1]
         if self._mask is not None:
             self._mask = torch.cat([self._mask, torch.ones_like(tokens)], dim=1)
         if self._cache is None:
@@ -164,6 +169,9 @@ class Decoder:
             if self._ahead is not None:  # a position each for time, height and width, as of text
                 positions = (positions + self._ahead).expand(3, -1, -1)
             arguments |= {"attention_mask": self._mask, "position_ids": positions[..., -ids.shape[1] :]}
+        elif self._cache is not None and self._traits.told_positions:
+            first = self._length - ids.shape[1]
+            arguments["position_ids"] = torch.arange(first, self._length, device=ids.device).expand_as(ids)
         arguments |= self._seen
         try:
             output = self._model(**arguments)

@@ -501,7 +501,7 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
         return "problem" if always else "warning", (
             f"because every completion got reward {format_number(levels[0])}: call the functions of "
             "rewards.functions on answers you know to be right; if they score well, the problems are too "
-            "hard"
+            f"hard{_opened_thought(seen)}"
         )
     if always:
         return "problem", (
@@ -628,9 +628,20 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
         return Alarm(
             "warning" if alone else "note",
             f"the reward function {name} gave {format_number(means[-1])} to every completion of the last {steps} "
-            f"steps: {penalty}call it on an answer you know to be right, or take it out of rewards.functions",
+            f"steps: {penalty}call it on an answer you know to be right, or take it out of rewards.functions"
+            f"{_opened_thought(seen)}",
         )
     return None
+
+
+def _opened_thought(seen: Observation) -> str:
+    """Return what a function of one's own may have missed where the chat template opens the thoughts."""
+    if not seen.groups or not all(group.prompt.text.rstrip().endswith("<think>") for group in seen.groups):
+        return ""
+    return (
+        "; the prompts end with <think>, so that no completion begins with it: a function that looks for it has to "
+        "read prompt_texts too"
+    )
 
 
 @rule

@@ -17,7 +17,7 @@ from lachesis.engines.embedded.decoder import (
 )
 from tests.tiny import PAD_ID, tiny_model
 
-CACHED = ["qwen2", "llama", "mistral", "gemma2", "gpt2", "bloom", "mamba", "lfm2"]
+CACHED = ["qwen2", "llama", "mistral", "gemma2", "gpt2", "bloom", "mamba", "lfm2", "bamba", "falcon_h1", "qwen3_5_text"]
 RECOMPUTED = ["openai-gpt", "recurrent_gemma"]
 
 

@@ -310,6 +310,16 @@ def test_a_punishment_that_none_has_earned_is_no_fault() -> None:
     assert say("reward_function_constant", see(history=29, **values)).level == "note"
 
 
+def test_a_function_that_looks_for_the_tag_that_prompts_end_with_is_told_of_it(make_group: MakeGroup) -> None:
+    values = {"rewards__form__mean": 0.0, "rewards__form__std": 0.0}
+    opened = [make_group((0.0, 0.0), prompt=f"{p}[assistant]<think>\n") for p in "ab"]
+    told = "a function that looks for it has to read prompt_texts too"
+    assert told in say("reward_function_constant", see(history=29, groups=opened, **values)).message
+    assert told in say("zero_variance", see(groups=opened)).message
+    closed = [make_group((0.0, 0.0), prompt=p) for p in "ab"]
+    assert told not in say("reward_function_constant", see(history=29, groups=closed, **values)).message
+
+
 def test_limits_can_be_set() -> None:
     values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_ratio": 1.5}
     limits = HealthLimits(staleness=8, logprob_diff=0.1, canary_ratio=2.0)
