@@ -145,6 +145,7 @@ layouts: install
 
 docs: install
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_migration.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_rooms.py
 	$(BIN)/python docs/generate_gpu_guide.py

@@ -15,13 +15,22 @@ from tests.paths import DOCS
 GENERATOR = DOCS / "generate_reference.py"
 
 
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_reference", GENERATOR)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return load("generate_reference")
+
+
+@pytest.fixture(scope="module")
+def migration() -> ModuleType:
+    return load("generate_migration")
 
 
 def test_the_committed_reference_is_up_to_date(generator):
@@ -29,13 +38,22 @@ def test_the_committed_reference_is_up_to_date(generator):
     assert committed == generator.render(), "run: python docs/generate_reference.py"
 
 
-def test_the_committed_migration_page_and_its_keys_are_up_to_date(generator):
-    for file, made in ((generator.MIGRATION, generator.render_migration()), (generator.KEYS, generator.render_keys())):
-        assert file.read_text(encoding="utf-8") == made, "run: python docs/generate_reference.py"
+def test_the_committed_migration_page_and_its_keys_are_up_to_date(migration):
+    for file, made in ((migration.MIGRATION, migration.render()), (migration.KEYS, migration.render_keys())):
+        assert file.read_text(encoding="utf-8") == made, "run: python docs/generate_migration.py"
 
 
-def test_every_name_of_another_trainer_can_be_searched(generator):
-    keys = {(trainer, name) for trainer, name, *_ in json.loads(generator.render_keys())}
+def test_the_defaults_of_others_are_compared_with_ours(migration):
+    rows = {cells[1]: cells[2:-1] for cells in (row.split("|") for row in migration.compared())}
+    assert rows["`algorithm.epsilon_high` with CISPO"] == ["5.0", "0.2", "0.2", "1.2", "–", "–"]
+    assert rows["`run.seed`"] == ["0", "42", "42", "", "42", ""]
+    assert not rows.keys() & {"`algorithm.epsilon`", "`algorithm.epsilon_high`", "`model.path`"}
+    assert migration.changed_by("TRL", "torch_compile") == [("model.compile", "auto")]
+    assert migration.changed_by("Axolotl", "logging_steps") == [("logging.every_steps", 1)]
+
+
+def test_every_name_of_another_trainer_can_be_searched(migration):
+    keys = {(trainer, name) for trainer, name, *_ in json.loads(migration.render_keys())}
     assert keys == {(dialect.name, f"{dialect.prefix}{name}") for dialect in DIALECTS for name in dialect.entries}
 
 

@@ -20,27 +20,25 @@ class Difference(BaseModel):
     """A default that is not taken over.
 
     Attributes:
-        there: their behaviour without the key.
-        here: ours without it.
-        written: value that gives their behaviour; empty if a run does not differ, or there is no such value.
+        written: value that gives their behaviour.
+        there: words for it where the value says too little.
         or_by: other keys that say the same.
         applies: the runs for which it matters, if not for all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    there: str
-    here: str
-    written: str = ""
+    written: str
+    there: str = ""
     or_by: tuple[str, ...] = ()
-    applies: Literal["always", "has_own_server", "saves"] = "always"
+    applies: Literal["always", "has_own_server", "saves", "never"] = "always"
 
     def matters(self, data: Mapping[str, Any]) -> bool:
         """Return True if it matters for a run with these keys of ours."""
         if self.applies == "has_own_server":
             return data.get("engine", {}).get("kind") == "vllm"
         saves = data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"}
-        return self.applies == "always" or bool(saves)
+        return self.applies == "always" or (self.applies == "saves" and bool(saves))
 
 
 class _Words(Words):
@@ -86,8 +84,7 @@ def default_findings(translation: Translation) -> list[Finding]:
         translation.document.setting(key, difference.written)
         for table in (DIFFERENT, IN_CODE)
         for key, difference in table.get(name, {}).items()
-        if difference.written
-        and difference.matters(translation.document.data)
+        if difference.matters(translation.document.data)
         and not any(translation.has(written) for written in (key, *difference.or_by))
     ]
     if not keys:

@@ -15,6 +15,7 @@ from typing import Any
 from lachesis.common.json_values import is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
+from lachesis.config.presets import PRESETS
 from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
 from lachesis.plugins.dialects.convert import DTYPES, engine_address
@@ -63,10 +64,15 @@ def put_algorithm(
     if str(translation.value(optimizer)).startswith("paged_"):
         paged = "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
         translation.note(optimizer, paged)
-    # CISPO's bound where the file has none: TRL 1.16 takes epsilon, 0.2; ours would be 5.
-    bound = f"{prefix}epsilon_high"
-    if translation.value(f"{prefix}loss_type") == "cispo" and not translation.has(bound):
-        translation.put("algorithm.epsilon_high", translation.value(f"{prefix}epsilon", _EPSILON), bound)
+    loss, bound = f"{prefix}loss_type", f"{prefix}epsilon_high"
+    if translation.value(loss) == "cispo" and not translation.has(bound):
+        told = translation.value(f"{prefix}epsilon", _EPSILON)
+        translation.put("algorithm.epsilon_high", told, bound)
+        ours = PRESETS["cispo"]["algorithm.epsilon_high"]
+        setting = translation.document.setting(bound, ours)
+        translation.note(
+            loss, f"TRL bounds the ratio by {told} where {bound} is unset; Lachesis' own is {ours} ({setting})"
+        )
     if translation.value(f"{prefix}sync_ref_model"):
         translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
         translation.put_entry(f"{prefix}ref_model_mixup_alpha", alpha)

@@ -226,7 +226,10 @@ def test_cispo_has_the_bound_of_trl(tmp_path: Path, written: str, bound: float):
     file.write_text(
         f"model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\nloss_type: cispo\n{written}"
     )
-    assert yaml.safe_load(translated(file))["algorithm"]["epsilon_high"] == bound
+    text = translated(file)
+    assert yaml.safe_load(text)["algorithm"]["epsilon_high"] == bound
+    told = f"TRL bounds the ratio by {bound} where epsilon_high is unset; Lachesis' own is 5.0 (--set epsilon_high=5.0)"
+    assert (told in " ".join(text.replace("#", "").split())) == ("epsilon_high" not in written)
 
 
 @pytest.mark.parametrize("host", ["http://foo", "foo:8000", "foo/v1"])
