@@ -60,7 +60,7 @@ them:
 
 ## Defaults of each
 
-What a key of ours is where nobody has written it, and what it becomes from a file that leaves theirs out. An empty
+Our own default of a key, and what a file that leaves its counterpart out makes of it. An empty
 field is as here, and – is for what that trainer does not have.
 """
 
