@@ -53,7 +53,7 @@ ADVANCED = {
     "data": "transform more prepared_path processes order overlong_prompts chat_template_kwargs",
     "source": "rollout_func tool_parser tool_timeout_s tool_result_tokens rollout_timeout_s workdir env inherit_env "
     "columns nonzero_exit retries host max_sequence_length wait_s missing_logprobs refill_rounds rollout_s renderer "
-    "interface turn_tokens",
+    "interface turn_tokens turns_apart",
     "rewards": "text_completions special_tokens num_workers on_error model_device model_batch_size",
     "sampling": "min_p repetition_penalty stop_token_ids min_tokens presence_penalty frequency_penalty guided_regex "
     "generation_kwargs",
@@ -62,7 +62,7 @@ ADVANCED = {
     "algorithm": "advantage ref_mixup_alpha ref_sync_steps use_bias_correction_kl sampler_correction_min "
     "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage "
     "router_aux_loss_coef",
-    "algorithm.teacher": "revision weights reward_weights column beta estimate top_k",
+    "algorithm.teacher": "revision weights reward_weights column beta clip estimate top_k",
     "pipeline": "prefetch_depth streaming_min_groups replay_size replay_recompute_logps "
     "reroll_start_fraction reroll_max_groups",
     "batch": "steps_per_generation micro_batch_size",

@@ -290,8 +290,11 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
             f"algorithm.teacher.estimate sampled is of the reverse KL, and beta is {teacher.beta:g}; set beta: 1, or "
             "estimate: exact"
         )
-    if teacher.estimate == "sampled" and teacher.top_k is not None:
-        yield warning("algorithm.teacher.top_k does nothing with estimate sampled, which asks for the sampled token")
+    for key in ("top_k", "clip"):
+        if teacher.estimate == "sampled" and getattr(teacher, key) is not None:
+            yield warning(
+                f"algorithm.teacher.{key} does nothing with estimate sampled, which asks for the sampled token"
+            )
     if not any((teacher.weight, *teacher.weights.values())):
         yield problem("algorithm.teacher.weight is 0, so nothing is learned from the teacher; raise it, or remove it")
     if not teacher.weights and not teacher.reward_weights and teacher.column != "env_id":

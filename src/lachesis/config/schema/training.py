@@ -95,6 +95,9 @@ class TeacherConfig(Section):
         description="The divergence: 1 is the reverse KL, 0 the forward KL, between them the generalized "
         "Jensen-Shannon divergence (GKD).",
     )
+    clip: PositiveFloat | None = Field(
+        default=None, description="Most that one token of the vocabulary may add to the divergence (OPSD: 0.05)."
+    )
     estimate: Literal["exact", "sampled"] = Field(
         default="exact",
         description="Over the teacher's distribution of each token, or (reverse KL) from the sampled token alone.",

@@ -34,7 +34,7 @@ class EpisodesConfig(EnvironmentConfig, EpisodesSourceConfig):
     A trial trains on nothing, and counts failures in place of playing others.
     """
 
-    NO_FLAGS: ClassVar[frozenset[str]] = frozenset({"kind", "turn_advantage", "refill_rounds"})
+    NO_FLAGS: ClassVar[frozenset[str]] = frozenset({"kind", "turn_advantage", "turns_apart", "refill_rounds"})
 
     @field_validator("args", "renderer", mode="before", check_fields=False)
     @classmethod

@@ -142,7 +142,12 @@ class StepsSourceConfig(EpisodesSourceConfig):
     turn_advantage: NonNegativeFloat = Field(
         default=0.0,
         description="Weight of each turn's own advantage, which is that of its step's reward among the group's turns "
-        "of the same number, added to the advantage of the whole (MT-GRPO); 0 is none.",
+        "of the same number, added to the advantage of the whole; 0 is none.",
+    )
+    turns_apart: bool = Field(
+        default=False,
+        description="With `turn_advantage`: rewards of steps before the last count for their turns alone, and not in "
+        "the reward of the whole (MT-GRPO).",
     )
     turn_tokens: PositiveInt | None = Field(
         default=None,

@@ -18,29 +18,26 @@ from torch import Tensor
 IMPOSSIBLE = -1e4
 
 
-def forward_kl(student_TV: Tensor, teacher_TV: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student) = Σ_v p·(log p - log q), p the teacher's and q the student's: [T]."""
-    return (teacher_TV.exp() * (teacher_TV - student_TV)).sum(-1)
+def divergence(student_TV: Tensor, teacher_TV: Tensor, *, beta: float, clip: float | None = None) -> Tensor:
+    """Return the divergence that ``beta`` selects, 0 ≤ β ≤ 1: [T].
 
-
-def reverse_kl(student_TV: Tensor, teacher_TV: Tensor) -> Tensor:
-    """Return KL(student ‖ teacher) = Σ_v q·(log q - log p): [T]."""
-    return forward_kl(teacher_TV, student_TV)
-
-
-def generalized_jsd(student_TV: Tensor, teacher_TV: Tensor, *, beta: float) -> Tensor:
-    """Return β·KL(p ‖ m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q, 0 < β < 1: [T]."""
-    mixture_TV = torch.logaddexp(teacher_TV + math.log(beta), student_TV + math.log1p(-beta))
-    return beta * forward_kl(mixture_TV, teacher_TV) + (1 - beta) * forward_kl(mixture_TV, student_TV)
-
-
-def divergence(student_TV: Tensor, teacher_TV: Tensor, *, beta: float) -> Tensor:
-    """Return the divergence that ``beta`` selects, 0 ≤ β ≤ 1: [T]."""
+    With p the teacher's probabilities and q the student's: KL(p ‖ q) for 0, KL(q ‖ p) for 1, and between them
+    β·KL(p ‖ m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q. ``clip`` bounds what each outcome adds from
+    above (OPSD, arXiv 2601.18734).
+    """
     if beta == 0:
-        return forward_kl(student_TV, teacher_TV)
-    if beta == 1:
-        return reverse_kl(student_TV, teacher_TV)
-    return generalized_jsd(student_TV, teacher_TV, beta=beta)
+        parts_TV = _kl_parts(teacher_TV, student_TV)
+    elif beta == 1:
+        parts_TV = _kl_parts(student_TV, teacher_TV)
+    else:
+        mixture_TV = torch.logaddexp(teacher_TV + math.log(beta), student_TV + math.log1p(-beta))
+        parts_TV = beta * _kl_parts(teacher_TV, mixture_TV) + (1 - beta) * _kl_parts(student_TV, mixture_TV)
+    return (parts_TV if clip is None else parts_TV.clamp(max=clip)).sum(-1)
+
+
+def _kl_parts(of_TV: Tensor, from_TV: Tensor) -> Tensor:
+    """Return the parts of KL(of ‖ from), one for each outcome: [T, V]."""
+    return of_TV.exp() * (of_TV - from_TV)
 
 
 def with_rest(logprobs_TK: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class Teacher(ABC):
         """Return a function from the policy's distributions to their divergence [M]; None if it is estimated."""
         if self.options.estimate == "sampled":
             return None
-        return partial(divergence_from, candidates=self.candidates(micro), beta=self.options.beta)
+        options = self.options
+        return partial(divergence_from, candidates=self.candidates(micro), beta=options.beta, clip=options.clip)
 
     def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
         """Return what to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
@@ -288,7 +289,9 @@ def build_teacher(
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)
 
 
-def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta: float) -> Tensor:
+def divergence_from(
+    log_p: Tensor, chunk: slice, *, candidates: Candidates, beta: float, clip: float | None = None
+) -> Tensor:
     """Return the divergence of the policy's log-probabilities [C, V] for ``chunk`` from the candidates': [C].
 
     Exact where these are the whole vocabulary of both; else all other tokens are one outcome.
@@ -306,7 +309,7 @@ def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta
         whole = whole or (width == log_p.shape[1] and bool(named.all()))
     if not whole:
         student, teacher = with_rest(student), with_rest(teacher)
-    return divergence(student, teacher, beta=beta)
+    return divergence(student, teacher, beta=beta, clip=clip)
 
 
 def shares(options: TeacherConfig) -> Callable[[Group], Shares]:

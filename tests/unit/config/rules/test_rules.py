@@ -432,6 +432,12 @@ def test_all_problems_are_told_at_once(build):
             "teacher",
             "top_k does nothing with estimate sampled",
         ),
+        (
+            {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "clip": 0.05}}},
+            "warning",
+            "teacher",
+            "clip does nothing with estimate sampled",
+        ),
         ({"sft": {"steps": 5, "column": "x"}}, "warning", "stages", "sft.steps, sft.column do nothing without sft"),
         (
             {"algorithm": {"teacher": {"model": "big", "column": "x"}}},

@@ -164,7 +164,7 @@ def test_flags_are_described_with_their_defaults():
     assert flags["--env.environment"] == "" and flags["--env.args"] == "{}" and flags["--env.rollout_s"] == "600.0"
 
 
-@pytest.mark.parametrize("name", ["kind", "turn_advantage", "refill_rounds"])
+@pytest.mark.parametrize("name", ["kind", "turn_advantage", "turns_apart", "refill_rounds"])
 def test_what_does_nothing_in_a_trial_has_no_flag(name: str):
     assert f"--env.{name}" not in {flag for flag, _, _ in describe(StepsConfig)}
     with pytest.raises(ConfigError, match=name):

@@ -14,7 +14,7 @@ from lachesis.config.schema import TeacherConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import pack
 from lachesis.train.losses.divergence import divergence, sampled_reverse_kl
-from lachesis.train.losses.teacher import shares
+from lachesis.train.losses.teacher import Candidates, divergence_from, shares
 from lachesis.train.policy import Policy
 from tests.losses import loss_options
 from tests.tiny import tiny_model
@@ -46,6 +46,27 @@ SAMPLED = [[0.029329833163, 0.006544370371, -0.059887439927, 0.024013236393],
 
 def logits(values: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+# The same with distillation_kl_clip of TRL's OPSD, by distillation_alpha and the clip; the gradient of the first token.
+CLIPPED = {
+    (0.0, 0.05): ([-0.060394456571, -0.074354735888, -0.167759040354],
+                  [-0.051143947623, -0.030283882688, 0.085297159315, -0.003869329004]),
+    (0.5, 0.01): ([0.020100663938, 0.02131482079, 0.04],
+                  [0.012360185358, -0.001832174824, -0.013538042558, 0.003010032024]),
+    (1.0, 0.05): ([-0.064703270519, -0.153165017767, -0.139287853559],
+                  [-0.046401014903, 0.010059648163, 0.074331304615, -0.037989937875]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("alpha", "clip"), CLIPPED)
+def test_clipped_divergences_are_those_of_trl_s_opsd(alpha: float, clip: float):
+    student, (values, gradient) = logits(STUDENT), CLIPPED[alpha, clip]
+    teacher = Candidates(logits(TEACHER).detach().log_softmax(-1), None, whole=True)
+    found = divergence_from(student.log_softmax(-1), slice(0, 3), candidates=teacher, beta=alpha, clip=clip)
+    assert found.tolist() == pytest.approx(values, abs=1e-11)
+    (own,) = torch.autograd.grad(found[:2].mean(), student)
+    assert own[0].tolist() == pytest.approx(gradient, abs=1e-11)
 
 
 @pytest.mark.parametrize("alpha", LOSSES)

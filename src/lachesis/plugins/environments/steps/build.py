@@ -69,6 +69,11 @@ def step_players(
             f"{source.environment!r} has no get_reward, and there are no rewards.functions: no reward is defined",
             remedy="write get_reward(self) -> float, or a reward function that takes `environments`",
         )
+    if source.turns_apart and not source.turn_advantage:
+        raise ConfigError(
+            "source.turns_apart takes rewards of turns out of the episode's, and source.turn_advantage is 0",
+            remedy="set source.turn_advantage, 1 in MT-GRPO, or leave turns_apart out",
+        )
     told = {"tools": list(schemas.values())} if schemas else {}
     return StepPlayers(
         policy=policy,
@@ -82,6 +87,7 @@ def step_players(
         rewarder=rewarder,
         owned=owned,
         turn_advantage=source.turn_advantage,
+        turns_apart=source.turns_apart,
     )
 
 

@@ -62,6 +62,7 @@ class StepPlayers(TaskPlayers):
         rewarder: reward functions besides the environment's own reward.
         owned: True if the environment itself gives an episode's reward.
         turn_advantage: weight of the advantages of turns beside those of episodes.
+        turns_apart: True if only the last step's reward is in that of an episode, and only those before in a turn's.
     """
 
     policy: PolicyAccess
@@ -73,6 +74,7 @@ class StepPlayers(TaskPlayers):
     rewarder: Rewarder | None = None
     owned: bool = True
     turn_advantage: float = 0.0
+    turns_apart: bool = False
 
     def __post_init__(self) -> None:
         self._decode = reward_decoder(self.policy.tokenizer, self.policy.special_tokens)
@@ -101,7 +103,7 @@ class StepPlayers(TaskPlayers):
         game = await self.make(prompt.columns)
         try:
             episode = await self._played(game, params, prompt=prompt, seed=seed)
-            reward = sum(episode.rewards) + await game.worth()
+            reward = sum(episode.rewards[-1 if self.turns_apart else 0 :]) + await game.worth()
         finally:
             await game.close()
         temperature = 1.0 if params.greedy else params.temperature
@@ -110,7 +112,7 @@ class StepPlayers(TaskPlayers):
         played = Played(
             tuple(replace(sample, reward=reward, rewards=(reward,)) for sample in samples),
             metrics=dict(episode.metrics),
-            state=EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said), _turns(episode))
+            state=EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said), self._turns(episode))
             if self.rewarder is not None or self.turn_advantage
             else None,
         )
@@ -194,8 +196,8 @@ class StepPlayers(TaskPlayers):
         most = room if self.limits.tokens is None else min(room, self.limits.tokens)
         return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
-
-def _turns(episode: Episode) -> tuple[tuple[float, int], ...]:
-    """Return the reward and the number of tokens of each turn."""
-    lengths = (len(turn.completion.token_ids) for turn in episode.turns)
-    return tuple(zip(episode.rewards, lengths, strict=True))
+    def _turns(self, episode: Episode) -> tuple[tuple[float, int], ...]:
+        """Return the reward and the number of tokens of each turn that has a reward of its own."""
+        lengths = (len(turn.completion.token_ids) for turn in episode.turns)
+        turns = tuple(zip(episode.rewards, lengths, strict=True))
+        return turns[:-1] if self.turns_apart else turns

@@ -38,8 +38,8 @@ def with_turn_advantages(played: Sequence[Played], *, weight: float) -> list[Pla
     """Return a group's episodes with an advantage for each turn: weight·(r - mean) / (std + 1e-4).
 
     Mean and sample deviation are of the rewards of the turns of the same number in the group, so that a turn that only
-    one episode has gets 0. The tokens of a turn have its advantage beside that of their episode: with a weight of 1 as
-    in MT-GRPO (arXiv 2505.11821) with its λ of 1, for any number of turns.
+    one episode has gets 0. The tokens of a turn have its advantage beside that of their episode, as in MT-GRPO (arXiv
+    2505.11821), whose weight of turns is 1, for any number of turns.
     """
     turns: list[tuple[tuple[float, int], ...]] = [one.state.turns for one in played]
     moments: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ def _by_token(played: Played, advantages: Sequence[tuple[float, int]]) -> Played
     """Return an episode whose sampled tokens have the advantages of their turns, each with its number of tokens."""
     each = chain.from_iterable(repeat(value, tokens) for value, tokens in advantages)
     samples = tuple(
-        replace(sample, token_advantages=tuple(next(each) if sampled else 0.0 for sampled in sample.loss_mask()))
+        replace(sample, token_advantages=tuple(next(each, 0.0) if sampled else 0.0 for sampled in sample.loss_mask()))
         for sample in played.samples
     )
     return replace(played, samples=samples)

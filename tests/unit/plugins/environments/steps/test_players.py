@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.common.types import Prompt, Sample, VersionSpan
 from lachesis.plugins.environments.steps.scoring import EpisodeEnd, with_turn_advantages
 from lachesis.rollouts.episodes import Played, RolloutFailed
@@ -81,6 +82,33 @@ def test_an_episode_that_is_played_has_the_advantages_of_its_turns():
     mask = low.samples[0].loss_mask()
     assert low.samples[0].token_advantages == pytest.approx([-expected * one for one in mask])
     assert high.samples[0].token_advantages == pytest.approx([expected * one for one in mask])
+
+
+def test_with_turns_apart_an_episode_has_the_outcome_and_turns_have_what_came_before():
+    """A = A^O + A^T before the last turn and A^O from there on, as in MT-GRPO, by hand."""
+
+    async def whole() -> tuple[float | None, list[Any]]:
+        made = players(Count, Scripted("a", "end"), turn_advantage=1.0, turns_apart=True)
+        try:
+            first = await made.play(made.split()[0][0], seed=7)
+            end = replace(first.state, turns=tuple((reward + 3, tokens) for reward, tokens in first.state.turns))
+            return first.samples[0].reward, await made.finish([first, replace(first, state=end)])
+        finally:
+            await made.stop()
+
+    outcome, (low, high) = asyncio.run(whole())
+    assert outcome == 3.0, "of the last step"
+    assert low.state.turns == ((1.0, 2),) and high.state.turns == ((4.0, 2),)
+    turn = 1.5 / (statistics.stdev([1, 4]) + 1e-4)
+    mask = low.samples[0].loss_mask()
+    assert sum(mask) > 2
+    for one, sign in ((low, -1), (high, 1)):
+        assert one.samples[0].token_advantages == pytest.approx((sign * turn, sign * turn, *[0.0] * (len(mask) - 2)))
+
+
+def test_turns_apart_need_a_weight():
+    with pytest.raises(ConfigError, match=r"turn_advantage is 0 .*set source\.turn_advantage"):
+        players(Count, Scripted("end"), turns_apart=True)
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [("remove", "ab"), ("keep", "a[THINK]b")])
