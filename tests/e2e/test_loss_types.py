@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.runs import metrics, rewards, run_here, write_run
 from tests.e2e.test_engines import served
+from tests.paths import ROOT
 
 LAST = 5
 AHEAD = 1
@@ -73,8 +74,8 @@ LOSSES = {
     "dapo": Case({"loss_type": "dapo", "epsilon_high": 0.28}, CLIPS),
     "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0}, lacks("clip_fraction_low")),
     "sapo": Case({"loss_type": "sapo"}, lacks("clipped_fraction")),
-    "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence"}, CLIPS),
-    "vespo": Case({"loss_type": "vespo"}, has("vespo_weight")),
+    "summed": Case({"normalization": "sequence_sum", "importance_sampling_level": "sequence"}, CLIPS),
+    "own": Case({"loss": f"{ROOT}/examples/losses/vespo.py:vespo", "loss_type": "dapo"}, lacks("clipped_fraction")),
     "gspo": Case({"importance_sampling_level": "sequence", "epsilon": 3e-3, "epsilon_high": 4e-3}, CLIPS),
 }
 OPTIONS = {

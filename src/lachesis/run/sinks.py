@@ -36,7 +36,7 @@ logger = logging.getLogger("lachesis")
 ROUNDED_LOGPROB_DIFF = 0.3
 # A clip at less than this takes a third of the ratios and more from a policy that moves as it should.
 NARROW_CLIP = 0.1
-PPO_CLIPS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gmpo")
+PPO_CLIPS = ("grpo", "bnpo", "dr_grpo", "dapo", "gmpo")
 
 
 def build_sinks(

@@ -166,7 +166,6 @@ def _algorithm(config: LachesisConfig) -> Iterator[Said]:
 _WITHOUT_CLIP = {
     "cispo": ("epsilon", "delta"),
     "sapo": ("epsilon", "epsilon_high", "delta"),
-    "vespo": ("epsilon", "epsilon_high", "delta"),
     "reinforce": ("epsilon", "epsilon_high", "delta"),
     "kl_cov": ("epsilon", "epsilon_high", "delta"),
     "gmpo": ("delta",),
@@ -176,7 +175,6 @@ _TOKEN_RATIO = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 # Keys of one loss type, or of two.
 _OWN_KEYS = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     "clip_cov": ("cov_share", "cov_low", "cov_high"),
     "kl_cov": ("cov_share", "cov_kl_coef"),
 }
@@ -367,12 +365,6 @@ def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
         for key in changed(config, "algorithm", "sampler_correction_min", "sampler_correction_max"):
             yield note(f"{key} does nothing with sampler_correction none")
         return
-    if algorithm.loss_type == "vespo" and algorithm.sampler_correction.startswith("sequence"):
-        per_token = algorithm.sampler_correction.replace("sequence", "token")
-        yield problem(
-            f"algorithm.loss_type vespo multiplies corrections of tokens, and sampler_correction "
-            f"{algorithm.sampler_correction} has one for the whole sequence; set it to {per_token}"
-        )
     if low is None and high is None:
         yield problem(
             f"algorithm.sampler_correction {algorithm.sampler_correction} has no bound; set sampler_correction_max"

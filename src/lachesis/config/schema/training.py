@@ -26,8 +26,7 @@ PresetName = Literal[
     "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "decoupled_ppo",
 ]  # fmt: skip
 LossTypeName = Literal[
-    "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "reinforce", "dppo_tv", "dppo_kl",
-    "clip_cov", "kl_cov",
+    "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
 ]  # fmt: skip
 
 
@@ -249,10 +248,6 @@ class AlgorithmConfig(Section):
     cov_low: float = Field(default=1.0, description="With `clip_cov`: tokens of higher covariance may be chosen.")
     cov_high: float = Field(default=5.0, description="With `clip_cov`: tokens of lower covariance may be chosen.")
     cov_kl_coef: NonNegativeFloat = Field(default=1.0, description="With `kl_cov`: weight of the chosen's |log r|.")
-    vespo_k_pos: NonNegativeFloat = Field(default=2.0, description="With `vespo`: exponent k where A >= 0.")
-    vespo_lambda_pos: PositiveFloat = Field(default=3.0, description="With `vespo`: decay lambda where A >= 0.")
-    vespo_k_neg: NonNegativeFloat = Field(default=3.0, description="With `vespo`: exponent k where A < 0.")
-    vespo_lambda_neg: PositiveFloat = Field(default=2.0, description="With `vespo`: decay lambda where A < 0.")
     skip_zero_advantage: bool = Field(
         default=True,
         description="Leave sequences whose advantage is 0 out of the forward pass (their gradient is 0 without "

@@ -9,6 +9,7 @@ from typing import Any
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
+from lachesis.config.past import VESPO
 from lachesis.plugins.dialects.words import Words
 
 UNSET: Any = object()
@@ -50,6 +51,13 @@ def switched(on: str, off: str) -> Callable[[Any], Any]:
 
 # TRL's older true and false; switches that keep the model from GPUs, and that compile it.
 scale_rewards, on_cpu, compile_mode = switched("group", "none"), switched("cpu", "auto"), switched("on", "off")
+
+
+def loss_type(value: Any) -> Any:
+    """Return our name of TRL's loss; LUSPO is PPO's with a normalization of its own. Raises ConfigError for VESPO."""
+    if value == "vespo":
+        raise ConfigError(VESPO)
+    return "grpo" if value == "luspo" else value
 
 
 def top_k(value: Any) -> Any:

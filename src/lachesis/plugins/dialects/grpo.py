@@ -73,6 +73,8 @@ def put_algorithm(
         translation.note(
             loss, f"TRL bounds the ratio by {told} where {bound} is unset; Lachesis' own is {ours} ({setting})"
         )
+    if translation.value(loss) == "luspo":
+        translation.put("algorithm.normalization", "sequence_sum", loss)
     if translation.value(f"{prefix}sync_ref_model"):
         translation.put("algorithm.kl_reference", "ema", f"{prefix}sync_ref_model")
         translation.put_entry(f"{prefix}ref_model_mixup_alpha", alpha)

@@ -40,8 +40,7 @@ class PolicyLoss(NamedTuple):
             - ``clipped_fraction``, ``clip_fraction_low``, ``clip_fraction_high`` where the loss clips (cispo
               has no low); over sequences where the ratio is one per sequence;
             - ``entropy`` if entropies are given; ``kl_reference`` if beta > 0, as it is in the loss;
-            - ``sampling_ratio``, the bounded correction, if the sampler is corrected for;
-            - ``vespo_weight``, φ, over sequences.
+            - ``sampling_ratio``, the bounded correction, if the sampler is corrected for.
     """
 
     loss: Tensor
@@ -69,25 +68,6 @@ def sapo(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """Return -A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
     tau = _either(terms.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, terms.ratio)
     return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
-
-
-def vespo(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """Return -φ(W)·A·log π, φ(W) as in :func:`vespo_weight` (VESPO, arXiv 2602.10693)."""
-    return -vespo_weight(terms, options) * terms.advantages * terms.logprobs
-
-
-@torch.no_grad()
-def vespo_weight(terms: Terms, options: AlgorithmConfig) -> Tensor:
-    """Return φ(W) = e^λ·W^k·e^(-λW) of the row's W = Π_t r_t·c_t, so that φ(1) = 1; k, λ by the sign of A: [T]."""
-    lowest, highest = math.log(1e-8), 20.0  # bounds of log-weights in the authors' code
-    log_weight = terms.log_ratio.clamp(-highest, highest)
-    if terms.correction is not None:
-        log_weight = log_weight + terms.correction.log().clamp(lowest, highest)
-    log_weight = terms.rows.spread(terms.rows.sum(log_weight).clamp(lowest, highest))
-    positive = terms.advantages >= 0
-    k = _either(positive, options.vespo_k_pos, options.vespo_k_neg, log_weight)
-    lam = _either(positive, options.vespo_lambda_pos, options.vespo_lambda_neg, log_weight)
-    return (lam + k * log_weight - lam * log_weight.exp()).exp()
 
 
 def gmpo(terms: Terms, options: AlgorithmConfig) -> Tensor:
@@ -214,8 +194,6 @@ LOSS_TYPES: Mapping[str, LossType] = {
     "dapo": LossType(clipped, token_mean),
     "cispo": LossType(cispo, token_mean),
     "sapo": LossType(sapo, sequence_mean),
-    "luspo": LossType(clipped, sequence_sum),
-    "vespo": LossType(vespo, token_mean),
     "gmpo": LossType(gmpo, sequence_mean),
     "reinforce": LossType(reinforce, token_mean),
     "dppo_tv": LossType(dppo_tv, token_mean),
@@ -387,7 +365,7 @@ def _token_losses(
     loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(terms, options.off_policy_mask_threshold)
-    if terms.correction is not None and per_token is not vespo:  # vespo has it in its weight
+    if terms.correction is not None:
         loss = loss * terms.correction
     if options.top_entropy_quantile < 1:
         loss = loss * kept
@@ -407,7 +385,7 @@ def _metrics(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss, kl
     tokens = {"mean_ratio": terms.ratio, "mean_kl": terms.log_ratio.expm1() - terms.log_ratio}
     optional = {"entropy": terms.entropies, "kl_reference": kl, "sampling_ratio": terms.correction}
     tokens |= {name: values for name, values in optional.items() if values is not None}
-    sequences = {"vespo_weight": vespo_weight(terms, options)} if per_token is vespo else {}
+    sequences: dict[str, Tensor] = {}
     level = tokens if options.importance_sampling_level == "token" else sequences
     level |= _clip_indicators(terms, options, per_token=per_token)
 

@@ -156,10 +156,6 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"algorithm": {"loss_type": "kl_cov", "teacher": {"model": "m", "estimate": "sampled"}}},
             "estimate sampled adds to the advantages that loss_type kl_cov chooses tokens by",
         ),
-        (
-            {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
-            "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
-        ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},

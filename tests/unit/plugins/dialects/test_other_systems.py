@@ -232,6 +232,17 @@ def test_cispo_has_the_bound_of_trl(tmp_path: Path, written: str, bound: float):
     assert (told in " ".join(text.replace("#", "").split())) == ("epsilon_high" not in written)
 
 
+def test_luspo_is_a_normalization_and_vespo_an_example(tmp_path: Path):
+    file = tmp_path / "trl.yaml"
+    text = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\nvespo_k_pos: 1.0\nloss_type: {}\n"
+    file.write_text(text.format("luspo"))
+    algorithm = yaml.safe_load(translated(file))["algorithm"]
+    assert (algorithm["loss_type"], algorithm["normalization"]) == ("grpo", "sequence_sum")
+    file.write_text(text.format("vespo"))
+    with pytest.raises(ConfigError, match=r"loss_type .line 5.: VESPO is an example of a loss of your own"):
+        translated(file)
+
+
 @pytest.mark.parametrize("host", ["http://foo", "foo:8000", "foo/v1"])
 def test_a_host_that_is_a_url_is_an_error(tmp_path: Path, host: str):
     file = tmp_path / "trl.yaml"

@@ -40,7 +40,7 @@ def step(loss: CustomLoss | None, *, split: int = 1 << 20, **options) -> tuple[t
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])
 def test_grpos_own_loss_written_down_again_is_grpo(tmp_path: Path, loss_type: str):
     """The normalization stays the loss type's, and so do masks, KL and entropy bonus."""
     options = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.1, "off_policy_mask_threshold": 0.05}

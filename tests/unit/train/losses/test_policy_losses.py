@@ -26,7 +26,6 @@ from tests.unit.train.drifted import drifted_groups
 from tests.unit.train.losses.test_loss import CASES, FIXTURE, _options
 from tests.unit.train.test_policy import make_policy
 
-# A token correction for vespo, which takes no other; the modes have cases of their own.
 COMMON = {"sampler_correction": "token_truncate", "cov_share": 0.2, "cov_low": 0.01}
 TRAINER = {"old_logprobs": "trainer"}
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -106,13 +105,7 @@ def silent_gradient(loss_type: str) -> torch.Tensor:
     return gradient(policy, groups(), max_tokens=1 << 20)[0]
 
 
-# What the configuration's rules refuse.
-REFUSED = {("vespo", "sequence truncate"), ("vespo", "sequence mask")}
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "name"), [pair for pair in itertools.product(LOSS_TYPES, OPTIONS) if pair not in REFUSED]
-)
+@pytest.mark.parametrize(("loss_type", "name"), [*itertools.product(LOSS_TYPES, OPTIONS)])
 def test_the_gradient_does_not_depend_on_how_a_step_is_cut(loss_type: str, name: str):
     loss, packing, reference = OPTIONS[name]
     options = loss_options(loss_type=loss_type, **{**COMMON, **loss, **reference})
