@@ -36,9 +36,6 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "sweep": Command("plugins.sweep.commands", "Train with several values of keys, in turn, and compare the runs."),
         "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
         "cluster": Command("plugins.cluster.commands", "Start a run on several nodes: cluster slurm, preflight."),
-        "fleet": Command(
-            "plugins.cluster.fleet", "Add an inference server to a running run, or remove one: fleet add, drain."
-        ),
     },
     "Look": {
         "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),

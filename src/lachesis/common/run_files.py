@@ -17,7 +17,6 @@ def run_paths(run_dir: Path) -> dict[str, Path]:
         "state": run_dir / "state.json",
         "live": run_dir / "live.json",
         "requests": run_dir / "requests",
-        "fleet": run_dir / "fleet.json",
         "checkpoints": run_dir / "checkpoints",
         "final": run_dir / "final",
         "best": run_dir / "best",

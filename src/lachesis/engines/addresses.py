@@ -1,4 +1,4 @@
-"""Addresses of a run's servers: entries of ``engine.urls``, read anew each time, and later requests for changes.
+"""Addresses of a run's servers: entries of ``engine.urls``, read anew each time.
 
 An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each present address of the name, such as a
 headless service; or ``file:PATH``, a file with an address on each line.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,22 +17,6 @@ from lachesis.config.schema import SERVERS_DNS, SERVERS_FILE
 
 # The addresses of a host, as text.
 Resolve = Callable[[str], Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChanges:
-    """Requested changes to a running fleet: servers beside those of its configuration, and servers to leave."""
-
-    added: tuple[str, ...] = ()
-    drained: tuple[str, ...] = ()
-
-    def with_added(self, url: str) -> FleetChanges:
-        """Return the changes with this server added."""
-        return FleetChanges((*_without(self.added, url), url), _without(self.drained, url))
-
-    def with_drained(self, url: str) -> FleetChanges:
-        """Return the changes with this server drained."""
-        return FleetChanges(_without(self.added, url), (*_without(self.drained, url), url))
 
 
 def resolve_host(name: str) -> Sequence[str]:
@@ -50,20 +33,16 @@ def resolve_host(name: str) -> Sequence[str]:
     return sorted({str(address[0]) for *_, address in found})
 
 
-def addresses(
-    entries: Sequence[str], changes: FleetChanges | None = None, *, resolve: Resolve = resolve_host
-) -> list[str]:
-    """Return the servers as ``http://HOST:PORT``, each once, without those that were drained.
+def addresses(entries: Sequence[str], *, resolve: Resolve = resolve_host) -> list[str]:
+    """Return the servers as ``http://HOST:PORT``, each once.
 
     Raises:
         ConfigError: an entry is not an address or is given twice, or its file cannot be read.
         EngineUnreachable: as ``resolve``.
     """
-    changes = changes or FleetChanges()
     if len(set(entries)) < len(entries):
         raise ConfigError(f"the engine's servers are {list(entries)}", remedy="name each once")
-    found = [url for entry in (*entries, *changes.added) for url in _of_entry(entry, resolve=resolve)]
-    return [url for url in dict.fromkeys(found) if url not in changes.drained]
+    return list(dict.fromkeys(url for entry in entries for url in _of_entry(entry, resolve=resolve)))
 
 
 def _of_entry(entry: str, *, resolve: Resolve) -> Iterator[str]:
@@ -86,7 +65,3 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(
             f"the file {path} of engine.urls cannot be read: {error}", remedy="write one address on each line"
         ) from error
-
-
-def _without(urls: Sequence[str], url: str) -> tuple[str, ...]:
-    return tuple(one for one in urls if one != url)

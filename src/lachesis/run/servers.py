@@ -15,13 +15,13 @@ from lachesis.bridges.extract import Whole, as_they_are
 from lachesis.bridges.model_files import save_companions
 from lachesis.bridges.names import check_same_model
 from lachesis.common.deadline import Deadline
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig
+from lachesis.engines.addresses import addresses
 from lachesis.engines.build import server_command, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.process.managed import ManagedProcess
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
-from lachesis.run.fleet import fleet_members
 from lachesis.run.launch import LaunchedEngine, launch_servers
 from lachesis.run.pulse import Pulse, server_pulse
 from lachesis.run.share import with_room_aside
@@ -62,9 +62,10 @@ def build_servers(
         DeadlineExceeded: it was not able to serve in time.
         ModelError: a server that runs already serves another model.
     """
-    members = fleet_members(config, directory=place.directory)
-    urls = server_urls(config) if members is None else members()
-    engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
+    # Servers may join and leave where others start them, unless their memory is the trainer's.
+    changing = isinstance(config.engine, HttpEngineConfig) and not config.shares_weights
+    members = partial(addresses, config.engine.urls) if changing else None
+    engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
     launched = context.launched
     if launched is None:
         launched = launch_servers(config, directory=place.directory, log_path=place.engine_log)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError, EngineUnreachable
-from lachesis.engines.addresses import FleetChanges, addresses, resolve_host
+from lachesis.engines.addresses import addresses, resolve_host
 
 
 def names(name: str) -> Sequence[str]:
@@ -31,13 +31,6 @@ def test_a_file_is_read_each_time(tmp_path: Path):
     assert addresses([f"file:{file}"]) == ["http://a:1", "http://b:2"]
     file.write_text("http://b:2\n")
     assert addresses([f"file:{file}"]) == ["http://b:2"]
-
-
-def test_what_was_asked_since_counts():
-    changes = FleetChanges().with_added("http://c:3").with_drained("http://a:1")
-    assert addresses(["http://a:1", "http://b:2"], changes) == ["http://b:2", "http://c:3"]
-    back = changes.with_added("http://a:1").with_drained("http://c:3")
-    assert addresses(["http://a:1", "http://b:2"], back) == ["http://a:1", "http://b:2"]
 
 
 @pytest.mark.parametrize(
