@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.config.schema import LachesisConfig
+from lachesis.plan.cards import GB
 from lachesis.plan.shapes import FoundShape, find_shape
-from lachesis.plugins.planning import cost
 from lachesis.plugins.planning.cost import Scale, scale
 
 TARGET = Path(__file__).with_name("scale.md")
@@ -85,41 +85,12 @@ One, two and four GPUs of one host: sharded training, trainer and engine apart
 ([measured](../benchmarks/RESULTS.md#two-gpus-train-and-two-generate)), and both on the same two GPUs
 ([measured](../benchmarks/RESULTS.md#two-gpus-train-and-generate-in-turn)). Tests hold layouts of up to eight ranks on
 CPUs against one process, to 1e-9 in float64. Eight GPUs and several nodes have not run. The tables below are
-**calculated** from these rates:
+**calculated**.
 
-| constant | value | where from |
-|---|---|---|
-"""
-
-AFTER_CONSTANTS = """
 All weights trained by AdamW with `model.gradient_checkpointing`, bfloat16, sequences and micro-batches of 8,192 tokens;
-the last column is for LoRA. Half of the GPUs train, or three quarters where that is too large. Up to eight ranks send.
-"Held up" is with `checkpoint.asynchronous`.
+the last column is for LoRA. Half of the GPUs train, or three quarters where that is too large. "Copy" is that of
+`checkpoint.asynchronous`, in a rank's host memory.
 """
-
-
-def constants() -> Iterator[str]:
-    """Rows of the constants."""
-    rows = (
-        (
-            "a rank sending within a node",
-            cost.SEND_WITHIN_NODE,
-            "measured: 8B between two H100s over NVLink, a window of four buckets",
-        ),
-        ("a rank sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
-        ("taking in within a node", cost.TAKE_WITHIN_NODE, "measured: 8B from three H200s to a fourth over NVLink"),
-        ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
-        ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
-        ("writing a checkpoint, a node", cost.WRITE_BYTES_S, "assumed: as much as a local NVMe disk takes"),
-        ("reading a model, a node", cost.READ_BYTES_S, "assumed: the same"),
-        (
-            "copying a checkpoint, a GPU",
-            cost.COPY_BYTES_S,
-            "measured: 57 GB each of two H100s, to pinned memory that is there",
-        ),
-    )
-    for name, rate, source in rows:
-        yield f"| {name} | {rate / cost.GB:g} GB/s | {source} |"
 
 
 def planned(
@@ -133,7 +104,7 @@ def planned(
         "rewards": {"functions": ["rewards.right"]},
         "sampling": {"max_completion_length": 7168},
         "engine": {"kind": "http"},
-        "bridge": {"kind": "lora_nccl"} if lora else {"kind": "broadcast", "senders": 8},
+        "bridge": {"kind": "lora_nccl"} if lora else {"kind": "broadcast"},
         "adapter": {"kind": "lora"} if lora else {"kind": "none"},
         "distributed": dict(shared),
     }
@@ -143,9 +114,9 @@ def planned(
 def table(card: int) -> Iterator[str]:
     """Rows for one size of cards."""
     yield f"\n## Cards of {card} GB\n"
-    columns = ("model", "GPUs (nodes)", "train + generate", "engines", "a rank", "transfer", "checkpoint, held up")
-    yield f"| {' | '.join(columns)} | loading, a node's memory | with LoRA: a rank |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    columns = ("model", "GPUs (nodes)", "train + generate", "engines", "a rank", "checkpoint, copy")
+    yield f"| {' | '.join(columns)} | loading: a node's memory | with LoRA: a rank |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, model in MODELS.items():
         found = find_shape(model)
         assert found is not None, model
@@ -165,7 +136,7 @@ def shared_out() -> Iterator[str]:
     yield "|---|---|" + "---|" * len(CARDS)
     for sizes, row in zip(SHARED, rows, strict=True):
         named = [str(sizes.get(f"{kind}_parallel_size", 1)) for kind in ("expert", "tensor")]
-        yield "| " + " | ".join((*named, *(f"{one.rank / cost.GB:.0f} GB" for one in row))) + " |"
+        yield "| " + " | ".join((*named, *(f"{one.rank / GB:.0f} GB" for one in row))) + " |"
 
 
 def cells(found: Scale) -> Iterator[str]:
@@ -174,27 +145,21 @@ def cells(found: Scale) -> Iterator[str]:
     yield f"{layout.train} + {layout.generate}"
     yield f"{layout.engines} x TP{layout.tensor_parallel}"
     yield rank(found)
-    yield f"{found.transfer_s:.2f} s"
-    yield f"{found.checkpoint / cost.GB:,.0f} GB, {duration(found.checkpoint_s)}, {found.copy_s:.1f} s"
-    yield f"{duration(found.load_s)}, {found.host / cost.GB:,.0f} GB"
+    yield f"{found.checkpoint / GB:,.0f} GB, {found.copy / GB:,.0f} GB"
+    yield f"{found.host / GB:,.0f} GB"
 
 
 def rank(found: Scale) -> str:
     """Memory of a rank, and whether it is there."""
-    size = f"{found.rank / cost.GB:.0f} GB"
+    size = f"{found.rank / GB:.0f} GB"
     if found.rank > found.card:
         return f"{size}: too large"
     return size if found.fits else f"{size}; an engine is too large"
 
 
-def duration(seconds: float) -> str:
-    """In the unit that suits it."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
 def render() -> str:
     """The whole page."""
-    lines = [*constants(), AFTER_CONSTANTS.rstrip(), *(line for card in CARDS for line in table(card)), *shared_out()]
+    lines = [*(line for card in CARDS for line in table(card)), *shared_out()]
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 

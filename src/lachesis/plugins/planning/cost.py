@@ -1,8 +1,7 @@
-"""Cost of a run over several GPUs and nodes: memory of a rank, and seconds to load, to transfer and to save.
+"""Cost of a run over several GPUs and nodes: memory of a rank, of an engine's GPU and of a node, and of a checkpoint.
 
-Arithmetic over the constants below, each with its source; no run of these sizes was measured. It follows the
-implementation: ranks gather weights for those that send to the engines, each a share at the same time, and each rank
-writes its part of a checkpoint.
+Arithmetic; no run of these sizes was measured. It follows the implementation: each rank loads its rows, and writes its
+part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.colocation import engine_workers
-from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig, VllmEngineConfig
+from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import (
     CONTEXT_BYTES,
     ENGINE_GRAPHS_BYTES,
@@ -22,24 +21,10 @@ from lachesis.plan.cards import (
     card_use,
     process_bytes,
 )
-from lachesis.plan.memory import export_bytes, held_weights_bytes, weight_bytes
+from lachesis.plan.memory import held_weights_bytes, weight_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, unknown_shape
 
-# From one GPU to another of its host over NCCL, all of 8B in 0.058 s: benchmarks/RESULTS.md, "A weight channel between
-# two GPUs". Loading what has arrived into the engine's layers is not in it.
-SEND_WITHIN_NODE = 275e9
-# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used, 0.61. Calculated.
-SEND_BETWEEN_NODES = 30e9
-# What an engine's GPU takes in within its node, however many send: there, from three senders, on H200s.
-TAKE_WITHIN_NODE = 330e9
-# What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
-GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
-# A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
-WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
-# A GPU's memory to pinned memory of its host, where that is there: benchmarks/RESULTS.md, "What a checkpoint of 8B
-# copies".
-COPY_BYTES_S = 43e9
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 # An engine is to have this share of its memory for its cache.
@@ -77,11 +62,10 @@ class GpuSplit:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Bytes and seconds of a layout.
+    """Bytes of a layout.
 
-    ``host`` is the memory of a node that all its ranks take while they load, ``copy`` a rank's host copy of an
-    asynchronous checkpoint, and ``copy_s`` how long that holds up training. ``beside`` is the use of a card
-    that trains and generates, if the layout has one.
+    ``host`` is the memory of a node that all its ranks take while they load, and ``copy`` a rank's host copy of an
+    asynchronous checkpoint. ``beside`` is the use of a card that trains and generates, if the layout has one.
     """
 
     layout: GpuSplit
@@ -91,10 +75,6 @@ class Scale:
     host: int
     checkpoint: int
     copy: int
-    load_s: float
-    transfer_s: float
-    checkpoint_s: float
-    copy_s: float
     beside: CardUse | None = None
 
     @property
@@ -200,7 +180,6 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
     planned = plan(config, device="cuda", devices=layout.train, found=found)
     assert planned.checkpoint is not None
     weights = held_weights_bytes(config, shape, width=width)
-    sent = export_bytes(config, shape, device="cuda")
     ranks_of_a_node = min(layout.per_node, layout.train)
     in_parts = config.distributed.strategy == "shard" and config.checkpoint.format == "auto"
     copy = -(-planned.checkpoint // layout.train) if in_parts else planned.checkpoint
@@ -215,55 +194,8 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
         host=-(-ranks_of_a_node * weights // layout.train),
         checkpoint=planned.checkpoint,
         copy=copy,
-        load_s=weights / READ_BYTES_S,
-        transfer_s=_transfer_s(config, sent, layout),
-        checkpoint_s=_save_s(config, planned.checkpoint, layout, in_parts=in_parts),
-        copy_s=copy / COPY_BYTES_S,
         beside=card_use(config, planned, card_gb=card / GB) if layout.shared else None,
     )
-
-
-def _save_s(config: LachesisConfig, size: int, layout: GpuSplit, *, in_parts: bool) -> float:
-    """Return the seconds to save a checkpoint.
-
-    In parts, all nodes that train write at once; otherwise rank 0 writes alone, after gathering if the model is
-    sharded.
-    """
-    if in_parts:
-        return size / WRITE_BYTES_S / -(-layout.train // layout.per_node)
-    return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
-
-
-def _gather_s(size: float, layout: GpuSplit) -> float:
-    """Return the seconds until every rank has had all weights once; a single rank has them."""
-    if layout.train == 1:
-        return 0.0
-    rate = GATHER_WITHIN_NODE if layout.train <= layout.per_node else GATHER_BETWEEN_NODES
-    return size * (layout.train - 1) / layout.train / rate
-
-
-def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
-    """Return the seconds of a transfer to all engines at once, which receive the same.
-
-    Each sender gathers a share while it sends the one before.
-    """
-    senders = count_senders(config, layout.train)
-    if senders == 1:
-        return _gather_s(size, layout) + _send_s(size, layout)
-    cut = config.distributed.strategy == "shard"
-    gathered = _gather_s(size / senders, layout) if cut else 0.0
-    return max(_send_s(size / senders, layout), size / TAKE_WITHIN_NODE, gathered)
-
-
-def count_senders(config: LachesisConfig, ranks: int) -> int:
-    """Return how many ranks send to the engines: shares of all weights, or one of them a whole adapter."""
-    bridge = config.bridge
-    return min(ranks, bridge.senders) if isinstance(bridge, BroadcastBridgeConfig) else 1
-
-
-def _send_s(size: float, layout: GpuSplit) -> float:
-    """Return the seconds to send from one rank to all engines."""
-    return size / (SEND_WITHIN_NODE if layout.nodes == 1 else SEND_BETWEEN_NODES)
 
 
 def scale_lines(
@@ -294,8 +226,6 @@ def scale_lines(
         room = OWN_GPU_UTILIZATION * answer.card - answer.engine
         left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
         yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
-    yield f"  {'loading':<20}{answer.load_s:.0f} s, {answer.host / GB:.0f} GB of a node's memory"
-    yield f"  {'a transfer':<20}{answer.transfer_s:.2f} s"
-    yield f"  {'a checkpoint':<20}{answer.checkpoint_s:.0f} s, {answer.checkpoint / GB:.0f} GB"
-    held = f"{answer.copy_s:.1f} s held up, {answer.copy / GB:.0f} GB of host memory for a rank"
-    yield f"  {'  asynchronous':<20}{held}"
+    yield f"  {'loading':<20}{answer.host / GB:.0f} GB of a node's memory"
+    yield f"  {'a checkpoint':<20}{answer.checkpoint / GB:.0f} GB"
+    yield f"  {'  asynchronous':<20}{answer.copy / GB:.0f} GB of host memory for a rank"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from lachesis.common.errors import ConfigError
 from lachesis.plan.cards import process_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape
-from lachesis.plugins.planning import cost
 from lachesis.plugins.planning.cost import Scale, scale, scale_lines
 
 PARAMETERS = 8_190_735_360
@@ -34,46 +32,16 @@ def over(build, model: FoundShape):
     return run
 
 
-def test_the_measured_transfer_comes_out(over):
-    """One GPU to another: 16.06 GB of another 8B took 0.058 s."""
-    alone = over(2, card=240)
-    assert (alone.layout.train, alone.layout.engines, alone.layout.tensor_parallel) == (1, 1, 1)
-    assert alone.transfer_s == pytest.approx(2 * PARAMETERS / (16.06e9 / 0.0584), rel=0.01)
-
-
-def test_each_sender_sends_a_share_while_others_do_until_engines_cannot_take_more(over):
-    over = partial(over, bridge={"kind": "broadcast", "senders": 8})
-    size = 2 * PARAMETERS
-    assert over(8).transfer_s == pytest.approx(size / cost.TAKE_WITHIN_NODE), "four ranks send more than is taken in"
-    assert over(16, 2).transfer_s == pytest.approx(size / 8 / cost.SEND_BETWEEN_NODES), "eight, the most"
-    assert over(512, 64).transfer_s == over(16, 2).transfer_s
-    assert over(32).transfer_s == pytest.approx(size / cost.TAKE_WITHIN_NODE)
-    three = over(16, 2, bridge={"kind": "broadcast", "senders": 3})
-    assert three.transfer_s == pytest.approx(size / 3 / cost.SEND_BETWEEN_NODES)
-
-
-def test_with_one_sender_gathering_comes_before_sending_and_nodes_are_slower(over):
-    node, nodes = over(8), over(16, 2)
-    size = 2 * PARAMETERS
-    assert node.transfer_s == pytest.approx(size * 3 / 4 / cost.GATHER_WITHIN_NODE + size / cost.SEND_WITHIN_NODE)
-    assert nodes.layout.train == 8  # on one node, so that what is gathered stays within it
-    assert nodes.transfer_s == pytest.approx(size * 7 / 8 / cost.GATHER_WITHIN_NODE + size / cost.SEND_BETWEEN_NODES)
-    assert over(32, 4).transfer_s > nodes.transfer_s
-
-
 def test_memory_checkpoint_and_loading(over, build, model: FoundShape):
     found = over(8)
     config = build(model={"gradient_checkpointing": True}, engine={"kind": "http"}, bridge={"kind": "broadcast"})
     assert found.rank == process_bytes(plan(config, device="cuda", devices=4, found=model), "trainer")
     assert found.checkpoint == 14 * PARAMETERS and found.host == 2 * PARAMETERS, "all four ranks are of one node"
-    assert found.load_s == 2 * PARAMETERS / cost.READ_BYTES_S
-    assert found.checkpoint_s == found.checkpoint / cost.WRITE_BYTES_S
-    assert (found.copy, found.copy_s) == (found.checkpoint / 4, found.checkpoint / 4 / cost.COPY_BYTES_S)
-    assert over(64, 8).checkpoint_s == pytest.approx(found.checkpoint_s / 4), "each node that trains writes its part"
+    assert found.copy == found.checkpoint / 4, "of each rank its part"
     gathered = over(8, checkpoint={"format": "whole"})
-    assert gathered.checkpoint_s > gathered.checkpoint / cost.WRITE_BYTES_S and gathered.copy == gathered.checkpoint
+    assert gathered.copy == gathered.checkpoint
     copies = over(8, distributed={"strategy": "replicate"})
-    assert copies.checkpoint_s == copies.checkpoint / cost.WRITE_BYTES_S and copies.copy == copies.checkpoint
+    assert copies.copy == copies.checkpoint
 
 
 def test_more_train_where_half_do_not_hold_it(over):
