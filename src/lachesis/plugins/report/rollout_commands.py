@@ -98,8 +98,6 @@ def _show(hit: Hit, turns: list[SearchedTurn]) -> None:
         note = "" if turn.sequence is None or not turn.sampled else _probability(turn)
         console.print(f"\n[{turn.role}{note}]", style="bold cyan" if turn.sampled else "bold")
         console.print(_coloured(turn))
-        for call in turn.calls:
-            console.print(f"  calls: {' '.join(call.split())}", style="yellow")
 
 
 def _coloured(turn: SearchedTurn) -> Text:

@@ -15,7 +15,6 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import Sample
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, read_lines, tape_files
-from lachesis.plugins.report.written_calls import written_calls
 from lachesis.web.tokens import token_spans
 
 _EXCERPT = 100
@@ -76,7 +75,7 @@ class FailedRollout:
 
 @dataclass(frozen=True, slots=True)
 class SearchedTurn:
-    """Part of a conversation that the model sampled or was given; ``calls`` are the tools it asks for.
+    """Part of a conversation that the model sampled or was given.
 
     ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` if their texts are
     unknown.
@@ -85,7 +84,6 @@ class SearchedTurn:
     role: str
     text: str
     sampled: bool
-    calls: tuple[str, ...] = ()
     sequence: Mapping[str, Any] | None = None
 
 
@@ -208,7 +206,7 @@ def conversation(
     ids = sample["completion_ids"]
     pieces = sample.get("pieces") or [texts.get(token) for token in ids]
     if None in pieces or len(pieces) != len(ids):
-        return [*turns, SearchedTurn("assistant", sample["text"], True, written_calls(sample["text"]))]
+        return [*turns, SearchedTurn("assistant", sample["text"], True)]
     mask = sample["mask"] or [1] * len(ids)
     for counted, run in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
         places = [*run]
@@ -216,7 +214,7 @@ def conversation(
         text = "".join(own)
         role = "assistant" if counted else _role(text)
         sequence = token_spans(own, [sample["logprobs"][i] for i in places], given=[not counted] * len(places))
-        turns.append(SearchedTurn(role, text, counted, written_calls(text) if counted else (), sequence))
+        turns.append(SearchedTurn(role, text, counted, sequence))
     return turns
 
 

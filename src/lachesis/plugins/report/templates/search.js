@@ -13,8 +13,7 @@ function turnNode(turn) {
   const body = make("pre");
   body.append(...(turn.sequence ? tokenNodes(turn.sequence) : visible(turn.text)));
   if (turn.sequence) watchTokens(body, () => turn.sequence, ["not sampled", "given"]);
-  const calls = turn.calls.map((call) => make("p", { class: "call" }, "calls ", make("code", {}, call)));
-  return make("section", { class: turn.sampled ? "turn sampled" : "turn" }, make("h3", {}, turn.role), body, ...calls);
+  return make("section", { class: turn.sampled ? "turn sampled" : "turn" }, make("h3", {}, turn.role), body);
 }
 
 async function showOne(place) {
