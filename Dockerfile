@@ -9,10 +9,10 @@
 # --user: the files of the run are yours. The second volume keeps models that are downloaded.
 
 FROM python:3.11-slim-bookworm AS cpu
-# A compiler for the CPU engines of torch and vLLM; bubblewrap is a wall around code of the model.
+# A compiler for the CPU engines of torch and vLLM.
 # Debian's own packages are those of the release: a pinned one would be gone with its first security update.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 bubblewrap && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 # Compilers keep caches in a home and ask who one is, which a user that the container does not know cannot say.
 ENV HOME=/home/lachesis USER=lachesis PIP_ROOT_USER_ACTION=ignore
 RUN install --directory --mode 1777 $HOME $HOME/.cache
@@ -34,7 +34,7 @@ CMD ["--help"]
 # The torch of the pins is built for CUDA 13, and the kernels that are compiled when they are first used need its compiler.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ bubblewrap \
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ \
     && rm -rf /var/lib/apt/lists/*
 ENV HOME=/home/lachesis USER=lachesis PATH=/opt/venv/bin:$PATH
 RUN install --directory --mode 1777 $HOME $HOME/.cache

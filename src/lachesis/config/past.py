@@ -29,6 +29,10 @@ def take_over(document: Document) -> list[Finding]:
     if algorithm.get("loss_type") == "luspo":
         algorithm |= {"loss_type": "grpo", "normalization": algorithm.get("normalization") or "sequence_sum"}
         found.append("algorithm.loss_type luspo is loss_type: grpo with normalization: sequence_sum now")
+    rewards = _section(document, "rewards")
+    if rewards.get("sandbox") == "bubblewrap":
+        rewards["sandbox"] = "namespaces"
+        found.append("rewards.sandbox bubblewrap is namespaces now, the same wall without the program")
     for section, key in _GONE:
         _section(document, section).pop(key, None)
     return [Finding(level="note", rule="spelling", message=text) for text in found]

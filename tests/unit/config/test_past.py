@@ -43,3 +43,9 @@ def test_a_run_directory_of_before_still_loads(tmp_path: Path):
     loaded = load(tmp_path, algorithm={"loss_type": "sapo", "vespo_k_pos": 2.0, "vespo_lambda_neg": 2.0})
     assert loaded.config.algorithm.loss_type == "sapo"
     assert loaded.findings == ()
+
+
+def test_bubblewrap_is_the_wall_of_namespaces(tmp_path: Path):
+    loaded = load(tmp_path, rewards={"sandbox": "bubblewrap"})
+    assert loaded.config.rewards.sandbox == "namespaces"
+    assert "the same wall" in loaded.findings[0].message

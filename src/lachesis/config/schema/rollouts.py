@@ -205,7 +205,7 @@ class RewardsConfig(Section):
     sandbox: str = Field(
         default="auto",
         description="Wall around code of the model that rewards run: `auto` takes the best that works on the machine, "
-        "or none runs; `namespaces`, `bubblewrap`, `landlock`, `docker:IMAGE`, `podman:IMAGE`; or "
+        "or none runs; `namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`; or "
         "`none`, without any wall.",
     )
     model_device: str = Field(

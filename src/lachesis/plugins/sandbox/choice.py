@@ -15,12 +15,12 @@ from lachesis.plugins.sandbox.records import SandboxError
 
 # Which sandbox code rewards use, where no configuration says so; processes that a run starts have it from the run's.
 VARIABLE = "LACHESIS_SANDBOX"
-KINDS = ("auto", "namespaces", "bubblewrap", "landlock", "docker", "podman", "none")
+KINDS = ("auto", "namespaces", "landlock", "docker", "podman", "none")
 # What `auto` tries, the strongest first. Containers take seconds to start and want an image: they have to be asked for.
-_AUTOMATIC = ("namespaces", "bubblewrap", "landlock")
+_AUTOMATIC = ("namespaces", "landlock")
 REMEDY = (
-    "install bubblewrap (apt-get install bubblewrap), allow user namespaces (sysctl user.max_user_namespaces=15000; "
-    "in a container: --security-opt seccomp=unconfined), use Linux 6.12 or later, or set rewards.sandbox to docker "
+    "allow user namespaces (sysctl user.max_user_namespaces=15000; in a container: --security-opt "
+    "seccomp=unconfined), use Linux 6.12 or later, or set rewards.sandbox to docker "
     "or podman; rewards.sandbox: none runs code of the model without any wall"
 )
 
@@ -40,7 +40,7 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> LocalSandbo
     name, _, image = kind.partition(":")
     if name in ("docker", "podman"):
         return LocalSandbox(
-            name, walls="landlock", count=count, command=commands.container(name, image or commands.DEFAULT_IMAGE)
+            name, walls="landlock", count=count, container=commands.container(name, image or commands.DEFAULT_IMAGE)
         )
     if (build := _BUILD.get(kind)) is None:
         raise SandboxError(
@@ -76,7 +76,6 @@ _BUILD: Mapping[str, Callable[[int | None], LocalSandbox]] = {
     "namespaces": lambda count: LocalSandbox("namespaces", walls="namespaces", count=count),
     "landlock": lambda count: LocalSandbox("landlock", walls="landlock", count=count),
     "none": lambda count: LocalSandbox("none", walls="none", count=count),
-    "bubblewrap": lambda count: LocalSandbox("bubblewrap", walls="landlock", count=count, command=commands.bubblewrap),
 }
 _shared: dict[str, LocalSandbox] = {}
 _lock = threading.Lock()

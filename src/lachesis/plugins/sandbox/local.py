@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.plugins.sandbox.cgroup import remove_cgroup
-from lachesis.plugins.sandbox.commands import Command, run_inside
+from lachesis.plugins.sandbox.commands import run_inside
 from lachesis.plugins.sandbox.job import REQUEST_S
 from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, pack, receive, send, send_packed
 from lachesis.plugins.sandbox.records import (
@@ -49,17 +49,17 @@ class LocalSandbox:
     Args:
         walls: kind of wall that the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
         count: of wardens, and so of programs at a time; one for each processor if unset.
-        command: command that puts up its own wall around them, such as bubblewrap.
+        container: command line of a container that they run in.
 
     Raises:
         SandboxError: the wall cannot be put up here.
     """
 
     def __init__(
-        self, name: str, *, walls: str, count: int | None = None, command: Callable[[], Command] | None = None
+        self, name: str, *, walls: str, count: int | None = None, container: Callable[[], Sequence[str]] | None = None
     ) -> None:
         self._walls = walls
-        self._command = command
+        self._container = container
         self._closed = threading.Event()
         self.count = count or len(os.sched_getaffinity(0))
         first = self._start()
@@ -163,7 +163,7 @@ class LocalSandbox:
     def _start(self) -> _Warden:
         if self._closed.is_set():
             raise SandboxError("the sandbox is closed")
-        return _Warden(self._walls, self._command)
+        return _Warden(self._walls, self._container)
 
 
 def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
@@ -199,8 +199,8 @@ def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: 
 class _Warden:
     """Warden, seen from this process."""
 
-    def __init__(self, walls: str, command: Callable[[], Command] | None) -> None:
-        main, args = (keep, (walls,)) if command is None else (run_inside, (command(), walls))
+    def __init__(self, walls: str, container: Callable[[], Sequence[str]] | None) -> None:
+        main, args = (keep, (walls,)) if container is None else (run_inside, (container(), walls))
         self._child = ChildProcess(main, *args, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))
         try:
             self._child.link.settimeout(_START_S)
