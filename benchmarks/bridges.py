@@ -66,7 +66,6 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "broadcast, sleeping": ({"kind": "broadcast"}, NO_LORA),
     "reload": ({"kind": "reload"}, NO_LORA),
     "none (restart)": ({"kind": "none", "every_steps": 1}, NO_LORA),
-    "lora_restart": ({"kind": "lora_restart", "every_steps": 1}, LORA),
 }
 CPU_FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill"]
 # name: what the engine has beyond the defaults
@@ -75,7 +74,6 @@ STOCK = {"stock vLLM": False, "stock vLLM, its own LoRA": True}
 SLOW = {
     "reload": 3,
     "none (restart)": 1,
-    "lora_restart": 1,
     "broadcast": 10,
     "broadcast, by the host": 10,
     "broadcast, sleeping": 20,

@@ -74,7 +74,7 @@ class Case:
     @property
     def restarts(self) -> bool:
         """Whether every transfer starts the engine anew: then it takes seconds."""
-        return self.kind in ("lora_restart", "none")
+        return self.kind == "none"
 
     @property
     def every(self) -> int:
@@ -97,7 +97,6 @@ EMBEDDED = [
     Case("embedded", {"kind": "lora_only"}, lora=True, two=True),
     Case("embedded", {"kind": "lora_nccl"}, lora=True, two=True),
     Case("embedded", {"kind": "broadcast"}, two=True),
-    Case("embedded", {"kind": "lora_restart", "every_steps": 1}, lora=True),
     Case("embedded", {"kind": "none", "every_steps": 1}),
 ]
 # vLLM's kernels for the CPU repack full weights: they are proved by the canary alone.
@@ -106,7 +105,6 @@ VLLM = [
     Case("vllm", {"kind": "lora_nccl"}, lora=True),
     Case("vllm", {"kind": "broadcast"}, exact=False),
     Case("vllm", {"kind": "reload"}, exact=False),
-    Case("vllm", {"kind": "lora_restart", "every_steps": 3}, lora=True),
     Case("vllm", {"kind": "none", "every_steps": 3}, exact=False),
 ]
 # Once through, with two real servers of vLLM.

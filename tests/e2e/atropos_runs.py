@@ -98,7 +98,7 @@ class Stage:
     @property
     def restarts_engine(self) -> bool:
         """Whether the trainer is the one who starts the engine."""
-        return self.mode in ("none", "lora_restart")
+        return self.mode == "none"
 
     def write_config(self, **sections: dict[str, Any]) -> Path:
         """The trainer's configuration; ``sections`` change it."""

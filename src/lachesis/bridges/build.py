@@ -23,7 +23,6 @@ from lachesis.config.schema import (
     InProcessBridgeConfig,
     LachesisConfig,
     LoraBroadcastBridgeConfig,
-    LoraRestartBridgeConfig,
     LoraSwapBridgeConfig,
     ReloadBridgeConfig,
     RestartBridgeConfig,
@@ -89,8 +88,6 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
             return _broadcast(parts, kind)
         case LoraSwapBridgeConfig() as kind:
             return _saved(parts, kind, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s")
-        case LoraRestartBridgeConfig() as kind:
-            return _saved(parts, kind, "[LORA] Engine restarted with version %d in %.1f s")
         case RestartBridgeConfig() | ReloadBridgeConfig() as kind:
             return _saved(parts, kind, "[CHECKPOINT] Engine serves version %d after %.1f s")
         case CustomBridgeConfig() as kind:

@@ -56,7 +56,6 @@ class OwnedEngine:
         self._start_s = start_s
         self._processes = tuple(processes)
         self._owner = owner
-        self._fresh = True
         self._starts: dict[str, Future[None]] = {}
         self._stopping = threading.Event()
         self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="lachesis-replacement")
@@ -72,19 +71,16 @@ class OwnedEngine:
             EngineError: a server died or its port is taken; with the last lines of its log.
             DeadlineExceeded: one was not able to serve in time.
         """
-        # Those that have just been started for this run and never had weights of it need no restart.
-        if not (self._fresh and command is None and all(process.pid is not None for process in self._processes)):
+        self.stop()
+        if command is not None and checkpoint is not None:
+            for number, process in enumerate(self._processes):
+                process.command = tuple(map(str, command(number, checkpoint)))
+        try:
+            launch_together(self._processes)
+            wait_together(self._processes, deadline=deadline)
+        except BaseException:  # none is left where one fails
             self.stop()
-            if command is not None and checkpoint is not None:
-                for number, process in enumerate(self._processes):
-                    process.command = tuple(map(str, command(number, checkpoint)))
-            try:
-                launch_together(self._processes)
-                wait_together(self._processes, deadline=deadline)
-            except BaseException:  # none is left where one fails
-                self.stop()
-                raise
-        self._fresh = False
+            raise
         self.engine.connect(deadline=deadline)
         self.engine.claim(self._owner, deadline=deadline)
 

@@ -49,3 +49,12 @@ def test_bubblewrap_is_the_wall_of_namespaces(tmp_path: Path):
     loaded = load(tmp_path, rewards={"sandbox": "bubblewrap"})
     assert loaded.config.rewards.sandbox == "namespaces"
     assert "the same wall" in loaded.findings[0].message
+
+
+def test_lora_restart_is_lora_only_as_often(tmp_path: Path):
+    sections = {"engine": {"kind": "vllm"}, "adapter": {"kind": "lora"}}
+    loaded = load(tmp_path, bridge={"kind": "lora_restart"}, **sections)
+    assert (loaded.config.bridge.kind, getattr(loaded.config.bridge, "every_steps", None)) == ("lora_only", 3)
+    assert "takes the adapter while it runs" in loaded.findings[0].message
+    again = load(tmp_path, "bridge.kind=lora_restart", "bridge.every_steps=7", **sections)
+    assert getattr(again.config.bridge, "every_steps", None) == 7

@@ -89,7 +89,7 @@ def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert server._env == dict.fromkeys(of_a_rank) | {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-@pytest.mark.parametrize("bridge", ["lora_only", "lora_nccl", "lora_restart"])
+@pytest.mark.parametrize("bridge", ["lora_only", "lora_nccl"])
 def test_adapters_in_float32_are_refused_for_vllm_on_a_gpu(
     bridge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

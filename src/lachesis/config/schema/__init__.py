@@ -30,7 +30,6 @@ from lachesis.config.schema.engines import (
     HttpEngineConfig,
     InProcessBridgeConfig,
     LoraBroadcastBridgeConfig,
-    LoraRestartBridgeConfig,
     LoraSwapBridgeConfig,
     ReloadBridgeConfig,
     RestartBridgeConfig,

@@ -232,15 +232,6 @@ class LoraSwapBridgeConfig(SavedBridgeConfig):
     )
 
 
-class LoraRestartBridgeConfig(SavedBridgeConfig):
-    """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
-
-    capabilities = BridgeCapabilities(adapter_only=True, owns_engine=True)
-    kind: Literal["lora_restart"] = "lora_restart"
-    every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
-    keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
-
-
 class ChannelBridgeConfig(BaseBridgeConfig):
     """Keys of bridges that send tensors straight into the engine."""
 
@@ -313,7 +304,6 @@ BridgeConfig = Annotated[
     InProcessBridgeConfig
     | SharedBridgeConfig
     | LoraSwapBridgeConfig
-    | LoraRestartBridgeConfig
     | LoraBroadcastBridgeConfig
     | BroadcastBridgeConfig
     | RestartBridgeConfig

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from lachesis.config.document import Document, parse_document
+from lachesis.config.past import LORA_RESTART
 from lachesis.config.schema.engines import (
     BaseBridgeConfig,
     BridgeConfig,
@@ -67,8 +68,9 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
     mode = _mode(translation)
     if mode is not None:
         translation.put("bridge.kind", mode, "weight-bridge-mode")
-        # Who stops the server and starts it again has to be the one who started it.
-        _put_engine(translation, engine or ("vllm" if _MODES[mode].capabilities.owns_engine else None))
+        # Who stops the server and starts it again has to be the one who started it; with lora_restart the run did.
+        started = _MODES[mode].capabilities.owns_engine or translation.value("weight-bridge-mode") == "lora_restart"
+        _put_engine(translation, engine or ("vllm" if started else None))
         _put_transfer(translation, mode)
         if _MODES[mode].capabilities.adapter_only:
             translation.put("adapter.kind", "lora", "weight-bridge-mode")
@@ -124,6 +126,9 @@ def _mode(translation: Translation) -> str | None:
     """Return how weights reach the engine; None, and a problem, if the flags contradict each other."""
     mode = translation.value("weight-bridge-mode", "none")
     mode = "none" if mode == "legacy" else mode
+    if mode == "lora_restart":
+        translation.warning("weight-bridge-mode", LORA_RESTART)
+        mode = "lora_only"
     if translation.value("single-copy"):
         if mode not in ("none", "shared_vllm"):
             translation.problem("single-copy", f"single copy is shared_vllm, and --weight-bridge-mode is {mode}")

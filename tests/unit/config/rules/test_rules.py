@@ -204,7 +204,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"bridge": SHARED}, "engine.kind embedded has the trainer's own weights and no bridge but in_process"),
         ({"engine": VLLM, "bridge": {"kind": "lora_only"}}, "transfers adapters only, and adapter.kind is none"),
         ({"engine": HTTP, "bridge": {"kind": "none"}}, "engine.kind http is not the run's to restart"),
-        ({"engine": HTTP, "bridge": {"kind": "lora_restart"}, "adapter": {"kind": "lora"}}, "set engine.kind: vllm or"),
+        ({"engine": HTTP, "bridge": {"kind": "none"}}, "set engine.kind: vllm or"),
         ({"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": SHARED}, "holds slices that no layer"),
         ({"engine": {**VLLM, "data_parallel_size": 2}, "bridge": SHARED}, "data_parallel_size 2 makes several"),
         (

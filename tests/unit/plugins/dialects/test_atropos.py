@@ -60,7 +60,10 @@ def test_both_spellings(flag):
 def test_modes(mode, engine, every):
     config = config_of(f"--vllm-restart-interval 5 --weight-bridge-mode {mode} --vllm-port 9005")
     kind = mode.split()[0]
-    assert (config.bridge.kind, config.engine.kind) == ({"legacy": "none"}.get(kind, kind), engine)
+    assert (config.bridge.kind, config.engine.kind) == (
+        {"legacy": "none", "lora_restart": "lora_only"}.get(kind, kind),
+        engine,
+    )
     assert getattr(config.bridge, "every_steps", None) == every
     assert "9005" in str(config.engine)
     assert (config.adapter.kind == "lora") == kind.startswith("lora")

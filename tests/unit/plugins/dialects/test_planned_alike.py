@@ -212,8 +212,8 @@ CASES = [
         atropos="--vllm-gpu 1 --dtype float16",
     ),
     Case(
-        "engine that starts anew with an adapter",
-        f"{ADAPTER}\nengine: {{kind: vllm}}\nbridge: {{kind: lora_restart}}\noptimizer: {{kind: adamw_cpu}}",
+        "adapter for an engine that the run starts",
+        f"{ADAPTER}\nengine: {{kind: vllm}}\nbridge: {{kind: lora_only}}\noptimizer: {{kind: adamw_cpu}}",
         atropos="--weight-bridge-mode lora_restart --lora-r 8 --optimizer adamw_cpu",
     ),
     Case(
