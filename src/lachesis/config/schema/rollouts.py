@@ -28,7 +28,9 @@ from lachesis.plugins.environments.section import (
 # Names that are parts of metrics and of paths.
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
-DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
+DatasetFormat = Literal[
+    "auto", "prompt", "instruction_response", "input_output", "problem_solution", "question_answer", "messages"
+]
 
 
 class DatasetConfig(Section):
@@ -55,7 +57,8 @@ class DataConfig(Section):
     format: DatasetFormat = Field(
         default="auto",
         description="What the columns are: a prompt, or a question and its answer under those names; `auto` detects "
-        "them. The answer's column is passed to the rewards under its own name and as `answer`.",
+        "them. The answer's column is passed to the rewards under its own name and as `answer`, that of "
+        "`question_answer` as `solution` too.",
     )
     transform: str | None = Field(
         default=None,

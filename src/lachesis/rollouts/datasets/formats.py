@@ -15,13 +15,16 @@ logger = logging.getLogger(__name__)
 
 # Columns that hold the right answer, the likeliest first.
 GOLD_COLUMNS = ("response", "solution", "output", "completion", "answer", "target", "label")
-Format: TypeAlias = Literal["prompt", "instruction_response", "input_output", "problem_solution", "messages"]
+Format: TypeAlias = Literal[
+    "prompt", "instruction_response", "input_output", "problem_solution", "question_answer", "messages"
+]
 
 # Columns with the question and with its answer.
 PAIRS: Mapping[str, tuple[str, str]] = {
     "instruction_response": ("instruction", "response"),
     "input_output": ("input", "output"),
     "problem_solution": ("problem", "solution"),
+    "question_answer": ("question", "answer"),
 }
 
 
@@ -68,6 +71,8 @@ def _fitting(columns: Collection[str]) -> list[str]:
     fitting = [name for name, pair in PAIRS.items() if all(column in columns for column in pair)]
     if "messages" in columns:
         fitting.append("messages")
+    if len(fitting) > 1 and "question_answer" in fitting:  # many sets keep these beside what they are made for
+        fitting.remove("question_answer")
     if fitting == ["input_output"] and "instruction" in columns:  # where the input belongs to an instruction
         fitting.insert(0, "instruction_response")
     return fitting
@@ -166,7 +171,8 @@ def to_problems(
 ) -> list[Problem]:
     """Return the problem of a row; two if it has a follow-up question.
 
-    The answer's column is kept under its own name and also passed on as ``answer``, unless there is one.
+    The answer's column is kept under its own name and also passed on as ``answer``, unless there is one; that of a
+    question as ``solution``, which the shipped rewards read.
 
     Args:
         row: of the dataset.
@@ -208,7 +214,7 @@ def _from_messages(row: Row) -> Problem:
 
 def _from_pair(row: Row, question: str, answer: str, *, conversation: bool) -> list[Problem]:
     text = _text(row, question)
-    columns = _with_answer(row.columns, row.columns.get(answer), answer)
+    columns = _with_answer(row.columns, row.columns.get(answer), "solution" if question == "question" else answer)
     if is_blank(row.columns.get("follow_up")):
         return [Problem(row.place, 0, question, [_user(text)] if conversation else text, columns)]
     first = [_user(text)]

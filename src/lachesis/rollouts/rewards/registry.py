@@ -226,7 +226,7 @@ def _same_answer(text: str, gold: str) -> float | None:
     """
     why = "the reward compares answers with math-verify, which is not installed"
     verifier = optional_package("math_verify", why, remedy="pip install math-verify")
-    wanted = verifier.parse(gold)
+    wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
     if not wanted:
         return None
     boxed = longest_boxed(text)

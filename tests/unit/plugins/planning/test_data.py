@@ -47,8 +47,13 @@ def test_the_models_own_tokenizer_counts_and_so_do_messages(tmp_path: Path):
 
 
 def test_a_file_without_prompts_is_no_plan(tmp_path: Path):
-    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns there are: question, answer"):
-        sample_data(configured(tmp_path, [{"question": "1+1?", "answer": "2"}]))
+    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns there are: query, answer"):
+        sample_data(configured(tmp_path, [{"query": "1+1?", "answer": "2"}]))
+
+
+def test_gsm8k_is_planned_for_as_it_comes(tmp_path: Path):
+    sample = sample_data(configured(tmp_path, [{"question": "1+1?", "answer": "<<1+1=2>>\n#### 2"}]))
+    assert sample is not None and sample.columns == {"question", "answer", "solution"}
 
 
 def test_what_is_no_local_file_of_prompts_is_not_read(tmp_path: Path):

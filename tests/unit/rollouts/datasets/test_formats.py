@@ -30,7 +30,9 @@ class TestDetection:
             (["input", "output"], "input_output"),
             (["problem", "solution", "difficulty"], "problem_solution"),
             (["messages"], "messages"),
-            (["question", "answer"], "prompt"),
+            (["question", "answer"], "question_answer"),
+            (["question", "answer", "problem", "solution"], "problem_solution"),
+            (["question", "answer", "messages"], "messages"),
         ],
     )
     def test_the_columns_tell(self, columns, found, caplog):
@@ -75,6 +77,11 @@ class TestPairs:
         (problem,) = made({question: "why", answer: "so", "tags": ["a"]}, data_format)
         assert problem.prompt == [{"role": "user", "content": "why"}]
         assert problem.columns == {question: "why", answer: "so", "tags": ["a"], "answer": "so"}
+
+    def test_gsm8k_has_its_answer_where_the_shipped_rewards_look(self):
+        (problem,) = made({"question": "1+2?", "answer": "<<1+2=3>>\n#### 3"}, "question_answer")
+        assert problem.prompt == [{"role": "user", "content": "1+2?"}]
+        assert problem.columns["answer"] == problem.columns["solution"] == "<<1+2=3>>\n#### 3"
 
     def test_a_column_called_answer_is_left_alone(self):
         (problem,) = made({"problem": "1+2", "solution": "think: 3", "answer": "3"}, "problem_solution")

@@ -130,11 +130,10 @@ class TestBadFiles:
         error = self.refuse(path, tokenizer, "line 1: no prompt in column 'prompt'.*there are: promt, answer")
         assert error.remedy == "set `data.prompt_column: promt`"
 
-    @pytest.mark.parametrize("question", ["question", "query"])
-    def test_the_question_of_public_data_sets_is_named(self, write, tokenizer, question: str):
-        path = write({question: "1 + 1?", "answer": "#### 2"})
-        error = self.refuse(path, tokenizer, "no prompt in column 'prompt'")
-        assert error.remedy == f"set `data.prompt_column: {question}`"
+    @pytest.mark.parametrize("columns", [{"question": "1 + 1?"}, {"query": "1 + 1?", "answer": "#### 2"}])
+    def test_the_question_of_public_data_sets_is_named(self, write, tokenizer, columns: dict[str, str]):
+        error = self.refuse(write(columns), tokenizer, "no prompt in column 'prompt'")
+        assert error.remedy == f"set `data.prompt_column: {next(iter(columns))}`"
 
     def test_prompt_missing_in_one_line(self, write, tokenizer):
         path = write({"prompt": "1", "answer": "1"}, {"answer": "2"})

@@ -37,6 +37,12 @@ def test_answers_are_compared_by_their_value():
     assert FUNCTIONS["accuracy"](messages("x"), solution=[""]) == [None]
 
 
+def test_gsm8k_s_answer_is_what_follows_its_mark():
+    calculation = "84 holes / 3 holes/day = <<84/3=28>>28 days\n28 / 7 days/week = <<28/7=4>>4 weeks\n#### 1,004"
+    answers = messages(r"\boxed{1004}", r"\boxed{28}")
+    assert FUNCTIONS["accuracy_reward"](answers, solution=[calculation] * 2) == [1.0, 0.0]
+
+
 def test_an_answer_before_the_end_of_reasoning_is_none():
     texts = messages(r"<think>\boxed{5}</think> \boxed{4}", r"<think>\boxed{4}", r"<think></think>\boxed{4}")
     assert FUNCTIONS["reasoning_accuracy_reward"](texts, solution=["$4$"] * 3) == [1.0, 0.0, 1.0]
