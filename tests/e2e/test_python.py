@@ -343,7 +343,7 @@ def test_a_finished_run_is_evaluated_again(keys: dict[str, Any], adapter: dict[s
     run = lachesis.train(**keys | {"data": held_out, "adapter": adapter, "checkpoint": {"save_final": True}})
     run.wait()
     again, last = run.evaluate(), run.log.evaluations[-1]
-    assert (again.problems, again.mean_reward) == (4, pytest.approx(last.mean_reward))
+    assert (again.step, again.problems, again.mean_reward) == (last.step, 4, pytest.approx(last.mean_reward))
 
 
 def test_the_notebook_runs_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

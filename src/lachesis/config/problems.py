@@ -171,8 +171,10 @@ def _missing(key: Key, document: Document) -> tuple[str, str]:
 def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     section = ".".join(map(str, place[:-1]))
     from lachesis.plugins.dialects import DIALECTS
+    from lachesis.plugins.dialects.table import constructors
 
-    for dialect in DIALECTS if issubclass(root, LachesisConfig) and not paths_named(str(place[-1])) else ():
+    ours = not issubclass(root, LachesisConfig) or paths_named(str(place[-1]))
+    for dialect in () if ours else (*DIALECTS, constructors()):
         entry = dialect.entries.get(".".join(map(str, place)))
         if entry is not None and entry.path:
             return f"it is {dialect.name}'s, and here {entry.path}"

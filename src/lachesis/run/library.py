@@ -367,8 +367,7 @@ class Run:
         from lachesis.run.pieces import evaluate_model  # imports torch
 
         final = run_paths(self.directory)["final"]
-        merge = self.config.adapter.kind != "none"
-        return evaluate_model(self.config, final if final.is_dir() and not merge else self.export(merge=merge))
+        return evaluate_model(self.config, final if final.is_dir() else self.export())
 
     def export(
         self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"
@@ -410,7 +409,10 @@ class Run:
 
     def _require_started(self) -> Future[RunSummary]:
         if self._ended is None:
-            raise ConfigError(f"the run {self.directory} was not started by this handle", remedy="call start() first")
+            raise ConfigError(
+                f"the run {self.directory} was not started by this handle",
+                remedy="start() it, or use its model: lachesis.parts(model=run.model)",
+            )
         return self._ended
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from lachesis.config.schema.model import NoAdapterConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
 from lachesis.run.context import ALONE
-from lachesis.run.directory import RunDirectory
+from lachesis.run.directory import RunDirectory, noted_step
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.launch import seed_everything, set_up
 from lachesis.run.parts import build_policy, check_custom_parts
@@ -181,13 +181,15 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
 
     Args:
         config: of a run, with held-out problems.
-        model: directory of a whole model; ``None`` evaluates ``model.path``.
+        model: directory of a whole model, or of an adapter; ``None`` evaluates ``model.path``.
 
     Raises:
         ConfigError: there are no held-out problems.
         LachesisError: another of its subclasses, where a part cannot be built.
     """
-    if model is not None:
+    if model is not None and (model / "adapter_config.json").is_file():
+        config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"path": str(model)})})
+    elif model is not None:
         trained = config.model.model_copy(update={"path": str(model), "revision": None})
         config = config.model_copy(update={"model": trained, "adapter": NoAdapterConfig(kind="none")})
     seed_everything(config.run.seed)
@@ -198,4 +200,5 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
         result = parts.evaluation.maybe_run(0)
     if result is None:
         raise ConfigError("there are no held-out problems to evaluate on", remedy="set data.eval_path")
-    return result
+    step = None if model is None else noted_step(model)
+    return result if step is None else replace(result, step=step)

@@ -7,7 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -135,7 +135,7 @@ class RunStatus:
     elapsed_s: float | None
     remaining_s: float | None
     silent_s: float
-    values: Mapping[str, float]
+    values: Mapping[str, float] = field(repr=False)
     findings: tuple[Finding, ...]
     checkpoint: Path | None
     model: Path | None

@@ -106,6 +106,7 @@ def test_the_dump_holds_every_key(build):
             "engine.kind (line 9): expected one of embedded, embedded_server, vllm, http, custom, got the text 'vlm'",
         ),
         ("logging: {wandb: {project: p, nam: x}}", "did you mean logging.wandb.name?"),
+        ("peft_config: m", "peft_config (line 9): unknown key; it is the TRL library's, and here adapter.kind"),
         ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's, and here model.path"),
         ("sampling: []", "sampling (line 9): expected keys, got a list []; give it keys or remove it"),
         ("batch: 3", "batch (line 9): expected keys, got the number 3"),

@@ -22,9 +22,9 @@ from lachesis.config.presets import PRESETS
 from lachesis.config.schema import MixedSourceConfig
 from lachesis.plugins.dialects import DIALECTS
 from lachesis.plugins.dialects.atropos import TRAINER
-from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, read_names
+from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, constructors
 
-CONSTRUCTORS = Dialect("the TRL library", list(read_names("constructors")))
+CONSTRUCTORS = constructors()
 
 # ``GRPOConfig(beta=0.04)``, ``GRPOConfig(beta)``, ``GRPOConfig.beta`` or ``beta=0.04``.
 _CALL = re.compile(

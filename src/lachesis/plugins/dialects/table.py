@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -288,6 +289,9 @@ class Translation:
         self._find("note", name, message)
 
     def unknown(self, name: str) -> None:
+        argument = constructors().entries.get(name)
+        if argument is not None and argument.path:
+            return self.problem(name, f"an argument of TRL's trainer, and here {argument.path}: {argument.note}")
         closest = self.dialect.nearest(name)
         hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else "."
         if not self.dialect.prefix:
@@ -382,3 +386,9 @@ def _place(name: str) -> Place:
         if bracket:
             parts.append(int(index.rstrip("]")))
     return tuple(parts)
+
+
+@cache
+def constructors() -> Dialect:
+    """Return the arguments of constructors of TRL, peft and Axolotl, which no file has."""
+    return Dialect("the TRL library", list(read_names("constructors")))

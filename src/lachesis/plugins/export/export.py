@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from lachesis.common.chatter import without_chatter
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig, ModelConfig, NoAdapterConfig
+from lachesis.engines.embedded.adapters import is_adapted
 from lachesis.plugins.export.card import CARD, model_card
 from lachesis.plugins.export.gguf import convert_to_gguf, find_converter
 from lachesis.run.directory import note_step, noted_step
@@ -58,7 +59,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
     adapts = config.adapter.kind != "none"
     if merge and not adapts:
         raise ConfigError(
-            f"the run {run_dir} trains all weights, so there is no adapter to merge", remedy="leave --merge out"
+            f"the run {run_dir} trains all weights, so there is no adapter to merge", remedy="export it without merging"
         )
     merge = merge or (to == "gguf" and adapts)
     manager = CheckpointManager(run_paths(run_dir)["checkpoints"], keep_last=config.checkpoint.keep_last)
@@ -91,6 +92,8 @@ def _export_final(run_dir: Path, out: Path | None, *, config: LachesisConfig, me
         raise _is_model_already(run_dir)
     tensors = load_file(final / "adapter_model.safetensors")
     base = load_model(_plain(config.model, dtype=_dtype_of(tensors.values())), NoAdapterConfig(kind="none"))
+    with without_chatter():
+        from peft import PeftModel
     adapted = PeftModel.from_pretrained(base.model, str(final))  # pyright: ignore[reportArgumentType]
     step = noted_step(final)
     directory = out or run_dir / "models" / ("final" if step is None else f"step_{step:06d}")
@@ -110,7 +113,7 @@ def _is_model_already(run_dir: Path) -> CheckpointError:
 
 def _merged(loaded: LoadedModel, config: ModelConfig) -> LoadedModel:
     """Merge the adapter into the base model at the adapter's precision, in the base's own dtype."""
-    assert isinstance(loaded.model, PeftModel), "the configuration has an adapter"
+    assert is_adapted(loaded.model), "the configuration has an adapter"
     _part_adapted_head(loaded.transformer)
     merged: Any = loaded.model.merge_and_unload()  # pyright: ignore[reportCallIssue]
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}

@@ -219,7 +219,7 @@ class GRPOTrainer:
 
     def _evaluate(self, sections: Mapping[str, Any], prefix: str) -> dict[str, float]:
         wanted = load(self._keys, **sections)
-        found = evaluation_metrics(evaluate_model(wanted.config, self._trained(merge=True)))
+        found = evaluation_metrics(evaluate_model(wanted.config, self._trained()))
         return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -259,20 +259,16 @@ class GRPOTrainer:
         """Return True: a script is one process."""
         return True
 
-    def _trained(self, *, merge: bool = False) -> Path | None:
-        """Return the directory of the trained model, the best one if requested; merge an adapter on request.
-
-        ``None`` before training.
-        """
+    def _trained(self) -> Path | None:
+        """Return the directory of the trained model or adapter, the best one if requested; None before training."""
         if self._sink is None:
             return None
         directory, best = self._run.directory, self._best
-        merge = merge and self._run.config.adapter.kind != "none"
         if self.args.load_best_model_at_end and best is not None and best.step not in (None, 0, self.state.global_step):
-            return export(directory / "checkpoints" / f"step_{best.step:06d}", merge=merge)
+            return export(directory / "checkpoints" / f"step_{best.step:06d}")
         final = directory / "final"
         # A run that was stopped has a checkpoint only.
-        return final if final.is_dir() and not merge else export(directory, merge=merge)
+        return final if final.is_dir() else export(directory)
 
     def _make_sink(self, run_dir: Path, *, settings: Mapping[str, Any], resume_step: int | None = None) -> CallbackSink:
         if resume_step is None:

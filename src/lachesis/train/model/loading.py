@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint
+from lachesis.common.chatter import without_chatter
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, ModelError, first_line
 from lachesis.common.hub import (
@@ -494,7 +495,8 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
 
     Raises ModelError if they match nothing, or cannot be adapted.
     """
-    from peft import LoraConfig, get_peft_model
+    with without_chatter():
+        from peft import LoraConfig, get_peft_model
 
     _refuse_tied_embeddings(transformer, adapter)
     linear = sorted(_adaptable(transformer, decoder_layers(transformer)))
