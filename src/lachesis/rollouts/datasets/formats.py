@@ -88,20 +88,7 @@ _MEDIA_FILE = re.compile(
     r"^data:(image|video|audio)/|\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|webm|mov|wav|mp3|flac)$", re.IGNORECASE
 )
 _MEDIA_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
-_MEDIA_PARTS = frozenset(
-    {
-        "image",
-        "images",
-        "image_url",
-        "input_image",
-        "image_pil",
-        "video",
-        "video_url",
-        "audio",
-        "audio_url",
-        "input_audio",
-    }
-)
+_MEDIA_PART = re.compile(r"(input_)?(image|video|audio)(s|_url|_pil)?")
 
 
 def _is_media(value: Any, *, named: bool) -> bool:
@@ -127,7 +114,8 @@ def _media_kinds(part: Any) -> set[str]:
     """Return what a part of a message shows that is no text, by its type or by a key that holds it."""
     if not isinstance(part, Mapping):
         return set()
-    return {str(part.get("type")), *(name for name, value in part.items() if value is not None)} & _MEDIA_PARTS
+    names = {str(part.get("type")), *(name for name, value in part.items() if value is not None)}
+    return {name for name in names if _MEDIA_PART.fullmatch(str(name))}
 
 
 def _refuse_media(row: Row, *, images: bool) -> None:
