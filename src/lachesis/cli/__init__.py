@@ -13,6 +13,7 @@ from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
 from lachesis.cli.commands import load
 from lachesis.common.errors import LachesisError, TrainingError
 from lachesis.common.openmp import brief_waits
+from lachesis.process.lost_threads import MEMORY_FULL, lacks_memory, threads_watched
 
 __all__ = ["main", "run_api_main"]
 
@@ -38,7 +39,8 @@ def main() -> None:
         # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
         words = sys.argv[1:] or ["--help"]
         load(None if "_LACHESIS_COMPLETE" in os.environ else words)
-        code = base.app(words, standalone_mode=False)
+        with threads_watched():
+            code = base.app(words, standalone_mode=False)
     except LachesisError as error:
         fail(str(error), error, code=error.exit_code)
     except typer.TyperException as error:
@@ -51,6 +53,8 @@ def main() -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not loaded here
             remedy = "lower batch.max_tokens_per_microbatch, then see `lachesis plan CONFIG` for what else takes memory"
             fail(f"the device's memory is full: {error} -> {remedy}", error, code=TrainingError.exit_code)
+        if lacks_memory(error):
+            fail(MEMORY_FULL, error, code=TrainingError.exit_code)
         fail(
             f"{type(error).__name__}: {error} -> this is a fault of Lachesis or of a library; run again with "
             "`lachesis --traceback ...` and report it",

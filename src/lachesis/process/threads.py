@@ -44,6 +44,14 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
     return outcome.result()
 
 
+def begin(call: Callable[[], T], *, name: str) -> Future[T]:
+    """Call on a separate thread, and return the future of its outcome."""
+    worker = DaemonThread(name)
+    outcome = worker.submit(call, {})
+    worker.abandon()
+    return outcome
+
+
 def call_aside(call: Callable[[], object], *, name: str) -> None:
     """Call on a separate thread that only the interpreter waits for at its end, for some seconds.
 

@@ -31,6 +31,7 @@ from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
+from lachesis.process.lost_threads import threads_watched
 from lachesis.run.at_exit import STOPS, hold_exit, say
 from lachesis.run.context import RunContext
 from lachesis.run.directory import claim_run
@@ -185,7 +186,8 @@ class Run:
             context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
             # Bars would share lines with the progress.
             imported = hide_progress_bars if console is not None else lambda: None
-            summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
+            with threads_watched():
+                summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             _ONE_AT_A_TIME.release()
             logger.error("%s", error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
 from lachesis.metrics.values import Mean, MetricValue
+from lachesis.process.threads import begin
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
 from lachesis.train.host_memory import HostMemory, host_copy
 
@@ -64,28 +64,17 @@ class WholeSave(Save):
     def __init__(self, save: Callable[[], object], *, ahead: bool) -> None:
         super().__init__()
         self._save = save
-        self._error: BaseException | None = None
         # Whoever ends the process at once waits for nothing, and has the checkpoint before this one.
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if ahead else None
-        if self._thread is not None:
-            self._thread.start()
+        self._saving = begin(save, name="checkpoint") if ahead else None
 
     def written(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
+        return self._saving is not None and self._saving.done()
 
     def finish(self) -> None:
-        if self._thread is None:
+        if self._saving is None:
             self._save()
-            return
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _write(self) -> None:
-        try:
-            self._save()
-        except BaseException as error:  # it is the main thread's to raise
-            self._error = error
+        else:
+            self._saving.result()
 
 
 class SaveInParts(Save):
@@ -293,7 +282,7 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Wait until the current save is complete.
 
-        Raises CheckpointError if it failed. Raises CheckpointError where it cannot be one.
+        Raises CheckpointError if it failed.
         """
         if self._writing is not None:
             writing, self._writing = self._writing, None

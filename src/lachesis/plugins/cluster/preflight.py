@@ -11,10 +11,9 @@ import platform
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -37,6 +36,7 @@ from lachesis.plan.plan import plan
 from lachesis.plan.shapes import find_shape
 from lachesis.plugins.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.process.managed import check_port_free
+from lachesis.process.threads import begin
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
 
@@ -318,18 +318,13 @@ def _all_reduce(
     config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float
 ) -> tuple[str, float | None]:
     """Return why an all-reduce over all ranks failed, or how long it took; runs in a thread, since NCCL may hang."""
-    found: list[tuple[str, float | None]] = []
-
-    def work() -> None:
-        try:
-            found.append(("", _summed_s(config, place, meeting, limit_s=limit_s)))
-        except (RuntimeError, LachesisError) as error:
-            found.append((error.message if isinstance(error, LachesisError) else first_line(error), None))
-
-    thread = threading.Thread(target=work, name="lachesis-all-reduce", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return found[0] if found else (f"it did not end within {limit_s:.0f} s", None)
+    summing = begin(lambda: _summed_s(config, place, meeting, limit_s=limit_s), name="lachesis-all-reduce")
+    if not wait([summing], limit_s).done:
+        return f"it did not end within {limit_s:.0f} s", None
+    try:
+        return "", summing.result()
+    except (RuntimeError, LachesisError) as error:
+        return error.message if isinstance(error, LachesisError) else first_line(error), None
 
 
 def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
-from lachesis.process.threads import Caller, CallOutcome, CallThread, DaemonThread
+from lachesis.process.threads import Caller, CallOutcome, CallThread, begin
 from lachesis.process.watchdog import Watchdog
 from lachesis.process.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
@@ -93,9 +93,7 @@ class RewardWorkers:
         self._functions = tuple(functions)
         self._start_s = start_s
         self._one_thread = one_thread
-        starter = DaemonThread("lachesis-reward-workers")
-        self._starting: Future[WorkerPool] = starter.submit(self._started, {})
-        starter.abandon()
+        self._starting = begin(self._started, name="lachesis-reward-workers")
 
     @property
     def pool(self) -> WorkerPool:

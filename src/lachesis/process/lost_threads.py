@@ -1,0 +1,66 @@
+"""Watch over threads that die for want of memory, for which the others of a process would wait for ever.
+
+Python waits without a limit for a thread that it starts, and one that finds no memory dies before it has begun.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lachesis.common.errors import TrainingError
+
+MEMORY_FULL = (
+    "the memory of this process was used up -> give it more (control group, ulimit -v, other processes) or lower what "
+    "it needs (`lachesis plan CONFIG`), and start it again, a run with --resume"
+)
+# Made beforehand: there may be no memory to make it.
+_LINE = f"error: {MEMORY_FULL}\n".encode()
+# A thread begins at once, on a busy machine too: one that has not begun in so many looks, a second each, never will.
+LOOK_S, _LOOKS = 1.0, 4
+# As Python and torch say it.
+_WORDS = ("can't start new thread", "DefaultCPUAllocator")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return True if an error means that the memory of this process, not of a device, was used up."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS))
+
+
+@contextmanager
+def threads_watched(*, every_s: float = LOOK_S) -> Iterator[None]:
+    """End this process with one line if a thread of it dies for want of memory while the block runs."""
+    ended, process, before = threading.Event(), os.getpid(), threading.excepthook
+
+    def died(failure: threading.ExceptHookArgs) -> None:
+        if failure.exc_value is not None and lacks_memory(failure.exc_value) and os.getpid() == process:
+            _end()
+        before(failure)
+
+    threading.excepthook = died
+    threading.Thread(target=_watch, args=(ended, every_s), name="lachesis-threads", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        threading.excepthook = before
+
+
+def _watch(ended: threading.Event, every_s: float) -> None:
+    looks: dict[threading.Thread, int] = {}
+    while not ended.wait(every_s):
+        # Those that are listed and not alive have been started, and have not begun.
+        looks = {one: looks.get(one, 0) + 1 for one in threading.enumerate() if not one.is_alive()}
+        if max(looks.values(), default=0) >= _LOOKS:
+            _end()
+
+
+def _end() -> None:
+    """End the process as SIGKILL would, but for the line: nothing else is sure to work, and whatever it owns copes."""
+    os.write(2, _LINE)
+    os._exit(TrainingError.exit_code)

@@ -1,0 +1,90 @@
+"""A process with a thread that dies for want of memory ends with one line, whatever waits for that thread."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lachesis.common.errors import TrainingError
+from lachesis.process.lost_threads import MEMORY_FULL, lacks_memory
+
+_BEGINNING = """
+import threading, time
+from lachesis.process.lost_threads import threads_watched
+
+class Unseen(threading.Thread):  # no memory for any word of Python's
+    def _bootstrap(self):
+        raise SystemExit
+
+class DiesAtOnce(threading.Thread):
+    def _bootstrap(self):
+        raise MemoryError
+
+def dies():
+    raise MemoryError
+
+with threads_watched(every_s=0.1):
+    {what}
+"""
+
+
+def _run(what: str) -> subprocess.CompletedProcess[str]:
+    program = _BEGINNING.format(what=what)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("DiesAtOnce().start()", id="a thread that never begins, for which Thread.start waits"),
+        pytest.param("Unseen().start()", id="the same, and nothing is said of it"),
+        pytest.param("threading.Thread(target=dies).start(); time.sleep(50)", id="a thread that dies at work"),
+        pytest.param(
+            "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+            "    threading.Thread = DiesAtOnce; Pool().submit(print)",
+            id="a thread of a pool",
+        ),
+    ],
+)
+def test_a_thread_that_dies_for_want_of_memory_ends_the_process_with_one_line(what: str) -> None:
+    began = time.monotonic()
+    ended = _run(what)
+    assert ended.returncode == TrainingError.exit_code, ended.stderr
+    assert ended.stderr.endswith(f"error: {MEMORY_FULL}\n")
+    assert ended.stderr.count("error: ") == 1
+    assert time.monotonic() - began < 20
+
+
+def test_threads_that_begin_late_or_end_or_fail_of_something_else_do_not_end_it() -> None:
+    ended = _run(
+        "threads = [threading.Thread(target=time.sleep, args=(0.02 * i,)) for i in range(50)]\n"
+        "    for one in threads: one.start()\n"
+        "    never = threading.Thread(target=dies)\n"  # that is not started is not waited for
+        "    wrong = threading.Thread(target=lambda: 1 / 0); wrong.start()\n"
+        "    time.sleep(1.2); print('well')"
+    )
+    assert (ended.returncode, ended.stdout) == (0, "well\n")
+    assert "ZeroDivisionError" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("can't start new thread"), True),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"),
+            True,
+        ),
+        (RuntimeError("another one"), False),
+        (ValueError("can't start new thread"), False),
+    ],
+)
+def test_errors_that_mean_that_memory_is_used_up(error: Exception, lacks: bool) -> None:
+    assert lacks_memory(error) is lacks
