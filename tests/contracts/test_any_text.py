@@ -19,7 +19,6 @@ from lachesis.common.json_values import read_json
 from lachesis.plugins.atropos.environments.records import Trajectory
 from lachesis.plugins.environments.agents.requests import BadRequest, arguments_of
 from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answer
-from lachesis.plugins.report.written_calls import written_calls
 from lachesis.plugins.sandbox.rewards.code_tests import same_output
 from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
 from lachesis.rollouts.rewards import registry
@@ -102,7 +101,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "repetition_penalty": lambda text: registry.get_repetition_penalty_reward(in_tokens=False)([text], [[]]),
     "outputs of programs": lambda text: same_output(text, text[::-1]),
     "calls of tools by Hermes": hermes,
-    "calls that are written": written_calls,
     "JSON": lambda text: value_of(lambda: read_json(text)),
     "arguments of a call": lambda text: value_of(lambda: arguments_of(text)),
     "the calculator's answer": lambda text: calculator.final_answer(answered(text)),
