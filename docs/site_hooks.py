@@ -238,3 +238,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             page.meta["search"] = {"boost": boost}
     path = "README.md" if uri == "index.md" else uri.removeprefix("repository/")
     return relinked(markdown, page=path if uri.startswith("repository/") or uri == "index.md" else f"docs/{uri}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    r"""Code in tables: bars without the backslash that GitHub wants, and keys that break between their words."""
+    html = re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace(r"\|", "|"), html)
+    return re.sub(r"<td><code>[^<\s]*</code></td>", lambda key: re.sub(r"(\w[_./])(?=\w)", r"\1<wbr>", key[0]), html)
