@@ -1,6 +1,6 @@
 """Which models train packed with shared prompts, in full and with LoRA, and how exactly: writes docs/models.md.
 
-    PYTHONPATH=src python benchmarks/models.py [--only NAME ...] [--page docs/models.md] [--tiny]
+    PYTHONPATH=src python benchmarks/models.py [--only NAME ...] [--page docs/models.md --table FILE] [--tiny]
 
 Each architecture of transformers is made tiny with random weights in float32, with windows and chunks shorter than the
 sequences. Logprobs and the gradient of every parameter are compared with transformers' own model, run on one sequence
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,27 @@ one sequence at a time, have to come out of the fastest way of running it, or a 
 one and why in its first lines, and the report under *Configuration*.
 
 *Packed* is one stream of tokens without padding, in which a group's prompt is computed once; *padded* is a row for each
-sequence. The table is of tiny models of random weights in float32 on a CPU, with transformers {version}. *Logprobs* is
-the largest difference, in nats, from transformers' own, one sequence at a time. *Gradients* is the largest difference
-of any parameter's gradient, relative to its size. *LoRA* is the same as *logprobs* for an adapter on `all-linear`.
+sequence.
 
 Models for images and text (Gemma 3 and 4, Qwen2-VL to Qwen3.5, Mistral 3, Llava, SmolVLM, InternVL, Llama 4) are
 trained on text, or on text and images ([images](data-and-rewards.md#images)) one row for each sequence. What they have
 beside the language model is frozen, and saved as it is under the checkpoint's own names; `model.vision: trained` trains
 it too.
+
+These model types of transformers {version} were compared, as tiny models of random weights in float32 on a CPU, with
+transformers' own computation of one sequence at a time. [The table](../benchmarks/raw/models.md) has the largest
+difference of each in logprobs, in gradients, and in logprobs with an adapter on `all-linear`.
+
+{lists}
+"""
+TABLE = """\
+# Models, compared
+
+<!-- Written by benchmarks/models.py. -->
+
+Tiny models of random weights in float32 on a CPU, with transformers {version}. *Logprobs* is the largest difference,
+in nats, from transformers' own, one sequence at a time. *Gradients* is the largest difference of any parameter's
+gradient, relative to its size. *LoRA* is the same as *logprobs* for an adapter on `all-linear`.
 
 | model type | trains | logprobs | gradients | LoRA |
 |---|---|---|---|---|
@@ -155,7 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a dozen of them")
     parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES], metavar="NAME")
-    parser.add_argument("--page", type=Path, help="file to write the table to")
+    parser.add_argument("--page", type=Path, help="file to write the page to")
+    parser.add_argument("--table", type=Path, help="file to write the table to")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -164,9 +179,19 @@ def main() -> None:
         rows.append(row(name))
         sys.stdout.write(f"{rows[-1]}\n")
         sys.stdout.flush()
+    rows.sort(key=lambda found: found.name)
     if options.page:
-        table = "".join(f"{line}\n" for line in sorted(rows, key=lambda found: found.name))
-        options.page.write_text(PAGE.format(version=transformers.__version__) + table)
+        options.page.write_text(PAGE.format(version=transformers.__version__, lists=lists(rows)))
+    if options.table:
+        options.table.write_text(TABLE.format(version=transformers.__version__) + "".join(f"{line}\n" for line in rows))
+
+
+def lists(rows: Sequence[Row]) -> str:
+    """Return the names of the models that train packed, padded and not at all."""
+    ways = {"Packed": "packed", "Padded": "padded", "Not": "not:"}
+    named = {title: [row.name for row in rows if row.way.startswith(way)] for title, way in ways.items()}
+    parts = [f"**{title}** ({len(names)}): {', '.join(names)}." for title, names in named.items() if names]
+    return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts)
 
 
 def row(name: str) -> Row:

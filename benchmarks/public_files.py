@@ -4,7 +4,7 @@ Run ``python -m benchmarks.public_files SOURCES.json [--plan]``. The list has fo
 ``commit``, and in ``file`` where it lies here, in a checkout of its repository; the path of a block in a page ends in
 ``#N``. Replaced are the model, the data and the engine alone, and rewards that cannot be had here: models, servers,
 and functions whose imports are not installed. Steps are two (``--smoke``); ``--plan`` leaves them out. What is printed
-is the table of docs/public-files.md. The files are not part of this repository.
+is the table of benchmarks/PUBLIC_FILES.md. The files are not part of this repository.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Run ``python -m benchmarks.public_rewards CHECKOUTS``, a folder with a checkout ``OWNER+NAME`` of each repository below.
 A function gets what its trainer gives it, through the same code as in a run: texts or messages, columns, arguments.
-What is printed is the second table of docs/public-files.md. The files are not part of this repository.
+What is printed is the second table of benchmarks/PUBLIC_FILES.md. The files are not part of this repository.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from pathlib import Path
 from lachesis.config.schema import ModelConfig
 from lachesis.plugins.planning.way import way_line
 
-MODELS = Path(__file__).parents[4] / "docs" / "models.md"
+MODELS = Path(__file__).parents[4] / "benchmarks" / "raw" / "models.md"
 
 
 def test_what_is_expected_is_what_was_found_of_each_model_type():
-    """The page of models is written by a benchmark, which runs the trainer's own probe on each of them."""
+    """The table of models is written by a benchmark, which runs the trainer's own probe on each of them."""
     found = re.findall(r"^\| ([\w-]+) \| (packed|padded) \|", MODELS.read_text(), re.MULTILINE)
     assert len(found) > 60
     words = {"packed": "packed, a group's prompt computed once", "padded": "on padded rows, prompts not shared"}
