@@ -24,8 +24,8 @@ SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 _QUORUM = Field(
     default=None,
-    description="So many servers have to be there at the start and before each transfer of weights; they are waited "
-    "for. If unset all of them at the start, and one later.",
+    description="Servers that must answer at the start and before each transfer of weights; the run waits for them. "
+    "Unset: all at the start, and one later.",
 )
 
 
@@ -59,9 +59,9 @@ class VllmEngineConfig(BaseEngineConfig):
     port: Port = Field(default=9001, description="Port that the server listens on.")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Share of the GPU memory for the engine; if unset 0.9 on a separate GPU, and on the trainer's "
-        "0.45 or, if `lachesis plan` finds that too large, what the trainer leaves; several servers on "
-        "one GPU share it. On a CPU the share of the machine's memory, 0.45 if unset.",
+        description="The engine's share of the GPU memory. Unset: 0.9 on a separate GPU, on the trainer's 0.45 or "
+        "what the trainer leaves. Several servers on one GPU divide it. On a CPU it is a share of the machine's "
+        "memory.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
@@ -248,8 +248,8 @@ class ChannelBridgeConfig(BaseBridgeConfig):
     )
     staging: Literal["auto", "device", "host"] = Field(
         default="auto",
-        description="Where the engine stages an update until all of it has arrived: on its `device`, on the `host`, "
-        "or on the device if it has room (`auto`; beside the trainer: if `lachesis plan` counts room for it).",
+        description="Where the engine stages an update until it is complete: on its `device`, on the `host`, or "
+        "(`auto`) on the device if it has room.",
     )
 
 
@@ -273,8 +273,8 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
         default=1,
         ge=1,
         le=8,
-        description="Ranks of a trainer of several devices that send, each its share and at the same time. "
-        "Two have run over NCCL, with engines on two further GPUs; more over gloo. With `ipc` one does.",
+        description="Ranks that send at the same time, each its share. Two have run over NCCL, with engines on two "
+        "further GPUs; more over gloo. `ipc` needs one.",
     )
 
 

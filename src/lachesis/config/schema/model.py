@@ -58,15 +58,15 @@ class ModelConfig(Section):
     )
     matmul_dtype: Literal["auto", "float8", "float8_rowwise"] = Field(
         default="auto",
-        description="Dtype of the factors in matrix products of linear layers while training; `auto` is the weights'. "
-        "`float8` has a scale for each tensor, `float8_rowwise` one for each row (torchao; compute capability 8.9 or "
-        "more). Faster for large layers; weights and gradients keep their dtype.",
+        description="Dtype of matrix products in linear layers while training; `auto` is the weights'. `float8` has a "
+        "scale per tensor, `float8_rowwise` one per row (torchao, compute capability 8.9). Faster for large layers; "
+        "weights and gradients keep their dtype.",
     )
     train_layers: list[NonNegativeInt] | None = Field(
         default=None,
         min_length=1,
-        description="Full fine-tuning of these decoder layers only, counted from 0; embeddings, head and all other "
-        "layers are not trained. All weights if unset.",
+        description="Train only these decoder layers, counted from 0, and neither embeddings nor head. All weights if "
+        "unset.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
     trust_remote_code: bool = Field(
@@ -74,11 +74,9 @@ class ModelConfig(Section):
     )
     activations: Activations = Field(
         default="keep",
-        description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the "
-        "results of attention (`selective`, for long sequences, whose attention costs most), their inputs "
-        "alone (`recompute`), or these in the host's memory (`offload`: the GPU holds those of two layers "
-        "at once, however many there are); the rest is computed again. `auto` is the first of them that "
-        "fits on the GPU by what `plan` counts, and `keep` on a CPU.",
+        description="What decoder layers keep for the backward pass: everything (`keep`), inputs and attention "
+        "results (`selective`, for long sequences), inputs only (`recompute`), or inputs in host memory (`offload`). "
+        "The rest is computed again. `auto` takes the first that fits on the GPU; on a CPU it is `keep`.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -132,8 +130,8 @@ class LoraAdapterConfig(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Directory of a LoRA adapter that peft saved, such as that of an SFT run: training starts from it, "
-        "and `kl_reference: base` is the model with it. `r`, `alpha`, `targets` and `layers` have to be its own.",
+        description="Directory of a peft LoRA adapter, such as that of an SFT run, to start from; with `kl_reference: "
+        "base` it is part of the base. `r`, `alpha`, `targets` and `layers` must be the adapter's.",
     )
     r: PositiveInt = Field(default=16, description="Rank of the update matrices.")
     alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")

@@ -57,14 +57,13 @@ class EvaluationConfig(Section):
     temperature: NonNegativeFloat = Field(default=0.0, description="0 is greedy.")
     benchmarks: list[BenchmarkName | BenchmarkConfig] = Field(
         default_factory=list[BenchmarkName | BenchmarkConfig],
-        description="Benchmarks by name, evaluated at the same steps: gsm8k, math500, aime24, aime25, amc23, ifeval, "
-        "humaneval, mbpp, livecodebench; from the hub, or from `path`.",
+        description="Benchmarks, evaluated at the same steps, from the hub or from `path`.",
     )
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
     patience: PositiveInt | None = Field(
         default=None,
-        description="End the run, as if it had done its last step, once this many evaluations in a row have no higher "
-        "mean reward than the best one before.",
+        description="Stop early, as if at the last step, after this many evaluations in a row without a higher mean "
+        "reward than the best before.",
     )
 
 
@@ -82,20 +81,19 @@ class CheckpointConfig(Section):
         default=None,
         ge=0.0,
         lt=1.0,
-        description="Where `every_steps` and `every_epochs` are unset: save as often as holds training up for at most "
-        "this share of the time, counted over all stages; 0: only on stop. If unset 0.02 where trainer and engine "
-        "share one copy of the weights, for an engine that dies takes them with it, and else 0.",
+        description="Without `every_steps` and `every_epochs`: save as often as saving takes at most this share of "
+        "the time; 0 saves only on stop. Unset: 0.02 where trainer and engine share one copy of the weights, else 0.",
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     asynchronous: bool = Field(
         default=False,
-        description="Hold training up only until there is a copy in host memory, which is written while training "
-        "continues; the end of the run waits for it.",
+        description="Pause training only until there is a copy in host memory, which is written while training "
+        "continues; the run's end waits for it.",
     )
     format: Literal["auto", "whole"] = Field(
         default="auto",
-        description="Of a sharded model each rank writes and reads its own part (`auto`), in a `run.dir` that all "
-        "nodes share, or rank 0 gathers and writes it (`whole`). Of any other the two are the same.",
+        description="`auto`: each rank of a sharded model writes and reads its part, in a `run.dir` that all nodes "
+        "share. `whole`: rank 0 gathers and writes it.",
     )
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
     keep_best: bool = Field(
@@ -163,12 +161,12 @@ class DistributedConfig(Section):
     context_parallel_size: PositiveInt = Field(
         default=1,
         description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
-        "one; the attention heads are dealt out among them.",
+        "one; they divide the attention heads.",
     )
     tensor_parallel_size: PositiveInt = Field(
         default=1,
-        description="Devices that share the matrices of each layer, and compute each micro-batch together; the "
-        "attention heads are dealt out among them. Within a node.",
+        description="Devices that share each layer's matrices and compute each micro-batch together; they divide the "
+        "attention heads. Within a node.",
     )
     expert_parallel_size: PositiveInt = Field(
         default=1,

@@ -69,9 +69,9 @@ class DataConfig(Section):
     system_prompt: str | None = Field(default=None, description="System message put before every prompt without one.")
     conversations: bool | None = Field(
         default=None,
-        description="Whether a text in the prompt's column is a user's message, which goes through the chat template, "
-        "or a text that the model continues. Unset takes it as a message where the tokenizer has a chat template, "
-        "unless `rewards.text_completions` is `text`; files of Axolotl and TRL continue texts, as there.",
+        description="Whether a prompt that is a text is sent as a user's message through the chat template, or "
+        "continued as it is. Unset: as a message if the tokenizer has a template and `rewards.text_completions` is "
+        "not `text`. Files of Axolotl and TRL continue it.",
     )
     more: list[DatasetConfig] = Field(
         default_factory=list[DatasetConfig],
@@ -92,13 +92,13 @@ class DataConfig(Section):
     )
     filter: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keep only problems whose columns are as said: a value, a list of values, or `{min: a, max: b}` "
-        "for each column; a column with a list, as of tags, needs one of them. Not for `eval_path` and `eval_split`.",
+        description="Keep only problems whose columns have a value, one of a list of values, or lie in `{min: a, max: "
+        "b}`; a column with a list, such as tags, needs one of them. Held-out files are not filtered.",
     )
     order: str | None = Field(
         default=None,
-        description="Column to go by from low to high, as `difficulty`: a number, or a text such as easy or hard. "
-        "Problems of equal value are shuffled among themselves.",
+        description="Column to sort by, from low to high, such as `difficulty`: a number, or a text such as easy or "
+        "hard. Equal values are shuffled.",
     )
     curriculum: Literal["none", "pass_rate"] = Field(
         default="none",
@@ -133,9 +133,9 @@ class LocalSourceConfig(Section):
     )
     tools: list[str | McpServerConfig] = Field(
         default_factory=list[str | McpServerConfig],
-        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call: the chat template "
-        "describes them by their docstrings and types. `command: [PROGRAM, ...], env: {...}` or `url: "
-        "..., headers: {...}` is an MCP server, all of whose tools it may call.",
+        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call; the chat template "
+        "describes them by docstring and types. `command: [PROGRAM, ...], env: {...}` or `url: ..., headers: {...}` "
+        "adds all tools of an MCP server.",
     )
     tool_parser: str = Field(
         default="hermes",
@@ -183,33 +183,32 @@ class RewardsConfig(Section):
     )
     text_completions: Literal["messages", "text"] = Field(
         default="messages",
-        description="What functions get as a completion where the prompt is a text: a list of one message, as for a "
+        description="What functions get as a completion of a text prompt: a list of one message, as for a "
         "conversation, or the text itself, as in TRL and Axolotl, whose files set it.",
     )
     special_tokens: Literal["remove", "keep"] = Field(
         default="remove",
-        description="Special tokens in the text that functions, and environments of source.kind steps, get: `remove` "
-        "them, as TRL does, or `keep` those that a completion consists of, as `[THINK]`; begin, end and padding tokens "
-        "are removed always. The messages of source.kind agent have all but the end token in either case.",
+        description="Special tokens in the text that functions and stepped environments get: `remove` them, as TRL "
+        "does, or `keep` those that the model wrote, such as `[THINK]`. Begin, end and padding tokens are always "
+        "removed; agents' messages keep all but the end token.",
     )
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
     num_workers: NonNegativeInt | None = Field(
         default=None,
-        description="Subprocesses that call the functions, whole groups each, each in its own main thread (where "
-        "`signal.alarm` works); 0: a thread of the run. Unset: one subprocess, where functions can be "
-        "imported there and share nothing with other parts of the configuration.",
+        description="Subprocesses that call the functions, each in its main thread (where `signal.alarm` works); 0: a "
+        "thread of the run. Unset: one subprocess, if functions can be imported there and share nothing with the rest "
+        "of the configuration.",
     )
     on_error: Literal["fail", "drop_group"] = Field(
         default="fail",
-        description="Effect of a reward that raises, hangs or returns NaN: stop the run, or drop that group and count "
-        "it. It never becomes 0.",
+        description="What happens if a reward raises, hangs or returns NaN: stop the run, or drop that group and "
+        "count it. It is never scored 0.",
     )
     timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
     sandbox: str = Field(
         default="auto",
-        description="Wall around code of the model that rewards run: `auto` takes the best that works on the machine, "
-        "or none runs; `namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`; or "
-        "`none`, without any wall.",
+        description="Sandbox for the model's code in rewards: `auto` takes the best that works here (and refuses if "
+        "none does), `namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, or `none`.",
     )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."
@@ -239,9 +238,9 @@ class MixedSourceConfig(Section):
     )
     max_unfinished: PositiveInt | None = Field(
         default=None,
-        description="With `pipeline.async_prefetch`: while this source has so many groups unfinished, the others have "
-        "its turns, and the shares are those of what is fast. Unset keeps the shares: batches wait for a slow source "
-        "once its groups would become older than `pipeline.max_staleness`.",
+        description="With `pipeline.async_prefetch`: while this source has this many unfinished groups, other sources "
+        "take its turns. Unset keeps the shares: batches wait for a slow source before its groups become older than "
+        "`pipeline.max_staleness`.",
     )
     max_completion_length: PositiveInt | None = Field(
         default=None, description="As `sampling.max_completion_length`, which is also its upper bound."
@@ -309,9 +308,9 @@ class PipelineConfig(Section):
     prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead, in groups.")
     max_staleness: NonNegativeInt | None = Field(
         default=4,
-        description="With `async_prefetch`: most weight versions between the first token of a sample and the policy "
-        "that trains on it. No group begins that could become older; 0 is synchronous, unset bounds by "
-        "`prefetch_depth` alone.",
+        description="With `async_prefetch`: the most weight versions between a sample's first token and the policy "
+        "that trains on it. Groups that could become older are not started. 0 is synchronous, unset leaves the bound "
+        "to `prefetch_depth`.",
     )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."
@@ -321,8 +320,8 @@ class PipelineConfig(Section):
     )
     refill_zero_signal: NonNegativeInt = Field(
         default=0,
-        description="Replace groups whose rewards are all equal by new ones, in at most N further rounds a batch "
-        "(dynamic sampling); 0 keeps them.",
+        description="Replace groups with equal rewards by new ones, in at most N further rounds a batch (dynamic "
+        "sampling); 0 keeps them.",
     )
     replay_size: NonNegativeInt = Field(
         default=0, description="Groups with signal that are kept to replace groups without; 0 keeps none."

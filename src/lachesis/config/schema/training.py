@@ -47,15 +47,14 @@ class TeacherConfig(Section):
 
     kind: Literal["model", "url", "rollouts", "self"] = Field(
         default="model",
-        description="A model that is held frozen beside the policy, a server that is asked, what rollouts bring "
-        "from the rollout API (`distill_token_ids` and `distill_logprobs`), or the policy itself with a prompt that "
-        "says more (`prompts`).",
+        description="A frozen model beside the policy, a server (`url`), what the rollout API brings "
+        "(`distill_token_ids`, `distill_logprobs`), or the policy itself with a prompt that says more (`prompts`).",
     )
     prompts: list[str] = Field(
         default_factory=list[str],
         description="With kind self: what the teacher reads in place of the last message (or the text). `{prompt}` is "
-        "that, `{solution}` a completion of the group with a reward of `success`, and another `{name}` a column of the "
-        "problem. The first one counts whose names all have a value; without one, a completion has no teacher.",
+        "that text, `{solution}` a completion of the group with a reward of `success`, another `{name}` a column. The "
+        "first entry whose names all have values is used; without one the completion has no teacher.",
     )
     success: float = Field(
         default=1.0, description="With kind self: least reward of a completion that another one's teacher is shown."
@@ -103,8 +102,8 @@ class TeacherConfig(Section):
     )
     top_k: PositiveInt | None = Field(
         default=None,
-        description="Over the teacher's K likeliest tokens, with all others as one; the whole vocabulary if unset, and "
-        "with kind rollouts all that they bring.",
+        description="Compare over the teacher's K likeliest tokens, with all others as one. Unset: the whole "
+        "vocabulary, or all that rollouts bring.",
     )
 
 
@@ -174,8 +173,8 @@ class AlgorithmConfig(Section):
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
     kl_placement: Literal["loss", "reward", "reward_to_go"] = Field(
         default="loss",
-        description="Where the KL term goes: the loss; off a completion's reward before its advantage (`reward`, as "
-        "verl's `use_kl_in_reward` and TRL's RLOO); or off each token's advantage, summed from it to the end "
+        description="Where the KL term goes: into the loss, into a completion's reward before its advantage "
+        "(`reward`, as verl's `use_kl_in_reward` and TRL's RLOO), or into each token's advantage, summed to the end "
         "(`reward_to_go`, as OpenRLHF).",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
@@ -193,9 +192,9 @@ class AlgorithmConfig(Section):
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: ScaleRewards = Field(
         default="group",
-        description="What advantages are divided by: the group's deviation, the batch's, nothing; `advantages` whitens "
-        "them over the batch (TRL's RLOO); the group's mean (MaxRL); `tokens` whitens over all tokens "
-        "(REINFORCE++); `signal` is the share in groups that differ (GPG).",
+        description="What advantages are divided by: the deviation of the group or the batch, nothing, the group's "
+        "mean (MaxRL), or the share in groups that differ (`signal`, GPG). `advantages` whitens them over the batch "
+        "(TRL's RLOO), `tokens` over all tokens (REINFORCE++).",
     )
     reward_clip: tuple[float, float] | None = Field(
         default=None,
@@ -213,9 +212,9 @@ class AlgorithmConfig(Section):
     )
     sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
-        description="Weight the loss by the trainer's probability over the sampler's, a token or a sequence at a "
-        "time; outside the bounds it is set to the bound (truncate) or to 0 (mask). If unset `token_truncate` with "
-        "an engine that computes in 8 bits, and with `pipeline.async_prefetch` (but not for DPPO).",
+        description="Weight the loss by the trainer's probability over the sampler's, per token or sequence; beyond "
+        "the bounds the weight is the bound (truncate) or 0 (mask). Unset: `token_truncate` with an 8-bit engine or "
+        "`pipeline.async_prefetch` (not for DPPO).",
     )
     sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
     sampler_correction_min: PositiveFloat | None = Field(
@@ -328,8 +327,8 @@ class OptimizerConfig(Section):
     )
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="Steps in a row that may be skipped because their gradient is not finite, as one sample can make "
-        "it; the run ends at the next one. 0 ends it at the first.",
+        description="Steps in a row that may be skipped because of a non-finite gradient before the run ends; 0 ends "
+        "it at the first.",
     )
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         default="constant", description="Course of the learning rate after warm-up."

@@ -68,6 +68,6 @@ class ServicesConfig(Section):
     start_s: PositiveFloat = Field(default=120.0, description="Longest time until the rollout API answers, in seconds.")
     restarts: NonNegativeInt = Field(
         default=3,
-        description="Restarts of each of the two after it dies, and of the run itself, from its last checkpoint, "
-        "after an engine that shares its weights dies; then the run ends.",
+        description="Restarts of each of the two after it dies, and of the run, from its last checkpoint, after an "
+        "engine that shares its weights dies; then the run ends.",
     )

@@ -49,13 +49,13 @@ class AgentSourceConfig(Section):
     )
     columns: list[str] = Field(
         default_factory=list,
-        description="Columns that the program is told in LACHESIS_TASK beside the prompt. In `command`, those that "
-        "rewards are judged by, or that hold answers by their name (answer, solution, tests and the like), need this.",
+        description="Columns that the program finds in LACHESIS_TASK beside the prompt. Columns that rewards judge by "
+        "or that are named like answers (answer, solution, tests) must be listed here to be used in `command`.",
     )
     wall: Literal["namespaces", "none"] = Field(
         default="namespaces",
-        description="Wall around the program: separate files, processes and network, from which it reaches only the "
-        "model; if no wall works here, the run ends. `none`: it can do what you can.",
+        description="Sandbox of the program: separate files, processes and network, from which it reaches only the "
+        "model; if none works here, the run ends. `none`: it can do what you can.",
     )
     network: Literal["proxy", "open"] = Field(
         default="proxy", description="Network behind its wall: the model alone, or everything this machine reaches."
@@ -125,13 +125,13 @@ class StepsSourceConfig(EpisodesSourceConfig):
     )
     interface: Literal["auto", "gymnasium", "trl", "openenv"] = Field(
         default="auto",
-        description="How it is stepped; `auto` detects it by its methods: `reset` and `step` of text are Gymnasium's, "
-        "`reset` and other methods, which are tools, TRL's. An address is OpenEnv's.",
+        description="How it is stepped. `auto` looks at its methods: `reset` and `step` on text are Gymnasium's, "
+        "`reset` and tool methods TRL's. An address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keywords of the class or function, which also gets the task's columns that it names, and "
-        "`tokenizer`. Of an OpenEnv server: `action` and `observation`, the fields of text.",
+        description="Keyword arguments of the class or function, which also gets the task's columns that it names, "
+        "and `tokenizer`. For an OpenEnv server: `action` and `observation`, the fields of text.",
     )
     tasks: str | None = Field(
         default=None,
@@ -141,8 +141,8 @@ class StepsSourceConfig(EpisodesSourceConfig):
     max_turns: PositiveInt = Field(default=8, description="Most turns of the model in a rollout.")
     turn_advantage: NonNegativeFloat = Field(
         default=0.0,
-        description="Weight of each turn's own advantage, which is that of its step's reward among the group's turns "
-        "of the same number, added to the advantage of the whole; 0 is none.",
+        description="Weight of each turn's own advantage (its step's reward among the group's turns of the same "
+        "number), which is added to that of the whole rollout; 0: none.",
     )
     turns_apart: bool = Field(
         default=False,
