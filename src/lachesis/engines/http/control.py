@@ -227,7 +227,7 @@ class ServerControl:
         """Return the error for a server that gave no answer."""
         return EngineUnreachable(
             f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
-            remedy="look at its log, and start it with `lachesis serve` if it is gone",
+            remedy="look at its log, and start it with `lachesis serve`, or `lachesis vllm-serve FILE`, if it is gone",
         )
 
     def expired(self, deadline: Deadline, route: str) -> DeadlineExceeded:

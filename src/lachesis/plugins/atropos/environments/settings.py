@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,8 +14,23 @@ from pydantic.fields import FieldInfo
 
 from lachesis.common.errors import ConfigError, nearest
 
+logger = logging.getLogger("lachesis.plugins.atropos.environments")
 ServerType = Literal["vllm", "openai"]
 _CONFIG = "config"
+# Atropos' own names that do nothing here: what the trainer says, numbers of workers, what is shown where.
+_NOTHING = {
+    *("env.batch_size", "env.max_num_workers_per_node", "env.max_eval_workers", "env.eval_handling"),
+    *("env.eval_limit_ratio", "env.num_rollouts_to_keep", "env.num_rollouts_per_group_for_logging"),
+    *("env.min_items_sent_before_logging", "openai.tokenizer_name", "openai.num_requests_for_eval"),
+    *("openai.weight", "openai.rolling_buffer_length"),
+}
+_ELSEWHERE = {
+    "env.start_tok_length": "leave it out: a rollout may have env.max_token_length tokens from the start",
+    **dict.fromkeys(
+        ("teacher", "env.teacher_enabled", "env.teacher_top_k"),
+        "leave it out, and write the teacher's server into the trainer's algorithm.teacher (kind: url)",
+    ),
+}
 
 
 class Settings(BaseModel):
@@ -166,11 +182,14 @@ def _read_words(words: Sequence[str], *, known: Collection[str]) -> dict[str, An
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or name not in known:
+        if not flag.startswith("--"):
             raise _unknown(flag, name, known)
+        counts = _counts(flag, name, known)
         if not equals:
             # A flag alone is a switch that is on.
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
+        if not counts:
+            continue
         if name in given and given[name] != value:
             raise ConfigError(f"--{name} is given twice: {given[name]} and {value}", remedy="give it once")
         given[name] = value
@@ -195,9 +214,8 @@ def _read_file(path: Path, *, known: Collection[str]) -> dict[str, Any]:
             raise _unknown(f"{path}: {section}", str(section), list(EnvironmentOptions.model_fields))
         for field, value in content.items():
             name = f"{section}.{str(field).replace('-', '_')}".replace("slurm.enabled", "slurm")
-            if name not in known:
-                raise _unknown(f"{path}: {name}", name, known)
-            given[name] = value
+            if _counts(f"{path}: {name}", name, known):
+                given[name] = value
     return given
 
 
@@ -213,7 +231,23 @@ def _one_section(path: Path, entries: Sequence[Any]) -> Mapping[str, Any]:
     return sections[0] | {"base_url": tuple(urls)}
 
 
+def _counts(shown: str, name: str, known: Collection[str]) -> bool:
+    """Return True for a known name; False, with a warning, for one of Atropos' that does nothing here.
+
+    Raises:
+        ConfigError: nobody knows it, or it asks for something that is said elsewhere here.
+    """
+    if name in known:
+        return True
+    if name not in _NOTHING:
+        raise _unknown(shown, name, known)
+    logger.warning("%s does nothing here", shown)
+    return False
+
+
 def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
+    if elsewhere := _ELSEWHERE.get(name, _ELSEWHERE.get(name.partition(".")[0])):
+        return ConfigError(f"{shown} has no counterpart", remedy=elsewhere)
     near = nearest(name, known, cutoff=0.5)
     remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"unknown flag {shown}", remedy=remedy)

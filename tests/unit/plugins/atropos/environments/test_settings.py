@@ -58,6 +58,8 @@ def test_environments_have_defaults_of_their_own():
         ("--env.group_sise 4", "unknown flag --env.group_sise -> did you mean --env.group_size?"),
         ("--opena.base_url http://x:1", "did you mean --openai.base_url?"),
         ("stray", "unknown flag stray"),
+        ("--env.teacher_enabled true", "write the teacher's server into the trainer's algorithm.teacher"),
+        ("--teacher.base_url http://a", "no counterpart -> leave it out, and write the teacher's server"),
         ("--env.group_size 0", "--env.group_size is '0'"),
         ("--env.group_size", "--env.group_size is 'True'"),
         ("--env.group_size 2 --env.group-size 3", "given twice: 2 and 3"),
@@ -100,6 +102,17 @@ def test_files_that_are_wrong(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
         parsed("--config", write(tmp_path, text))
     assert message in str(caught.value)
+
+
+def test_names_of_atropos_that_do_nothing_here_are_left_out_with_a_warning(tmp_path, caplog):
+    path = write(tmp_path, "env: {group_size: 8, batch_size: 64}\nopenai: {weight: 1.0}\n")
+    options = parsed("--config", path, "--env.max_num_workers_per_node", "24", "--env.eval_limit_ratio=0.1")
+    assert options.env.group_size == 8
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "--env.max_num_workers_per_node does nothing here", "--env.eval_limit_ratio does nothing here",
+        f"{path}: env.batch_size does nothing here", f"{path}: openai.weight does nothing here",
+    ]  # fmt: skip
 
 
 def test_every_flag_is_described():
