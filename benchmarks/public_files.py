@@ -28,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.errors import ConfigError, LachesisError
 from lachesis.common.imports import load_function
+from lachesis.common.json_values import flat
 from lachesis.config.document import read_document
 from lachesis.config.load import LoadedConfig, load_config
 from lachesis.config.paths import is_model_spec
@@ -38,7 +39,6 @@ from lachesis.config.smoke import trial
 from lachesis.engines.build import server_options
 from lachesis.plan.plan import plan
 from lachesis.plugins.dialects.foreign_files import translated
-from lachesis.plugins.dialects.hydra import flat
 from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.serving.serve import vllm_arguments
 from lachesis.plugins.serving.vllm_launch import plan_launch

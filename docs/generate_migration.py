@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import flat, is_object
 from lachesis.config.document import Document
 from lachesis.config.keys import value_in_words
 from lachesis.config.load import load_document
@@ -162,7 +162,7 @@ def compared() -> Iterator[str]:
 
 def become(trainer: str, more: Tree | None = None) -> dict[str, object]:
     """Return the keys of ours that the least file of a trainer sets, or all of a run that takes it as it stands."""
-    tree = dict(_flat(READERS.get(trainer, _loaded)(_joined(LEAST[trainer], more or {}))))
+    tree = dict(flat(READERS.get(trainer, _loaded)(_joined(LEAST[trainer], more or {}))))
     if tree.get("algorithm.epsilon_high") is None and "algorithm.epsilon" in tree:
         tree["algorithm.epsilon_high"] = tree["algorithm.epsilon"]  # as it counts
     return tree
@@ -207,14 +207,6 @@ def _joined(data: Tree, more: Tree) -> Tree:
     return {**data, **more, **sections}
 
 
-def _flat(tree: Tree, before: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if is_object(value):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", list(value) if isinstance(value, tuple) else value
-
-
 def _exceptions() -> Iterator[str]:
     """Yield the table of unset keys that mean something else here: theirs, and what of ours their value changes."""
     yield "|of|key|without it there|without it here|"
@@ -230,10 +222,10 @@ def changed_by(trainer: str, key: str) -> list[tuple[str, object]]:
     """Return the keys of ours, with the values they have without theirs, that the value of the list changes."""
     found = (DIFFERENT[trainer] if key in DIFFERENT[trainer] else IN_CODE[trainer])[key]
     with_it = Document("c.yaml", copy.deepcopy(_joined(LEAST[trainer], MATTERS.get(key, {}))))
-    plain = dict(_flat(_load(with_it.data).model_dump(mode="json")))
+    plain = dict(flat(_load(with_it.data).model_dump(mode="json")))
     override = f"{key}={found.written}"
     changed = load_document(with_it, base_dir=Path("/"), overrides=[override]).config.model_dump(mode="json")
-    after = dict(_flat(changed))
+    after = dict(flat(changed))
     return [
         (name, value) for name, value in plain.items() if name in after and after[name] != value and name != "run.dir"
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -79,6 +79,15 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
 def is_array(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     """Return True if ``value`` is an array: a list, or a tuple that Python code made."""
     return isinstance(value, list | tuple)
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each leaf; an empty mapping is one."""
+    for key, value in tree.items():
+        if is_object(value) and value:
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def own(value: Any) -> Any:

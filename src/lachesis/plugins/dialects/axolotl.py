@@ -134,10 +134,7 @@ def _put_float8(translation: Translation) -> None:
     backend = translation.value("fp8_config.backend", "ao")
     if str(backend).lower() not in ("ao", "torchao"):
         translation.problem("fp8_config.backend", f"{describe(backend)} has no counterpart; Lachesis has ao (torchao)")
-    asked = translation.value("fp8", False)
-    if not isinstance(asked, bool):
-        translation.problem("fp8", f"expected true or false, got {describe(asked)}")
-    if asked is not True:
+    if translation.switch("fp8") is not True:
         return
     name = "fp8_config.recipe_name" if translation.has("fp8_config.recipe_name") else "fp8"
     recipe = translation.value("fp8_config.recipe_name", "tensorwise")

@@ -49,8 +49,10 @@ def switched(on: str, off: str) -> Callable[[Any], Any]:
     return lambda value: (on if value else off) if isinstance(value, bool) else value
 
 
-# TRL's older true and false; switches that keep the model from GPUs, and that compile it.
+# TRL's older true and false; switches that keep the model from GPUs, that compile it, that turn adapters on, and that
+# leave out prompts that are too long.
 scale_rewards, on_cpu, compile_mode = switched("group", "none"), switched("cpu", "auto"), switched("on", "off")
+lora, dropped = switched("lora", "none"), switched("drop", "error")
 
 
 def loss_type(value: Any) -> Any:
@@ -108,15 +110,11 @@ def layer_numbers(value: Any) -> list[int]:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [value]
     parts = value.split(",") if isinstance(value, str) else value if is_list(value) else []
-    found: set[int] = set()
-    for part in parts:
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"expected layers counted from 0, as 20-31 or 0-3,28-31, got {describe(value)}")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if not found:
+    matches = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part)) for part in parts]
+    ranges = [range(int(match[1]), int(match[2] or match[1]) + 1) if match else () for match in matches]
+    if not ranges or not all(ranges):
         raise ConfigError(f"expected layers counted from 0, as 20-31 or 0-3,28-31, got {describe(value)}")
-    return sorted(found)
+    return sorted({layer for one in ranges for layer in one})
 
 
 def devices(value: Any) -> Any:
@@ -153,16 +151,6 @@ def device(value: Any) -> Any:
 def unless_zero(value: Any) -> Any:
     """Leave our own default where theirs is switched off by 0."""
     return UNSET if value == 0 else value
-
-
-def lora(value: Any) -> str:
-    """Convert a switch that turns adapters on."""
-    return "lora" if value else "none"
-
-
-def dropped(value: Any) -> str:
-    """Convert a switch that leaves prompts out that are too long."""
-    return "drop" if value else "error"
 
 
 def unless_empty(value: Any) -> Any:

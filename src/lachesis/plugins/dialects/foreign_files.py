@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lachesis.common.json_values import flat
 from lachesis.config.document import Document, apply_overrides, to_yaml
 from lachesis.config.load import row_sections, validate
 from lachesis.config.problems import config_error
 from lachesis.plugins.dialects import recognize, translate
 from lachesis.plugins.dialects.defaults import default_findings
-from lachesis.plugins.dialects.hydra import flat
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS, other_system
 from lachesis.plugins.dialects.scripts import check_expanded, read_any, verl_document
 from lachesis.plugins.dialects.table import Translation

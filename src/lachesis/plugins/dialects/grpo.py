@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from lachesis.common.json_values import is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.document import describe
 from lachesis.config.presets import PRESETS
@@ -89,12 +88,8 @@ def _put_sampler_correction(translation: Translation, prefix: str, *, mode: str,
     """Set the correction for a separate sampler, which is on unless it is switched off; :func:`put_algorithm`."""
     keys = ("correction", "mode", "cap", "clip_max", "clip_min")
     names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in keys}
-    correction = translation.value(names["correction"], True)
-    if correction is False:
+    if translation.switch(names["correction"]) is False:
         translation.put("algorithm.sampler_correction", "none", names["correction"])
-        return
-    if correction is not True:
-        translation.problem(names["correction"], f"expected true or false, got {describe(correction)}")
         return
     chosen = translation.value(names["mode"], mode)
     translation.put("algorithm.sampler_correction", chosen, names["mode"])
@@ -109,22 +104,14 @@ def _put_sampler_correction(translation: Translation, prefix: str, *, mode: str,
 
 def _put_completions(translation: Translation, prefix: str) -> None:
     """Set how many completions are shown: a number, all without one, none unless they are requested."""
-    shown = translation.value(f"{prefix}log_completions", False)
-    if not isinstance(shown, bool):
-        translation.problem(f"{prefix}log_completions", f"expected true or false, got {describe(shown)}")
-    elif shown:
+    if translation.switch(f"{prefix}log_completions"):
         name = f"{prefix}num_completions_to_print"
         translation.put("logging.completions", translation.value(name, "all"), name)
 
 
 def _put_generation_kwargs(translation: Translation, name: str) -> None:
     """Fields of vLLM's SamplingParams: those that every engine here knows go to their own keys."""
-    fields = translation.value(name)
-    if fields is None:
-        return
-    if not is_object(fields):
-        translation.problem(name, f"expected a mapping, got {describe(fields)}")
-        return
+    fields = translation.mapping(name)
     known = {name: name for name in SamplingConfig.model_fields}
     known |= {"max_tokens": "max_completion_length", "n": "num_generations"}
     own = {field: value for field, value in fields.items() if field in known and field != "generation_kwargs"}
@@ -229,10 +216,7 @@ def put_run(
 def _put_schedule(translation: Translation, schedule: str, default_rate: float | None) -> None:
     """Set the options of the schedule in ``lr_scheduler_kwargs``, by the names of transformers' functions."""
     name = "lr_scheduler_kwargs"
-    options = translation.value(name, {})
-    if not is_object(options):
-        translation.problem(name, f"expected a mapping, got {describe(options)}")
-        return
+    options = translation.mapping(name)
     kind, peak = translation.value(schedule), translation.value("learning_rate", default_rate)
     for key, value in options.items():
         path = _WORDS.schedule_options.get(key)

@@ -58,11 +58,3 @@ def _referred(inner: str, names: Mapping[str, Any]) -> Any:
     source: Mapping[str, Any] = os.environ if function == "oc.env" else names
     found = source.get(name.strip()) if not colon or function in ("oc.env", "oc.select") else None
     return parse_value(default.strip()) if found is None and comma else found
-
-
-def flat(data: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """Return the dotted names of all values, those of sections below them."""
-    found: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        found += flat(value, f"{before}{key}.") if is_object(value) and value else [(f"{before}{key}", value)]
-    return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
-from lachesis.plugins.dialects.convert import module_names, nonzero
+from lachesis.plugins.dialects.convert import module_names, nonzero, one_of
 from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 from lachesis.plugins.dialects.words import Words, read_table
@@ -85,17 +85,14 @@ def _put_correction(translation: Translation) -> None:
     translation.put("algorithm.sampler_correction", "none", name)
     if not translation.value(name):
         return
-    if kind not in _WORDS.corrections:
-        translation.problem(
-            "algo.advantage.is_correction_type", f"{kind} has no counterpart; Lachesis has tis and icepop"
-        )
-    elif translation.value("actor.policy_loss_type", "ppo") != "ppo":
+    if translation.value("actor.policy_loss_type", "ppo") != "ppo":
         translation.problem(name, "it changes the ratio of gspo itself there, which has no counterpart; take it out")
     elif not is_list(bounds) or len(bounds) != 2:
         translation.problem("algo.advantage.is_correction_threshold", f"expected two numbers, got {describe(bounds)}")
     else:
         where = "algo.advantage.is_correction_threshold"
-        translation.put("algorithm.sampler_correction", _WORDS.corrections[kind], name)
+        chosen = "algo.advantage.is_correction_type"
+        translation.put_converted("algorithm.sampler_correction", kind, chosen, one_of(_WORDS.corrections))
         translation.put("algorithm.sampler_correction_min", bounds[0], where)
         translation.put("algorithm.sampler_correction_max", bounds[1], where)
 
@@ -166,12 +163,7 @@ def _put_kl(translation: Translation) -> None:
 
 def _put_optimizer(translation: Translation) -> None:
     kind = translation.value("actor.lr_scheduler", "cosine_with_min_lr")
-    if kind not in _WORDS.schedules:
-        translation.problem(
-            "actor.lr_scheduler", f"{kind} has no counterpart; Lachesis has {', '.join(_WORDS.schedules)}"
-        )
-        return
-    translation.put("optimizer.schedule", _WORDS.schedules[kind], "actor.lr_scheduler")
+    translation.put_converted("optimizer.schedule", kind, "actor.lr_scheduler", one_of(_WORDS.schedules))
     if kind != "cosine_with_min_lr":
         translation.put("optimizer.min_lr_ratio", 0.0, "actor.lr_scheduler")
     if kind == "constant":

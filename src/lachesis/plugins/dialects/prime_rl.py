@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
-from lachesis.plugins.dialects.hydra import flat
+from lachesis.common.json_values import flat
 from lachesis.plugins.dialects.words import read_table
 
 _TABLES = read_table("prime_rl")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.json_values import is_list, is_object
+from lachesis.common.json_values import flat, is_list, is_object
 from lachesis.config.document import Document, read_document
-from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, flat, parse_value, resolved
+from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
 from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.prime_rl import refuse_toml
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
@@ -327,7 +327,7 @@ def check_expanded(document: Document, dialect: Dialect | None) -> None:
 
     The run's own name, which has a date most often, and the engine's place on a machine are left out instead.
     """
-    for name, value in flat(document.data):
+    for name, value in list(flat(document.data)):
         words = [word for word in (value if is_list(value) else [value]) if isinstance(word, str)]
         found = next(filter(None, map(_unexpanded, words)), None)
         entry = None if dialect is None else dialect.entries.get(name)

@@ -209,7 +209,7 @@ class Translation:
         value = self.value(name)
         if value is None or isinstance(value, bool) or value in others:
             return value
-        self.problem(name, f"expected {', '.join(['true', 'false', *others])}, got {describe(value)}")
+        self.problem(name, f"expected {' or '.join(['true', 'false', *others])}, got {describe(value)}")
         return None
 
     def text(self, name: str, default: str) -> str:
@@ -219,6 +219,14 @@ class Translation:
             return value
         self.problem(name, f"expected text, got {describe(value)}")
         return default
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return a mapping; an empty one if it is unset, and with a problem for any other value."""
+        value = self.value(name, {})
+        if is_object(value):
+            return value
+        self.problem(name, f"expected a mapping, got {describe(value)}")
+        return {}
 
     def put(self, path: str, value: Any, name: str) -> None:
         """Set a canonical key, as ``name`` of theirs says (or its default)."""

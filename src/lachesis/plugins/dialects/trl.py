@@ -92,10 +92,7 @@ def _put_model(translation: Translation) -> None:
         for name, default in _WORDS.lora.items():
             translation.put_entry(name, default)
     grpo.put_quantization(translation)
-    options = translation.value("model_init_kwargs", {})
-    if not is_object(options):
-        translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
-        return
+    options = translation.mapping("model_init_kwargs")
     names = ("dtype", "torch_dtype")
     asked = next((options[name] for name in names if name in options), None)
     translation.put_converted("model.dtype", asked, "model_init_kwargs", dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
-from lachesis.plugins.dialects.convert import module_names
+from lachesis.plugins.dialects.convert import module_names, one_of
 from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.mixtures import put_dropped_prompts
 from lachesis.plugins.dialects.table import Dialect, Translation, read_names
@@ -88,10 +88,7 @@ def _put_schedule(translation: Translation) -> None:
     names = [f"{_OPTIM}{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")]
     name = next(filter(translation.has, names), names[0])
     kind = translation.value(name, "cosine" if veomni else "constant")
-    if kind not in _WORDS.schedules:
-        translation.problem(name, f"{describe(kind)} has no counterpart; Lachesis has {', '.join(_WORDS.schedules)}")
-        return
-    translation.put("optimizer.schedule", _WORDS.schedules[kind], name)
+    translation.put_converted("optimizer.schedule", kind, name, one_of(_WORDS.schedules))
     rate = translation.value(f"{_OPTIM}lr", 1e-6)
     for lowest in (f"{_OPTIM}min_lr", f"{_OPTIM}lr_min"):
         value = translation.value(lowest, 0)
@@ -139,9 +136,8 @@ def _put_evaluation(translation: Translation) -> None:
 
 def _put_files(translation: Translation) -> None:
     files = _listed(translation, "data.train_files")
-    for index, path in enumerate(files):
-        if index == 0:
-            translation.put("data.path", path, "data.train_files")
+    if files:
+        translation.put("data.path", files[0], "data.train_files")
     if len(files) > 1:
         translation.put("data.more", [{"path": path} for path in files[1:]], "data.train_files")
     held_out = _listed(translation, "data.val_files")
@@ -277,11 +273,8 @@ def _put_kl(translation: Translation) -> None:
 
 
 def _put_kl_term(translation: Translation, name: str, default: str, *, weight: str) -> None:
-    kind = translation.text(name, default)
-    if kind not in _WORDS.kl_estimators:
-        translation.problem(name, f"{kind} has no counterpart; Lachesis has {', '.join(_WORDS.kl_estimators)}")
-        return
-    translation.put("algorithm.kl_estimator", _WORDS.kl_estimators[kind], name)
+    kind = translation.value(name, default)
+    translation.put_converted("algorithm.kl_estimator", kind, name, one_of(_WORDS.kl_estimators))
     translation.put("algorithm.beta", translation.value(weight, 0.001), weight)
 
 

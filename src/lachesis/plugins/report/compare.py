@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
+from lachesis.common.json_values import flat
 from lachesis.common.run_files import run_paths
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.plugins.report.charts import CHARTS, ChartPlan, chart_of, logged_charts, series_of
@@ -113,15 +114,6 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     keys = dict.fromkeys(key for one in known for key in one)
     rows = [(key, [_shown(one.get(key, "–")) for one in known]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``section.key`` and its value."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

@@ -61,7 +61,7 @@ def test_what_is_otherwise_is_said():
     ("text", "message"),
     [
         ("push_to_hub: true\nhub_strategy: often", "expected end, every_save, checkpoint, all_checkpoints, got"),
-        ("push_to_hub: maybe", "expected true, false"),
+        ("push_to_hub: maybe", "expected true or false"),
         ("push_to_hub: true\nhub_model_id: a/b/c", "checkpoint.hub.repo"),
     ],
 )

@@ -129,7 +129,7 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
         (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode (line 2): bypass_mode has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
         (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode (line 2): token-sum has no counterpart"),
-        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=abs", "kl_loss_type (line 2): abs has no counterpart"),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=abs", "(line 2): the text 'abs' has no counterpart"),
         (f"{ACTOR}use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward (line 2): Lachesis has one KL"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "rollout_rs (line 2): has no counterpart"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable"),
