@@ -63,8 +63,8 @@ def build_servers(
         ModelError: a server that runs already serves another model.
     """
     # Servers may join and leave where others start them, unless their memory is the trainer's.
-    changing = isinstance(config.engine, HttpEngineConfig) and not config.shares_weights
-    members = partial(addresses, config.engine.urls) if changing else None
+    changing = None if config.shares_weights or not isinstance(config.engine, HttpEngineConfig) else config.engine.urls
+    members = None if changing is None else partial(addresses, changing)
     engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
     launched = context.launched
     if launched is None:

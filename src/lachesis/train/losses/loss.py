@@ -66,7 +66,8 @@ def cispo(terms: Terms, options: AlgorithmConfig) -> Tensor:
 
 def sapo(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """Return -A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
-    tau = _either(terms.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, terms.ratio)
+    high = terms.ratio.new_full((), options.sapo_temperature_pos)
+    tau = torch.where(terms.advantages > 0, high, options.sapo_temperature_neg)
     return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
 
 
@@ -424,10 +425,6 @@ def _pairs(values: Mapping[str, Tensor], *, weight: Tensor, total: Tensor) -> di
 
 def _capped(ratio: Tensor, options: AlgorithmConfig) -> Tensor:
     return ratio if options.delta is None else ratio.clamp(max=options.delta)
-
-
-def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    return torch.where(condition, like.new_full((), yes), no)
 
 
 def given(values: Tensor | None) -> Tensor:
