@@ -1,7 +1,7 @@
 """Tokens a second of one client of the Tinker server, and of several at once, sampling and training.
 
     PYTHONPATH=src python benchmarks/tenants.py [--tiny] [--model DIR] [--tenants 8] [--requests 64] [--tokens 256]
-                                                [--rank 32] [--share 0.45] [--port 9601] [--out FILE.json]
+                                                [--rank 32] [--share 0.4] [--port 9601] [--out FILE.json]
 
 Without ``--model`` it is a Qwen3 of 8B with random weights. vLLM's own server samples on the GPU that also holds the
 trainer's copy of the base model. Either all requests are of one client with one adapter, or they are shared among
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--share", type=float, default=0.45, help="of the card's memory for vLLM")
+    parser.add_argument("--share", type=float, default=0.4, help="of the card's memory for vLLM")
     parser.add_argument("--port", type=int, default=9601)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -113,7 +113,7 @@ def measured(model: Path, place: Path, arguments: argparse.Namespace) -> dict[st
         wait_for(server, url, log)
         options = TinkerOptions(
             model=str(model), dir=place / "saved", engine=(url,), max_model_len=longest, max_num_seqs=8,
-            max_tokens_per_microbatch=8192,
+            max_tokens_per_microbatch=4096,
         )  # fmt: skip
         base, sampler, engines = load(options)
         assert engines is not None

@@ -61,6 +61,23 @@ def test_the_reward_of_smollm2_takes_the_last_number(text: str, reward: float):
     assert right_sum([[{"role": "assistant", "content": text}]], answer=["12"]) == [reward]
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7 + 5 = 12", 1.0),
+        (" 7 + 5 = 12\n", 1.0),
+        ("7 + 5 = 13", 0.2),
+        ("5 + 7 = 12", 0.0),
+        ("7 + 5 = 12.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_bare_equation_of_smollm2_is_right_and_alone(text: str, reward: float):
+    bare_equation = load_function("rewards.bare_equation", EXAMPLES / "smollm2")
+    prompt = [{"role": "user", "content": "What is 7 + 5?"}]
+    assert bare_equation([prompt], [[{"role": "assistant", "content": text}]], answer=["12"]) == [reward]
+
+
 def test_smollm2_is_tested_on_problems_that_it_does_not_train_on():
     train, held_out = load_function("setup.py:problems", EXAMPLES / "smollm2")(seed=0)
     questions = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
