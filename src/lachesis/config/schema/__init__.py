@@ -82,8 +82,7 @@ class LachesisConfig(Section):
     source: SourceConfig = Field(default_factory=LocalSourceConfig)
     sources: list[MixedSourceConfig] = Field(
         default_factory=list[MixedSourceConfig],
-        description="Several sources in one run, each with a name and its share of the prompts, in place of `source`, "
-        "`data` and `rewards`, which each of them has for itself.",
+        description="Several sources in one run, each with its own `source`, `data` and `rewards`.",
     )
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)

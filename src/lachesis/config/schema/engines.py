@@ -24,8 +24,7 @@ SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 _QUORUM = Field(
     default=None,
-    description="Servers that must answer at the start and before each transfer of weights; the run waits for them. "
-    "Unset: all at the start, and one later.",
+    description="Servers that must answer at the start and before each transfer. Unset: all at the start, one later.",
 )
 
 
@@ -60,8 +59,7 @@ class VllmEngineConfig(BaseEngineConfig):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="The engine's share of the GPU memory. Unset: 0.9 on a separate GPU, on the trainer's 0.45 or "
-        "what the trainer leaves. Several servers on one GPU divide it. On a CPU it is a share of the machine's "
-        "memory.",
+        "what it leaves. Servers on one GPU divide it. On a CPU it is of the machine's memory.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
@@ -79,8 +77,8 @@ class VllmEngineConfig(BaseEngineConfig):
     )
     enable_sleep_mode: bool = Field(
         default=False,
-        description="Give the engine's GPU memory back while the trainer computes; weights that do not all come anew "
-        "wait in host memory.",
+        description="Free the engine's GPU memory while the trainer computes; weights not sent anew wait in host "
+        "memory.",
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
@@ -142,9 +140,9 @@ class HttpEngineConfig(BaseEngineConfig):
     urls: list[str] = Field(
         default=["http://127.0.0.1:9001"],
         min_length=1,
-        description="Their addresses, with or without `/v1`; requests go to the least busy one. `dns+http://NAME:PORT` "
-        "is a server at each address of that name, `file:PATH` a file with an address on each line; both are looked "
-        "up again before each transfer of weights.",
+        description="Their addresses, with or without `/v1`; requests go to the least busy. `dns+http://NAME:PORT` is "
+        "a server at each address of that name, `file:PATH` one a line; both are looked up again before each "
+        "transfer.",
     )
     quorum: PositiveInt | None = _QUORUM
     wait_s: NonNegativeFloat = Field(
@@ -209,8 +207,8 @@ class SharedBridgeConfig(BaseBridgeConfig):
     )
     config_path: str | None = Field(
         default=None,
-        description="The engine's vllm_bridge_config.json; searched in $LOGDIR, the working directory and the "
-        "default place if unset.",
+        description="The engine's vllm_bridge_config.json; unset: looked for in $LOGDIR, here and in the default "
+        "place.",
     )
 
 
@@ -238,8 +236,7 @@ class ChannelBridgeConfig(BaseBridgeConfig):
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     init_method: str | None = Field(
         default=None,
-        description="Where trainer and engine meet, tcp://HOST:PORT; if unset a free port of the address by which "
-        "this machine reaches the engine.",
+        description="Where trainer and engine meet, tcp://HOST:PORT; a free port if unset.",
     )
     transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
         default="auto",
@@ -248,8 +245,7 @@ class ChannelBridgeConfig(BaseBridgeConfig):
     )
     staging: Literal["auto", "device", "host"] = Field(
         default="auto",
-        description="Where the engine stages an update until it is complete: on its `device`, on the `host`, or "
-        "(`auto`) on the device if it has room.",
+        description="Where the engine stages an incomplete update; `auto`: on the device if it has room.",
     )
 
 

@@ -27,8 +27,7 @@ class RunConfig(Section):
     )
     setup: str | None = Field(
         default=None,
-        description="Import path or file path `FILE.py:FUNCTION` of a function called once before the model "
-        "is loaded, with the model path; for examples that build their own model.",
+        description="Import path or `FILE.py:FUNCTION` of a function called once with the model path before loading.",
     )
 
     @property
@@ -59,13 +58,12 @@ class ModelConfig(Section):
     matmul_dtype: Literal["auto", "float8", "float8_rowwise"] = Field(
         default="auto",
         description="Dtype of matrix products in linear layers while training; `auto` is the weights'. `float8` has a "
-        "scale per tensor, `float8_rowwise` one per row (torchao, compute capability 8.9). Faster for large layers; "
-        "weights and gradients keep their dtype.",
+        "scale per tensor, `float8_rowwise` one per row (torchao, compute capability 8.9). Faster for large layers.",
     )
     train_layers: list[NonNegativeInt] | None = Field(
         default=None,
         min_length=1,
-        description="Train only these decoder layers, counted from 0, and neither embeddings nor head. All weights if "
+        description="Train only these decoder layers, counted from 0, without embeddings and head; all weights if "
         "unset.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
@@ -138,8 +136,7 @@ class LoraAdapterConfig(Section):
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
     targets: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] = Field(
         default="all-linear",
-        description="Module names to adapt, or `all-linear` for every linear layer but the head; experts of a mixture "
-        "by name only.",
+        description="Module names to adapt, or `all-linear`: all linear layers but the head; experts only by name.",
     )
     layers: list[NonNegativeInt] | None = Field(
         default=None, min_length=1, description="Adapt these decoder layers only, counted from 0; all if unset."

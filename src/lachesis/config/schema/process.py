@@ -62,8 +62,7 @@ class EvaluationConfig(Section):
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
     patience: PositiveInt | None = Field(
         default=None,
-        description="Stop early, as if at the last step, after this many evaluations in a row without a higher mean "
-        "reward than the best before.",
+        description="Stop early after this many evaluations in a row without a new best mean reward.",
     )
 
 
@@ -87,24 +86,21 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     asynchronous: bool = Field(
         default=False,
-        description="Pause training only until there is a copy in host memory, which is written while training "
-        "continues; the run's end waits for it.",
+        description="Pause training only for a copy in host memory, which is written in the background.",
     )
     format: Literal["auto", "whole"] = Field(
         default="auto",
-        description="`auto`: each rank of a sharded model writes and reads its part, in a `run.dir` that all nodes "
-        "share. `whole`: rank 0 gathers and writes it.",
+        description="`auto`: each rank of a sharded model writes its part to a shared `run.dir`; `whole`: rank 0 "
+        "writes all.",
     )
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
     keep_best: bool = Field(
         default=False,
-        description="Save the model (or adapter) under best/ whenever an evaluation has a higher mean reward than all "
-        "before.",
+        description="Save the model (or adapter) under best/ at each new best mean reward of an evaluation.",
     )
     hub: HubConfig | None = Field(
         default=None,
-        description="Upload the final model to the Hugging Face hub once the run has done its last step. Log in with "
-        "`HF_TOKEN` or `hf auth login`.",
+        description="Upload the final model to the Hugging Face hub. Log in with `HF_TOKEN` or `hf auth login`.",
     )
 
 
@@ -114,8 +110,8 @@ class LoggingConfig(Section):
     every_steps: PositiveInt = Field(default=1, description="Console lines every N steps.")
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
-        description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "
-        "as a table in Weights & Biases and Trackio.",
+        description="Completions shown with prompt and rewards at each of these steps: in the console, W&B and "
+        "Trackio.",
     )
     tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
     report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
@@ -151,8 +147,7 @@ class DistributedConfig(Section):
     )
     shard_size: PositiveInt | None = Field(
         default=None,
-        description="Shard over groups of N devices, which are replicas of one another (HSDP); unset: over all, or "
-        "over what `replicate_size` leaves of them.",
+        description="Shard over groups of N devices, which are replicas of one another (HSDP); over all if unset.",
     )
     replicate_size: PositiveInt | None = Field(
         default=None,
@@ -161,12 +156,11 @@ class DistributedConfig(Section):
     context_parallel_size: PositiveInt = Field(
         default=1,
         description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
-        "one; they divide the attention heads.",
+        "one.",
     )
     tensor_parallel_size: PositiveInt = Field(
         default=1,
-        description="Devices that share each layer's matrices and compute each micro-batch together; they divide the "
-        "attention heads. Within a node.",
+        description="Devices of a node that share each layer's matrices and compute each micro-batch together.",
     )
     expert_parallel_size: PositiveInt = Field(
         default=1,

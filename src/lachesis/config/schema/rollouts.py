@@ -57,8 +57,8 @@ class DataConfig(Section):
     format: DatasetFormat = Field(
         default="auto",
         description="What the columns are: a prompt, or a question and its answer under those names; `auto` detects "
-        "them. The answer's column is passed to the rewards under its own name and as `answer`, that of "
-        "`question_answer` as `solution` too.",
+        "them. Rewards get the answer under its own name and as `answer`, that of `question_answer` as `solution` "
+        "too.",
     )
     transform: str | None = Field(
         default=None,
@@ -87,8 +87,7 @@ class DataConfig(Section):
     )
     eval_size: NonNegativeInt | OpenFraction = Field(
         default=0,
-        description="Without `eval_path` and `eval_split`: problems split off the end after shuffling, as a count or "
-        "as a share below 1.",
+        description="Problems held out from the end after shuffling: a count, or a share below 1.",
     )
     filter: dict[str, Any] = Field(
         default_factory=dict,
@@ -97,8 +96,7 @@ class DataConfig(Section):
     )
     order: str | None = Field(
         default=None,
-        description="Column to sort by, from low to high, such as `difficulty`: a number, or a text such as easy or "
-        "hard. Equal values are shuffled.",
+        description="Column to sort by, from low to high: a number, or a text such as easy or hard.",
     )
     curriculum: Literal["none", "pass_rate"] = Field(
         default="none",
@@ -128,14 +126,13 @@ class LocalSourceConfig(Section):
     kind: Literal["local"] = "local"
     rollout_func: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself, as for "
-        "several turns with an environment.",
+        description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself.",
     )
     tools: list[str | McpServerConfig] = Field(
         default_factory=list[str | McpServerConfig],
-        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call; the chat template "
-        "describes them by docstring and types. `command: [PROGRAM, ...], env: {...}` or `url: ..., headers: {...}` "
-        "adds all tools of an MCP server.",
+        description="Import paths or `FILE.py:FUNCTION` of functions that the model may call, described by docstring "
+        "and types. `command: [PROGRAM, ...], env: {...}` or `url: ..., headers: {...}` adds all tools of an MCP "
+        "server.",
     )
     tool_parser: str = Field(
         default="hermes",
@@ -176,10 +173,9 @@ class RewardsConfig(Section):
 
     functions: list[str | dict[str, Any]] = Field(
         default_factory=list[str | dict[str, Any]],
-        description="Import paths `module.function`, or `FILE.py:FUNCTION`, relative to the config; names of TRL's and "
-        "open-r1's rewards; or sequence-classification models: a directory, or a hub id with its `/`. A mapping "
-        "`{function: ..., kwargs: {...}}` gives arguments, to the function or to a factory. Required with source.kind "
-        "local.",
+        description="Import paths or `FILE.py:FUNCTION`, relative to the config; names of TRL's and open-r1's "
+        "rewards; or sequence-classification models: a directory or hub id with its `/`. `{function: ..., kwargs: "
+        "{...}}` gives arguments, to the function or to a factory. Required with source.kind local.",
     )
     text_completions: Literal["messages", "text"] = Field(
         default="messages",
@@ -196,13 +192,13 @@ class RewardsConfig(Section):
     num_workers: NonNegativeInt | None = Field(
         default=None,
         description="Subprocesses that call the functions, each in its main thread (where `signal.alarm` works); 0: a "
-        "thread of the run. Unset: one subprocess, if functions can be imported there and share nothing with the rest "
-        "of the configuration.",
+        "thread of the run. Unset: one subprocess if functions can be imported there and share nothing with other "
+        "parts.",
     )
     on_error: Literal["fail", "drop_group"] = Field(
         default="fail",
-        description="What happens if a reward raises, hangs or returns NaN: stop the run, or drop that group and "
-        "count it. It is never scored 0.",
+        description="What a reward does that raises, hangs or returns NaN: stop the run, or drop its group. It is "
+        "never 0.",
     )
     timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
     sandbox: str = Field(
@@ -238,9 +234,8 @@ class MixedSourceConfig(Section):
     )
     max_unfinished: PositiveInt | None = Field(
         default=None,
-        description="With `pipeline.async_prefetch`: while this source has this many unfinished groups, other sources "
-        "take its turns. Unset keeps the shares: batches wait for a slow source before its groups become older than "
-        "`pipeline.max_staleness`.",
+        description="With `pipeline.async_prefetch`: at this many unfinished groups, other sources take this one's "
+        "turns. Unset keeps the shares: batches wait for a slow source before `pipeline.max_staleness` is exceeded.",
     )
     max_completion_length: PositiveInt | None = Field(
         default=None, description="As `sampling.max_completion_length`, which is also its upper bound."
@@ -302,15 +297,13 @@ class PipelineConfig(Section):
 
     async_prefetch: bool = Field(
         default=False,
-        description="Generate while the trainer trains: groups begin as there is room for them, and a step once its "
-        "batch is complete.",
+        description="Generate while the trainer trains; a step begins once its batch is complete.",
     )
     prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead, in groups.")
     max_staleness: NonNegativeInt | None = Field(
         default=4,
         description="With `async_prefetch`: the most weight versions between a sample's first token and the policy "
-        "that trains on it. Groups that could become older are not started. 0 is synchronous, unset leaves the bound "
-        "to `prefetch_depth`.",
+        "that trains on it; 0 is synchronous, unset leaves the bound to `prefetch_depth`.",
     )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."
@@ -320,8 +313,7 @@ class PipelineConfig(Section):
     )
     refill_zero_signal: NonNegativeInt = Field(
         default=0,
-        description="Replace groups with equal rewards by new ones, in at most N further rounds a batch (dynamic "
-        "sampling); 0 keeps them.",
+        description="Replace groups with equal rewards (dynamic sampling), in at most N further rounds a batch.",
     )
     replay_size: NonNegativeInt = Field(
         default=0, description="Groups with signal that are kept to replace groups without; 0 keeps none."

@@ -65,8 +65,7 @@ class TeacherConfig(Section):
     )
     model: str | None = Field(
         default=None,
-        description="Directory or hub id of the teacher. With kind url: its name at the server, its only model if "
-        "unset.",
+        description="Directory or hub id of the teacher. With kind url: its name at the server, if that has several.",
     )
     url: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -90,8 +89,8 @@ class TeacherConfig(Section):
     )
     beta: Fraction = Field(
         default=1.0,
-        description="The divergence: 1 is the reverse KL, 0 the forward KL, between them the generalized "
-        "Jensen-Shannon divergence (GKD).",
+        description="1 is the reverse KL, 0 the forward KL, between them the generalized Jensen-Shannon divergence "
+        "(GKD).",
     )
     clip: PositiveFloat | None = Field(
         default=None, description="Most that one token of the vocabulary may add to the divergence (OPSD: 0.05)."
@@ -102,8 +101,8 @@ class TeacherConfig(Section):
     )
     top_k: PositiveInt | None = Field(
         default=None,
-        description="Compare over the teacher's K likeliest tokens, with all others as one. Unset: the whole "
-        "vocabulary, or all that rollouts bring.",
+        description="Compare over the teacher's K likeliest tokens and one for the rest; unset: over all that are "
+        "known.",
     )
 
 
@@ -139,8 +138,8 @@ class AlgorithmConfig(Section):
     )
     advantage: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:FUNCTION` of your own advantages, in place of `scale_rewards`, "
-        "`baseline` and `aggregation`.",
+        description="`FILE.py:FUNCTION` or import path of your own advantages, for `scale_rewards`, `baseline` and "
+        "`aggregation`.",
     )
     num_iterations: PositiveInt = Field(
         default=1, description="Optimizer steps on each batch, all against the logprobs from before the first."
@@ -164,8 +163,8 @@ class AlgorithmConfig(Section):
     )
     kl_reference: Literal["base", "ema", "sampler"] = Field(
         default="base",
-        description="Reference of the KL divergence: the model from before training, a moving average of the policy, "
-        "or the policy that sampled.",
+        description="Reference of the KL: the model before training, a moving average of the policy, or the sampling "
+        "policy.",
     )
     ref_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
@@ -173,17 +172,16 @@ class AlgorithmConfig(Section):
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
     kl_placement: Literal["loss", "reward", "reward_to_go"] = Field(
         default="loss",
-        description="Where the KL term goes: into the loss, into a completion's reward before its advantage "
-        "(`reward`, as verl's `use_kl_in_reward` and TRL's RLOO), or into each token's advantage, summed to the end "
-        "(`reward_to_go`, as OpenRLHF).",
+        description="Where the KL term goes: into the loss, a completion's reward (`reward`, as verl's "
+        "`use_kl_in_reward` and TRL's RLOO), or each token's advantage, summed to the end (`reward_to_go`, as "
+        "OpenRLHF).",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None, description="Estimate of the KL of a token; k3 in the loss and k1 in the reward if unset."
     )
     kl_target: PositiveFloat | None = Field(
         default=None,
-        description="KL of a token, in nats, that `beta` is led to: it grows above this and falls below; constant if "
-        "unset.",
+        description="KL per token, in nats, that `beta` is adapted to; constant `beta` if unset.",
     )
     kl_horizon: PositiveInt = Field(
         default=10_000, description="With `kl_target`: completions over which `beta` changes by about a fifth at most."
@@ -213,8 +211,8 @@ class AlgorithmConfig(Section):
     sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
         description="Weight the loss by the trainer's probability over the sampler's, per token or sequence; beyond "
-        "the bounds the weight is the bound (truncate) or 0 (mask). Unset: `token_truncate` with an 8-bit engine or "
-        "`pipeline.async_prefetch` (not for DPPO).",
+        "the bounds it is the bound (truncate) or 0 (mask). Unset: `token_truncate` with 8-bit engines or "
+        "`pipeline.async_prefetch`.",
     )
     sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
     sampler_correction_min: PositiveFloat | None = Field(
@@ -222,8 +220,8 @@ class AlgorithmConfig(Section):
     )
     off_policy_mask_threshold: float | None = Field(
         default=None,
-        description="Leave out sequences with a negative advantage whose sampler is further than this from the policy "
-        "(nats a token, OPSM).",
+        description="Leave out sequences with negative advantage whose sampler is further than this from the policy "
+        "(nats, OPSM).",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus.")
     router_aux_loss_coef: NonNegativeFloat | Literal["model"] | None = Field(
@@ -233,8 +231,7 @@ class AlgorithmConfig(Section):
     )
     router_replay: bool = Field(
         default=False,
-        description="Of a mixture of experts: train each token through the experts that the engine sampled it with "
-        "(R3), whatever the trainer's routers would choose.",
+        description="Train each token through the experts that the engine sampled it with (R3).",
     )
     top_entropy_quantile: Fraction = Field(
         default=1.0, description="Train on this share of the tokens only, those of highest entropy."
@@ -249,8 +246,7 @@ class AlgorithmConfig(Section):
     cov_kl_coef: NonNegativeFloat = Field(default=1.0, description="With `kl_cov`: weight of the chosen's |log r|.")
     skip_zero_advantage: bool = Field(
         default=True,
-        description="Leave sequences whose advantage is 0 out of the forward pass (their gradient is 0 without "
-        "KL term); normalization still counts them.",
+        description="Leave sequences with advantage 0 out of the forward pass; normalization still counts them.",
     )
 
     @property
@@ -292,8 +288,7 @@ class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
     steps_per_generation: PositiveInt = Field(
         default=1,
-        description="Optimizer steps per generation, which has this many times `prompts_per_step` prompts; all "
-        "against the logprobs from before the first.",
+        description="Optimizer steps per generation, which has this many times `prompts_per_step` prompts.",
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=8192, description="Most tokens in one forward pass; a longer sequence goes alone."
@@ -310,8 +305,7 @@ class OptimizerConfig(Section):
     )
     function: CustomPart | None = Field(
         default=None,
-        description="Import path or `FILE.py:NAME` of your own optimizer, such as `torch.optim.SGD`, in place of "
-        "`kind`.",
+        description="Import path or `FILE.py:NAME` of your own optimizer, such as `torch.optim.SGD`.",
     )
     learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak rate; 1e-6, or 1e-5 with LoRA, if unset."
@@ -327,8 +321,7 @@ class OptimizerConfig(Section):
     )
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="Steps in a row that may be skipped because of a non-finite gradient before the run ends; 0 ends "
-        "it at the first.",
+        description="Steps in a row that may be skipped for a non-finite gradient before the run ends.",
     )
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         default="constant", description="Course of the learning rate after warm-up."
@@ -355,6 +348,5 @@ class OptimizerConfig(Section):
     min_lr_ratio: Fraction = Field(default=0.0, description="Where a schedule that falls ends, as a share of the peak.")
     weight_update: Literal["auto", "fp32_master", "stochastic_rounding", "plain"] = Field(
         default="auto",
-        description="How 16-bit weights take updates smaller than their spacing; `auto` keeps fp32 masters for "
-        "them, and does nothing for float32 weights.",
+        description="How 16-bit weights take updates below their spacing; `auto` keeps fp32 masters.",
     )

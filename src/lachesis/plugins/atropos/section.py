@@ -16,8 +16,7 @@ class AtroposSourceConfig(Section):
     url: str = Field(default="http://127.0.0.1:8002", description="Address of the rollout API.")
     batch_size: PositiveInt | None = Field(
         default=None,
-        description="Completions in one batch of the API; batch.prompts_per_step times sampling.num_generations if "
-        "unset.",
+        description="Completions per batch of the API; batch.prompts_per_step x sampling.num_generations if unset.",
     )
     max_sequence_length: PositiveInt = Field(
         default=2048, description="Longest prompt and completion together, as reported to the environments."

@@ -69,13 +69,12 @@ class AgentSourceConfig(Section):
     disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout behind the wall, in MiB.")
     keep_files: list[str] = Field(
         default_factory=list,
-        description="Patterns of the files that it leaves, such as `*.py`, which reward functions get as the column "
-        "`files`: their texts by their names, at most 4 MiB of a rollout.",
+        description="Patterns such as `*.py` of files that rewards get as the column `files`, by name; at most 4 MiB "
+        "a rollout.",
     )
     self_reported: bool = Field(
         default=False,
-        description="Let rewards use the program's own report: its exit code, and a number that it writes into the "
-        "file LACHESIS_REWARD. A model may learn to write what it wants.",
+        description="Let rewards use its exit code and the number in its file LACHESIS_REWARD, which a model can fake.",
     )
     container: str | None = Field(
         default=None,
@@ -146,13 +145,11 @@ class StepsSourceConfig(EpisodesSourceConfig):
     )
     turns_apart: bool = Field(
         default=False,
-        description="With `turn_advantage`: rewards of steps before the last count for their turns alone, and not in "
-        "the reward of the whole (MT-GRPO).",
+        description="With `turn_advantage`: rewards before the last step count for their turns alone (MT-GRPO).",
     )
     turn_tokens: PositiveInt | None = Field(
         default=None,
-        description="Most tokens of a turn; of all turns, with what the environment shows in between, it is "
-        "`sampling.max_completion_length`.",
+        description="Most tokens of a turn; `sampling.max_completion_length` bounds the whole rollout.",
     )
     tool_parser: str = Field(
         default="hermes", description="How the model writes a call of a method, as with kind local; with TRL's methods."

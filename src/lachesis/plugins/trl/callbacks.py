@@ -14,6 +14,7 @@ from lachesis.metrics.hub import Sink
 
 # Our names of metrics, and TRL's.
 _NAMES = {
+    "router_aux_loss": "aux_loss",
     "zero_std_fraction": "frac_reward_zero_std",
     "completion_length/mean": "completions/mean_length",
     "completion_length/max": "completions/max_length",

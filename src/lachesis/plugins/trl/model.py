@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.utils import load_peft_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lachesis.common.errors import ConfigError, ModelError
+from lachesis.common.errors import ModelError
 from lachesis.common.hub import can_see, language_model_class
-from lachesis.plugins.trl.objects import save_tokenizer
+from lachesis.plugins.trl.objects import ArgumentError, save_tokenizer
 
 
 class ScriptModel:
@@ -49,7 +49,7 @@ class ScriptModel:
                 self.tokenizer = save_tokenizer(processing_class, place)
             return
         if not isinstance(given, PreTrainedModel | PeftModel):
-            raise ConfigError(
+            raise ArgumentError(
                 f"model: {type(given).__name__} is not a transformers model",
                 remedy="pass one, its hub id or its directory",
             )
@@ -62,12 +62,12 @@ class ScriptModel:
 
     def _take_adapter(self, model: PeftModel, place: Path) -> None:
         if self.peft_config is not None:
-            raise ConfigError(
+            raise ArgumentError(
                 "peft_config: the model is a PeftModel and has an adapter already",
                 remedy="pass the base model with peft_config, or the PeftModel without",
             )
         if list(model.peft_config) != ["default"]:
-            raise ConfigError(
+            raise ArgumentError(
                 f"model: this PeftModel has the adapters {', '.join(model.peft_config)}, and one is trained: default",
                 remedy="merge the others, or pass the base model with peft_config",
             )

@@ -24,6 +24,10 @@ _LORA = frozenset(
 )
 
 
+class ArgumentError(ConfigError, ValueError):
+    """An argument that the trainer cannot honour; TRL's raises ``ValueError``."""
+
+
 def save_tokenizer(processing_class: Any, place: Path) -> str:
     """Save a tokenizer object, or a processor: of images with all of it, else its tokenizer. Returns where."""
     images = hasattr(processing_class, "image_processor")
@@ -41,7 +45,7 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
     if peft_config is None:
         return {}
     if not isinstance(peft_config, LoraConfig):
-        raise ConfigError(
+        raise ArgumentError(
             f"peft_config: {type(peft_config).__name__} is not a LoraConfig", remedy="Lachesis trains LoRA; pass that"
         )
     plain = LoraConfig()
@@ -51,7 +55,7 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
         if one.name not in _LORA and getattr(peft_config, one.name) != getattr(plain, one.name)
     ]
     if asked:
-        raise ConfigError(
+        raise ArgumentError(
             f"peft_config: Lachesis trains plain LoRA, and has no {', '.join(asked)}",
             remedy="leave these fields out of the LoraConfig",
         )
@@ -74,7 +78,7 @@ def quantization_keys(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, BitsAndBytesConfig):
-        raise ConfigError(
+        raise ArgumentError(
             f"quantization_config: {type(config).__name__} is not a BitsAndBytesConfig",
             remedy="pass one with load_in_4bit (nf4) or load_in_8bit",
         )
@@ -89,7 +93,7 @@ def _usual_targets(model: str) -> list[str]:
     kind = str(AutoConfig.from_pretrained(model).model_type)
     targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
     if targets is None:
-        raise ConfigError(
+        raise ArgumentError(
             f"peft_config: peft has no usual target_modules for models of type {kind}",
             remedy='name them, or give target_modules="all-linear"',
         )
@@ -102,12 +106,13 @@ def reward_list(reward_funcs: Any, processing_classes: Any, *, place: Path) -> l
     Raises:
         ConfigError: there are more or fewer processing classes than functions, or a model cannot judge.
     """
-    functions: list[Any] = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    alone = not isinstance(processing_classes, list | tuple)
-    tokenizers: list[Any] = [processing_classes] * len(functions) if alone else list(processing_classes)
+    functions, tokenizers = as_list(reward_funcs), as_list(processing_classes)
+    if processing_classes is None:
+        tokenizers *= len(functions)
     if len(tokenizers) != len(functions):
-        raise ConfigError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {len(functions)} reward functions",
+        raise ArgumentError(
+            f"reward_processing_classes: their number ({len(tokenizers)}) must match that of the reward functions "
+            f"({len(functions)})",
             remedy="give one for each, None for functions",
         )
     return [
@@ -116,6 +121,11 @@ def reward_list(reward_funcs: Any, processing_classes: Any, *, place: Path) -> l
         else function
         for index, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=True))
     ]
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return an argument that may be one object or several."""
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _saved_reward(model: PreTrainedModel, tokenizer: Any, place: Path) -> str:
@@ -131,10 +141,14 @@ def stream_rows(dataset: Any, args: Any) -> Any:
     """
     if isinstance(dataset, str | Path) or hasattr(dataset, "__len__") or not isinstance(dataset, Iterable):
         return dataset
+    return [dict(row) for row in islice(dataset, rows_needed(args, "train_dataset is a stream"))]
+
+
+def rows_needed(args: Any, why: str) -> int:
+    """Return how many rows ``args.max_steps`` steps take of data without an end. Raises ConfigError if it is unset."""
     if args.max_steps <= 0:
-        raise ConfigError("train_dataset is a stream, whose end is not known", remedy="set max_steps")
-    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return [dict(row) for row in islice(dataset, rows)]
+        raise ArgumentError(f"{why}, whose end is not known", remedy="set max_steps")
+    return args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
 
 
 def eval_datasets(dataset: Any) -> dict[str, Any]:

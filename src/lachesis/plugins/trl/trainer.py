@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from lachesis.common.errors import ConfigError
 from lachesis.common.terminal import SafeConsole
 from lachesis.plugins.export.export import export
 from lachesis.plugins.export.push import push
@@ -23,10 +22,13 @@ from lachesis.plugins.trl.arguments import GRPOConfig, RLOOConfig
 from lachesis.plugins.trl.callbacks import BestModel, CallbackSink, evaluation_metrics
 from lachesis.plugins.trl.model import ScriptModel
 from lachesis.plugins.trl.objects import (
+    ArgumentError,
+    as_list,
     eval_datasets,
     lora_keys,
     quantization_keys,
     reward_list,
+    rows_needed,
     stream_rows,
     write_tasks,
 )
@@ -87,12 +89,10 @@ class GRPOTrainer:
         place = Path(f"{str(self.args.output_dir).rstrip('/')}-given")
         self.processing_class, self.eval_dataset = processing_class, eval_dataset
         self.train_dataset = train_dataset = stream_rows(train_dataset, self.args)
-        eval_dataset = _only_one(eval_dataset)
+        eval_dataset = _only_one(eval_dataset, repeatedly=self.args.eval_strategy != "no")
         if reward_funcs is None and environment_factory is None:
-            raise ConfigError(
-                "reward_funcs is missing: nothing says which answers are better", remedy="pass one or more"
-            )
-        self.reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+            raise ArgumentError("No reward source provided", remedy="pass one or more reward_funcs")
+        self.reward_funcs, self.reward_processing_classes = as_list(reward_funcs), as_list(reward_processing_classes)
         self._model = ScriptModel(
             model, processing_class=processing_class, peft_config=peft_config, place=place / "model"
         )
@@ -130,7 +130,7 @@ class GRPOTrainer:
         if args is None:
             return self.arguments(self.arguments.__name__.removesuffix("Config"))
         if not isinstance(args, self.arguments) or (type(self) is GRPOTrainer and isinstance(args, RLOOConfig)):
-            raise ConfigError(
+            raise ArgumentError(
                 f"args: a {type(args).__name__} does not fit {type(self).__name__}",
                 remedy=f"pass a {self.arguments.__name__}",
             )
@@ -145,6 +145,11 @@ class GRPOTrainer:
     def accelerator(self) -> PartialState:
         """State of this process as scripts ask for it: ``print``, ``is_main_process``, ``wait_for_everyone``."""
         return PartialState()
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Return True if the load-balancing loss of a mixture of experts is logged."""
+        return any("aux_loss" in line for line in self.state.log_history)
 
     @property
     def hub_model_id(self) -> str:
@@ -201,10 +206,12 @@ class GRPOTrainer:
         Raises:
             ConfigError: there is no such dataset, or environments play, whose dataset cannot be changed.
         """
+        if eval_dataset is None and isinstance(self.eval_dataset, Mapping):
+            eval_dataset = self.eval_dataset
         if eval_dataset is None:
             metrics = self._evaluate(self._sections, metric_key_prefix)
         elif "data" not in self._sections:
-            raise ConfigError(
+            raise ArgumentError(
                 "evaluate: eval_dataset cannot be changed where environments play", remedy="pass it to the trainer"
             )
         else:
@@ -231,7 +238,7 @@ class GRPOTrainer:
         target = Path(output_dir or str(self.args.output_dir))
         trained = self._trained()
         if trained is None:
-            raise ConfigError("save_model: nothing has been trained yet", remedy="call train() first")
+            raise ArgumentError("save_model: nothing has been trained yet", remedy="call train() first")
         shutil.copytree(trained, target, dirs_exist_ok=True)
 
     def push_to_hub(self, commit_message: str | None = None, **card: Any) -> str:
@@ -298,13 +305,13 @@ class RLOOTrainer(GRPOTrainer):
 def _refuse(*, optimizers: Sequence[Any], environment_factory: Any) -> None:
     """Refuse what TRL's trainer takes and a run cannot honour."""
     if any(one is not None for one in optimizers):
-        raise ConfigError(
+        raise ArgumentError(
             "optimizers: Lachesis makes the optimizer and its schedule",
             remedy="name them in args (optim, learning_rate, lr_scheduler_type)",
         )
     if isinstance(environment_factory, Mapping):
         names = ", ".join(map(str, cast(Mapping[Any, Any], environment_factory)))
-        raise ConfigError(
+        raise ArgumentError(
             f"environment_factory: a run plays one environment, and here are {names}",
             remedy="pass one factory, whose reset() chooses by the row's columns",
         )
@@ -333,20 +340,21 @@ def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:
         ConfigError: no environment owns the data, or nothing says how many steps are trained.
     """
     if not owned:
-        raise ConfigError("train_dataset is required and missing", remedy="pass a Dataset or a list of rows")
-    if args.max_steps <= 0:
-        raise ConfigError("the environment owns the data, whose end is not known", remedy="set max_steps")
-    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return [{"prompt": [{"role": "user", "content": ""}]}] * rows
+        raise ArgumentError("`train_dataset` is required and missing", remedy="pass a Dataset or a list of rows")
+    return [{"prompt": [{"role": "user", "content": ""}]}] * rows_needed(args, "the environment owns the data")
 
 
-def _only_one(eval_dataset: Any) -> Any:
-    """Return the dataset that a run evaluates on. Raises ConfigError if there are several by name."""
-    if eval_dataset is None:
+def _only_one(eval_dataset: Any, *, repeatedly: bool) -> Any:
+    """Return the dataset that a run evaluates on; None if there are several by name, which is an error ``repeatedly``.
+
+    Raises:
+        ConfigError: there are several, and the run is to evaluate while it trains.
+    """
+    found = {"": None} if eval_dataset is None else eval_datasets(eval_dataset)
+    if len(found) > 1 and not repeatedly:
         return None
-    found = eval_datasets(eval_dataset)
     if len(found) > 1:
-        raise ConfigError(
+        raise ArgumentError(
             f"eval_dataset: a run evaluates on one dataset, and here are {', '.join(found)}",
             remedy="pass one, and the others to evaluate()",
         )

@@ -241,20 +241,21 @@ def test_rollout_functions_are_called(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"train_dataset": None}, "train_dataset is required"),
-        ({"reward_funcs": None}, "reward_funcs is missing"),
+        ({"train_dataset": None}, "`train_dataset` is required"),
+        ({"reward_funcs": None}, "No reward source provided"),
         ({"environment_factory": {"a": Counter, "b": Counter}}, "plays one environment, and here are a, b"),
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
         ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
         ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
         ({"model": 3}, "model: int is not a transformers model"),
-        ({"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward functions"),
+        ({"reward_processing_classes": [None, None]}, "their number .2. must match that of the reward functions .1."),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict[str, Any], said: str):
     with pytest.raises(ConfigError) as caught:
         trainer(tmp_path, **given)
     assert re.search(said, str(caught.value))
+    assert isinstance(caught.value, ValueError), "scripts that catch TRL's errors catch it"
 
 
 def weights_of(model: Any) -> dict[str, Any]:
@@ -297,11 +298,12 @@ def test_streams_and_named_datasets(tmp_path: Path):
     stream = IterableDataset.from_generator(lambda: ({"prompt": f"{number}="} for number in count()))
     with pytest.raises(ConfigError, match="set max_steps"):
         trainer(tmp_path, args=arguments(tmp_path, max_steps=-1), train_dataset=stream)
+    several = {"easy": ROWS[:2], "hard": ROWS[2:6]}
     with pytest.raises(ConfigError, match="here are easy, hard"):
-        trainer(tmp_path, eval_dataset={"easy": ROWS[:2], "hard": ROWS[2:4]})
-    made = trainer(tmp_path, train_dataset=stream)
+        trainer(tmp_path, args=arguments(tmp_path, eval_strategy="steps"), eval_dataset=several)
+    made = trainer(tmp_path, train_dataset=stream, eval_dataset=several)
     assert [row["prompt"] for row in made.train_dataset] == [f"{number}=" for number in range(16)]
-    found = made.evaluate({"easy": ROWS[:2], "hard": ROWS[2:6]})
+    found = made.evaluate()
     assert (found["eval_easy_problems"], found["eval_hard_problems"]) == (2, 4)
 
 
