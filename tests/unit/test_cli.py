@@ -315,8 +315,9 @@ def test_plan_takes_the_flags_of_grpo_too(lachesis_command: Command):
     flags = ("--model-name", "Qwen/Qwen3-8B", "--weight-bridge-mode", "lora_only", "--lora-r", "16")
     answer = lachesis_command("plan", *flags, "--device", "cuda", "--gpus", "16", "--nodes", "2", "--fit", "48")
     assert answer.code == 0, answer.err
-    for expected in ("8,190,735,360", "table of known models", "on one card", "on 2 x 8 GPUs of 80 GB", "it fits"):
+    for expected in ("8,190,735,360", "table of known models", "on 2 x 8 GPUs of 80 GB", "it fits"):
         assert expected in answer.out
+    assert "on one card" not in answer.out, "who asks for a node wants no single card"
     assert lachesis_command("plan", "a.yaml", "--fitt", "3").code == 2
 
 

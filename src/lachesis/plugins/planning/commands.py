@@ -68,11 +68,12 @@ def plan_command(
         check_reward_columns(singles[name], sample)
         words = f"of the first {sample.rows:,} rows{f' of {name}' if name else ''} has about {sample.longest:,} tokens"
         console.print(f"the longest prompt {words}", style="dim")
+    device = device or ("cuda" if gpus or node else None)
     for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found, prompt_tokens=longest)):
         console.print(line)
     if found is not None and (way := way_line(loaded.config.model, kind=found.shape.kind)):
         console.print(way)
-    if found is not None and device != "cpu":
+    if found is not None and device != "cpu" and not (gpus or node):
         on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found, prompt_tokens=longest)
         for line in card_lines(loaded.config, on_gpu):
             console.print(line)
