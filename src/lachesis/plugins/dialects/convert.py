@@ -148,13 +148,8 @@ def device(value: Any) -> Any:
     return "cuda" if value == "cuda:0" else value
 
 
-def unless_zero(value: Any) -> Any:
-    """Leave our own default where theirs is switched off by 0."""
-    return UNSET if value == 0 else value
-
-
 def unless_empty(value: Any) -> Any:
-    """Leave our own default where theirs has nothing in it."""
+    """Leave our own default where theirs has nothing in it, or is switched off by 0."""
     return value or UNSET
 
 

@@ -154,11 +154,10 @@ def put_strategy(translation: Translation, name: str, strategy: object, section:
         translation.put(f"{section}.every_epochs", 1.0, name)
     elif strategy == "steps":
         translation.put(f"{section}.every_steps", default_steps, name)
-    elif strategy not in ("no", False, "best"):
-        translation.problem(name, f"expected one of steps, epoch, no, got {describe(strategy)}")
     elif strategy == "best":
         translation.warning(name, f"{strategy}: Lachesis counts in steps or epochs; write steps, epoch or no")
-        return False
+    elif strategy not in ("no", False):
+        translation.problem(name, f"expected one of steps, epoch, no, got {describe(strategy)}")
     return strategy in ("epoch", "steps")
 
 

@@ -200,9 +200,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _scalar(text: str) -> Any:
-    if unknown_in(text) is not None or "\n" in text:
-        return text
-    return parse_value(text)
+    return text if unknown_in(text) is not None or "\n" in text else parse_value(text)
 
 
 def _processes(launcher: Sequence[str], script: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,20 +18,8 @@ from lachesis.common.errors import ConfigError, nearest
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 ServerType = Literal["vllm", "openai"]
 _CONFIG = "config"
-# Atropos' own names that do nothing here: what the trainer says, numbers of workers, what is shown where.
-_NOTHING = {
-    *("env.batch_size", "env.max_num_workers_per_node", "env.max_eval_workers", "env.eval_handling"),
-    *("env.eval_limit_ratio", "env.num_rollouts_to_keep", "env.num_rollouts_per_group_for_logging"),
-    *("env.min_items_sent_before_logging", "openai.tokenizer_name", "openai.num_requests_for_eval"),
-    *("openai.weight", "openai.rolling_buffer_length"),
-}
-_ELSEWHERE = {
-    "env.start_tok_length": "leave it out: a rollout may have env.max_token_length tokens from the start",
-    **dict.fromkeys(
-        ("teacher", "env.teacher_enabled", "env.teacher_top_k"),
-        "leave it out, and write the teacher's server into the trainer's algorithm.teacher (kind: url)",
-    ),
-}
+# Atropos' own names that do nothing here, and those of what is said elsewhere.
+_OTHERS = tomllib.loads(Path(__file__).with_name("others.toml").read_text(encoding="utf-8"))
 
 
 class Settings(BaseModel):
@@ -239,14 +228,14 @@ def _counts(shown: str, name: str, known: Collection[str]) -> bool:
     """
     if name in known:
         return True
-    if name not in _NOTHING:
+    if name not in _OTHERS["nothing"]:
         raise _unknown(shown, name, known)
     logger.warning("%s does nothing here", shown)
     return False
 
 
 def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
-    if elsewhere := _ELSEWHERE.get(name, _ELSEWHERE.get(name.partition(".")[0])):
+    if elsewhere := _OTHERS["elsewhere"].get(name, _OTHERS["elsewhere"].get(name.partition(".")[0])):
         return ConfigError(f"{shown} has no counterpart", remedy=elsewhere)
     near = nearest(name, known, cutoff=0.5)
     remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
