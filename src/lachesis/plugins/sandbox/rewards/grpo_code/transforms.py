@@ -15,7 +15,8 @@ _ACECODE_REQUEST = (
     "Reason between <reasoning> and </reasoning>, and give Python code between <answer> and </answer>. It may import "
     "time, itertools, collections, functools, math and typing, inside the answer, and nothing else; it uses no files."
 )
-_OTHERS = [column for pair in PAIRS.values() for column in pair if pair != ("instruction", "response")]
+_PAIRS = [pair for name, pair in PAIRS.items() if name != "question_answer"]
+_OTHERS = [column for pair in _PAIRS[1:] for column in pair]
 
 
 def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
@@ -48,9 +49,7 @@ def read_tests(value: object) -> list[str]:
 
 
 def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
-    question, answer = next(
-        (pair for pair in PAIRS.values() if row.get(pair[0]) is not None), PAIRS["instruction_response"]
-    )
+    question, answer = next((pair for pair in _PAIRS if row.get(pair[0]) is not None), _PAIRS[0])
     made = {"instruction": _asking(row[question]), "response": row.get(answer)}
     if row.get("follow_up"):
         made["follow_up"] = _asking(row["follow_up"])
