@@ -69,9 +69,7 @@ def put_algorithm(
         translation.put("algorithm.epsilon_high", told, bound)
         ours = PRESETS["cispo"]["algorithm.epsilon_high"]
         setting = translation.document.setting(bound, ours)
-        translation.note(
-            loss, f"TRL bounds the ratio by {told} where {bound} is unset; Lachesis' own is {ours} ({setting})"
-        )
+        translation.note(loss, f"TRL bounds the ratio by {told} without {bound}; Lachesis' own is {ours} ({setting})")
     if translation.value(loss) == "luspo":
         translation.put("algorithm.normalization", "sequence_sum", loss)
     if translation.value(f"{prefix}sync_ref_model"):

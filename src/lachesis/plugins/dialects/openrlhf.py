@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
-from lachesis.plugins.dialects.convert import module_names, nonzero, one_of
+from lachesis.plugins.dialects.convert import frequency, module_names, nonzero, one_of
 from lachesis.plugins.dialects.grpo import put_generation
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
 from lachesis.plugins.dialects.words import Words, read_table
@@ -180,9 +180,7 @@ def _put_rest(translation: Translation) -> None:
         targets = translation.value("ds.lora.target_modules", "all-linear")
         translation.put("adapter.targets", module_names(targets), "ds.lora.target_modules")
     for new, path in (("ckpt.save_steps", "checkpoint.every_steps"), ("eval.steps", "evaluation.every_steps")):
-        frequency = translation.value(new)
-        if isinstance(frequency, int):
-            translation.put(path, max(0, frequency), new)
+        translation.put_converted(path, translation.value(new), new, frequency)
     if translation.value("algo.dynamic_filtering_enable"):
         bounds = translation.value("algo.dynamic_filtering_range", [0, 1])
         if list(bounds) not in ([0, 1], [0.0, 1.0]):

@@ -13,7 +13,7 @@ from typing import Any
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects import grpo
-from lachesis.plugins.dialects.convert import dtype, nonzero
+from lachesis.plugins.dialects.convert import dtype
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.plugins.dialects.hub import put_hub
 from lachesis.plugins.dialects.mixtures import put_datasets
@@ -60,10 +60,8 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     if rloo:
         _put_rloo(translation)
     _put_new_tokens(translation)
-    if not translation.has("max_grad_norm") and translation.has("gradient_clipping"):
-        translation.put_converted(
-            "optimizer.max_grad_norm", translation.value("gradient_clipping"), "gradient_clipping", nonzero
-        )
+    if not translation.has("max_grad_norm"):
+        translation.put_entry("gradient_clipping")
     _put_engine(translation)
     _put_copies(translation, processes=processes or 1)
     put_distributed(translation, _fsdp_options(translation), processes=processes or 1)

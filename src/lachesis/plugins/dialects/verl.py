@@ -148,14 +148,12 @@ def _put_files(translation: Translation) -> None:
 
 
 def _listed(translation: Translation, name: str) -> list[str]:
-    value = translation.value(name)
-    if value is None:
-        return []
+    value = translation.value(name, [])
     found = [value] if isinstance(value, str) else value
-    if not is_list(found) or not all(isinstance(one, str) for one in found):
-        translation.problem(name, f"expected a path or a list of paths, got {describe(value)}")
-        return []
-    return [str(one) for one in found]
+    if is_list(found) and all(isinstance(one, str) for one in found):
+        return [str(one) for one in found]
+    translation.problem(name, f"expected a path or a list of paths, got {describe(value)}")
+    return []
 
 
 def _put_truncation(translation: Translation) -> None:

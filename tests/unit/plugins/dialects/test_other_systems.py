@@ -228,7 +228,7 @@ def test_cispo_has_the_bound_of_trl(tmp_path: Path, written: str, bound: float):
     )
     text = translated(file)
     assert yaml.safe_load(text)["algorithm"]["epsilon_high"] == bound
-    told = f"TRL bounds the ratio by {bound} where epsilon_high is unset; Lachesis' own is 5.0 (--set epsilon_high=5.0)"
+    told = f"TRL bounds the ratio by {bound} without epsilon_high; Lachesis' own is 5.0 (--set epsilon_high=5.0)"
     assert (told in " ".join(text.replace("#", "").split())) == ("epsilon_high" not in written)
 
 
