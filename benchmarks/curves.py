@@ -18,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples/smollm2"
 PORT = 9001
 PORTS_BETWEEN = 20
 KV_CACHE_BYTES = 4_000_000_000  # said, as vLLM cannot measure what is free while other runs start
-BEHIND = {"pipeline.async_prefetch": True, "pipeline.prefetch_depth": 4, "pipeline.max_staleness": 4}
-SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+BEHIND: dict[str, object] = {"pipeline.async_prefetch": True, "pipeline.prefetch_depth": 4, "pipeline.max_staleness": 4}
+SETTINGS: dict[str, tuple[str, Mapping[str, object]]] = {
     "on policy": ("full.yaml", {}),
     "4 behind": ("full.yaml", BEHIND | {"algorithm.sampler_correction": "none"}),
     "4 behind, corrected": ("full.yaml", BEHIND),
