@@ -101,9 +101,10 @@ def train(name: str, seed: int, *, port: int, options: argparse.Namespace) -> Cu
     file, settings = SETTINGS[name]
     run = f"{name.replace(', ', '-').replace(' ', '-')}-{options.rate:g}-{seed}"
     keys: dict[str, object] = {
-        "run.name": run, "run.dir": str(options.work.resolve()), "run.seed": seed, "run.steps": options.steps,
-        "batch.prompts_per_step": 16, "optimizer.learning_rate": options.rate,
-    } | engine(port, tiny=options.tiny) | settings  # fmt: skip
+        **settings, **engine(port, tiny=options.tiny), "run.name": run, "run.dir": str(options.work.resolve()),
+        "run.seed": seed, "run.steps": options.steps, "batch.prompts_per_step": 16,
+        "optimizer.learning_rate": options.rate,
+    }  # fmt: skip
     if options.tiny:
         keys |= {"batch.prompts_per_step": 2, "evaluation.max_problems": 4}
     command = [sys.executable, "-m", "lachesis", "train", str(EXAMPLES / file), "--overwrite"]
