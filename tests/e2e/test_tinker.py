@@ -419,6 +419,33 @@ def test_malformed_requests_are_the_client_s_fault(served: Served):
         assert http.delete("training_runs/x/checkpoints/weights/..").status_code in (404, 405, 422)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("weights_info", {"tinker_path": "tinker://x/weights/" + "a" * 300}),
+        ("weights_info", {"tinker_path": "tinker://" + "x" * 300 + "/weights/a"}),
+        ("save_weights", {"path": "a" * 300}),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**15}),
+        ("save_weights_for_sampler", {"path": "a", "ttl_seconds": 10**400}),
+        ("asample", {"topk_prompt_logprobs": -4, "prompt_logprobs": True}),
+        ("create_model", {"model_seq_id": 10**3000, "lora_config": {"rank": 1}}),
+    ],
+)
+def test_values_that_no_disk_and_no_clock_takes_are_the_client_s_fault(served: Served, path: str, body: dict[str, Any]):
+    """Neither now nor in the lists that come later."""
+    run_id = served.run().model_id
+    chunks = [{"type": "encoded_text", "tokens": [1]}]
+    whole = {"base_model": str(served.model), "prompt": {"chunks": chunks}, "num_samples": 1, "sampling_params": {}}
+    whole |= {"model_id": run_id, "session_id": run_id.partition(":")[0]}
+    with httpx.Client(base_url=f"{served.url}/api/v1/", headers={"x-api-key": KEY}, trust_env=False) as http:
+        reply = http.post(path, json=whole | body)
+        if reply.status_code == 200:
+            reply = http.post("retrieve_future", json={"request_id": reply.json()["request_id"]})
+            assert reply.json()["category"] == "user", reply.text
+        assert reply.status_code in (200, 422), reply.text
+        assert http.get("training_runs").status_code == http.get(f"training_runs/{run_id}").status_code == 200
+
+
 def test_a_request_that_is_sent_twice_is_one(served: Served):
     body = {"session_id": served.run().model_id.partition(":")[0], "model_seq_id": 999, "base_model": str(served.model)}
 

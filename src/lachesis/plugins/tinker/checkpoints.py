@@ -23,8 +23,10 @@ Kind = Literal["weights", "sampler_weights"]
 """With the optimizer's state, to go on training; and without, to sample."""
 
 _ADAPTER, _OPTIMIZER, _ABOUT = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
-_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]*", flags=re.ASCII)
-_PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/([^/]+)", flags=re.ASCII)
+# No file system takes longer names.
+_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", flags=re.ASCII)
+_PATH = re.compile(r"tinker://([\w:-]{1,200})/(weights|sampler_weights)/([^/]+)", flags=re.ASCII)
+_LONGEST_TTL_S = 100 * 365 * 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +77,16 @@ class CheckpointStore:
         """Write a checkpoint, whole or not at all.
 
         Raises:
-            CheckpointError: the name is none, it is taken, or the disk is full.
+            CheckpointError: the name is none, it is taken, it is to be kept too long, or the disk is full.
         """
         if not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{name!r} is not a name of a checkpoint", remedy="use letters, digits and _ . + = -, no slash"
+                f"{name[:250]!r} is not a name of a checkpoint",
+                remedy="use at most 200 letters, digits and _ . + = -, no slash",
+            )
+        if ttl_s is not None and not 0 <= ttl_s <= _LONGEST_TTL_S:
+            raise CheckpointError(
+                f"ttl_seconds is not from 0 to {_LONGEST_TTL_S}", remedy="leave it out to keep the checkpoint"
             )
         target = self._root / run_id / kind / name
         if not overwrite and target.exists() and self._about(target) is not None:
@@ -163,6 +170,6 @@ def _parts(path: str) -> tuple[str, str, str]:
     found = _PATH.fullmatch(path)
     if found is None or not _NAME.fullmatch(found[3]):
         raise DataError(
-            f"{path!r} is not a path of a checkpoint", remedy="write tinker://RUN/weights/NAME, as a save answers"
+            f"{path[:500]!r} is not a path of a checkpoint", remedy="write tinker://RUN/weights/NAME, as a save answers"
         )
     return found[1], found[2], found[3]

@@ -384,8 +384,10 @@ class Service:
         answer: Callable[[str], Answer],
     ) -> str:
         """Return the id of the request that makes a run; a repeated one, as after a lost answer, makes the same run."""
-        if body.session_id is None or body.model_seq_id is None:
-            raise DataError("the request names no run", remedy="send model_id, or session_id and model_seq_id")
+        if body.session_id is None or body.model_seq_id is None or not 0 <= body.model_seq_id < 1 << 63:
+            raise DataError(
+                "the request names no run", remedy="send model_id, or session_id and model_seq_id from 0 on"
+            )
         self.hear(body.session_id)
         run_id = f"{body.session_id}:train:{body.model_seq_id}"
         if run_id not in self.runs:

@@ -164,8 +164,8 @@ def sample_request(body: types.SampleRequest, *, seed: int, max_context: int) ->
         ("num_samples", body.num_samples, MOST_SAMPLES),
         ("topk_prompt_logprobs", body.topk_prompt_logprobs, _MOST_TOP),
     ):
-        if count > most:
-            raise DataError(f"{name} is {count}, and at most {most} are served", remedy="ask for fewer")
+        if not 0 <= count <= most:
+            raise DataError(f"{name} is {count}, and at most {most} are served", remedy="ask for fewer, or none")
     prompt = tuple(token for chunk in body.prompt.chunks for token in _tokens(chunk))
     params = body.sampling_params
     room = max(1, max_context - len(prompt))

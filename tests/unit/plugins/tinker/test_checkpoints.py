@@ -48,7 +48,22 @@ def test_one_that_has_expired_is_gone(tmp_path: Path):
     assert not (tmp_path / "s:train:0" / "weights" / "one").exists()
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "/etc"])
+@pytest.mark.parametrize("ttl_s", [-1, 10**15, 10**400])
+def test_times_that_no_clock_has_are_refused(tmp_path: Path, ttl_s: int):
+    """One of them in a checkpoint would be an error in each list of checkpoints from then on."""
+    with pytest.raises(CheckpointError, match="ttl_seconds is not from 0 to"):
+        saved(CheckpointStore(tmp_path), ttl_s=ttl_s)
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("path", ["tinker://" + "x" * 300 + "/weights/a", "tinker://x/weights/" + "a" * 300])
+def test_names_that_are_longer_than_files_have_are_refused(tmp_path: Path, path: str):
+    for read in (CheckpointStore(tmp_path).find, CheckpointStore(tmp_path).delete):
+        with pytest.raises(DataError, match="not a path"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "/etc", "a" * 201])
 def test_names_lead_nowhere_else(tmp_path: Path, name: str):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="not a name"):
