@@ -64,8 +64,8 @@ OVER_VLLM = {
     "tenants": (["--port", PORT], [r'"sample_all": \d+', r'"train_all": \d+']),
 }  # fmt: skip
 OF_RANKS = {"checkpoint"}
-# test_kills.py has small versions of them: all of their rows take half an hour.
-BY_HAND = {"kills"}
+# test_kills.py has small versions of kills, all of whose rows take half an hour; curves fetches a pretrained model.
+BY_HAND = {"kills", "curves"}
 # A dozen of its faults are in test_kills.py.
 TESTED = {"chaos"}
 # They say so where there is no GPU, before they make any model.
