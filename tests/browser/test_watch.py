@@ -218,18 +218,16 @@ def test_a_rollout_with_a_tool_is_shown_turn_by_turn_with_its_call(page: Page):
     until(lambda: page.ask("document.querySelectorAll('#one .turn').length") == 5)
     turns = page.ask(
         "[...document.querySelectorAll('#one .turn')].map((turn) => [turn.querySelector('h3').textContent,"
-        " turn.classList.contains('sampled'), turn.querySelector('pre').textContent,"
-        " [...turn.querySelectorAll('.call code')].map((call) => call.textContent)])"
+        " turn.classList.contains('sampled'), turn.querySelector('pre').textContent])"
     )
     assert turns == [
-        ["system", False, "You have add.", []],
-        ["user", False, "2+3?", []],
-        ["assistant", True, TURNS[1], [CALL]],
-        ["ipython", False, TURNS[2] + TURNS[3], []],
-        ["assistant", True, TURNS[4], []],
+        ["system", False, "You have add."],
+        ["user", False, "2+3?"],
+        ["assistant", True, TURNS[1]],
+        ["ipython", False, TURNS[2] + TURNS[3]],
+        ["assistant", True, TURNS[4]],
     ]
-    call = page.ask("document.querySelector('#one .call').getBoundingClientRect().toJSON()")
-    assert call["width"] > 100 and call["height"] > 10, "it takes room on the screen"
+    assert CALL in turns[2][2]
     classes = page.ask("[...document.querySelectorAll('#one .turn .t')].map((token) => token.className)")
     assert len(classes) == len(TURNS) and classes[0] != classes[1], "what was given has no colour of a probability"
 
