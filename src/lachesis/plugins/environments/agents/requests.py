@@ -13,6 +13,8 @@ from lachesis.common.json_values import read_json
 from lachesis.common.types import FinishReason, Message
 
 _MOST_ANSWERS = 16
+# More than any API takes; an engine refuses an empty one, and its refusal would end the run.
+_MOST_STOPS, _LONGEST_STOP = 64, 1000
 
 
 class BadRequest(LachesisError):
@@ -174,4 +176,6 @@ def stops_of(value: object) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise BadRequest("stop is neither a text nor a list of texts")
+    if len(found) > _MOST_STOPS or not all(1 <= len(one) <= _LONGEST_STOP for one in found):
+        raise BadRequest(f"stop has more than {_MOST_STOPS} texts, an empty one, or one above {_LONGEST_STOP} letters")
     return tuple(found)
