@@ -19,7 +19,6 @@ from lachesis.common.world import world_size
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.installed import schema_of
 from lachesis.config.keys import all_sections, without_nulls
-from lachesis.config.past import take_over
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig, MixedSourceConfig
@@ -93,11 +92,8 @@ def load_document(
         lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
         put_stages(document, document)
-        notes = tuple(take_over(document))
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
-        return LoadedConfig(
-            config, base_dir, findings=notes, located=partial(located, document=document), name=document.name
-        )
+        return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
     from lachesis.plugins.dialects import apply_ours, translate
     from lachesis.plugins.dialects.defaults import default_findings
 
@@ -111,14 +107,13 @@ def load_document(
     lay_over(translation.document.data, keys or {})
     ours = [override for override in overrides if override not in theirs]
     apply_ours(translation, ours, keys=keys or {})
-    notes = take_over(translation.document)
     config = validate(translation.document, complete=complete)
     config = resolve_all(config, base_dir=base_dir, cwd=cwd, like_theirs=True)
     return LoadedConfig(
         config,
         base_dir,
         dialect=dialect,
-        findings=(*translation.findings, *notes, *default_findings(translation)),
+        findings=(*translation.findings, *default_findings(translation)),
         located=partial(located, document=translation.document),
         name=document.name,
     )

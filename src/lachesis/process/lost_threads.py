@@ -19,7 +19,7 @@ MEMORY_FULL = (
 )
 # Made beforehand: there may be no memory to make it.
 _LINE = f"error: {MEMORY_FULL}\n".encode()
-# A thread begins at once, on a busy machine too: one that has not begun in so many looks, a second each, never will.
+# Threads begin at once, on a busy machine too: one that has not begun after four looks, a second apart, never will.
 LOOK_S, _LOOKS = 1.0, 4
 # As Python and torch say it.
 _WORDS = ("can't start new thread", "DefaultCPUAllocator")
@@ -61,6 +61,9 @@ def _watch(ended: threading.Event, every_s: float) -> None:
 
 
 def _end() -> None:
-    """End the process as SIGKILL would, but for the line: nothing else is sure to work, and whatever it owns copes."""
+    """Write the line and end the process at once: nothing else is sure to work without memory.
+
+    Its servers and workers notice that it has ended, and end too.
+    """
     os.write(2, _LINE)
     os._exit(TrainingError.exit_code)

@@ -67,7 +67,6 @@ class RouteRecorder:
         return see
 
 
-@dataclass(slots=True)
 class RoutedPasses:
     """Forward passes of a batch that note the experts of its rows, if any of its requests asks for them.
 
@@ -78,38 +77,41 @@ class RoutedPasses:
         recorder: attached; ``None`` if no request asks for experts.
     """
 
-    decoder: Decoder
-    rows: BatchRows
-    shares: Sequence[Share]
-    recorder: RouteRecorder | None
-    _prompts: list[np.ndarray] = field(default_factory=list, init=False)  # [P, L, K] of each share
-    _tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int16), init=False)  # [R, T, L, K]
+    def __init__(
+        self, decoder: Decoder, rows: BatchRows, shares: Sequence[Share], *, recorder: RouteRecorder | None
+    ) -> None:
+        self._decoder = decoder
+        self._rows = rows
+        self._shares = shares
+        self._recorder = recorder
+        self._prompts: list[np.ndarray] = []  # [P, L, K] of each share
+        self._tokens = np.empty(0, dtype=np.int16)  # [R, T, L, K]
 
     def prefill(self) -> Tensor:
         """Logits [N, V] after the prompts."""
-        if self.recorder is None:
-            return self.decoder.prefill()
-        lengths = [len(share.request.prompt_ids) for share in self.shares]
-        with self.recorder.pass_of(rows=len(lengths), new=max(lengths)) as seen:
-            logits = self.decoder.prefill()
+        if self._recorder is None:
+            return self._decoder.prefill()
+        lengths = [len(share.request.prompt_ids) for share in self._shares]
+        with self._recorder.pass_of(rows=len(lengths), new=max(lengths)) as seen:
+            logits = self._decoder.prefill()
         # Shorter prompts are at the end of their rows.
         self._prompts = [rows[-length:] for rows, length in zip(seen.chosen, lengths, strict=True)]
-        self._tokens = np.zeros((len(self.rows.all), self.rows.max_tokens, *seen.chosen.shape[2:]), dtype=np.int16)
-        self.rows.routed = self._routed
+        self._tokens = np.zeros((len(self._rows.all), self._rows.max_tokens, *seen.chosen.shape[2:]), dtype=np.int16)
+        self._rows.routed = self._routed
         return logits
 
     def step(self, fed: Tensor, *, live: np.ndarray, node: np.ndarray, step: int) -> Tensor:
         """Logits after ``fed``, which is completion token ``step`` of the rows ``live``, at the places ``node``."""
-        if self.recorder is None:
-            return self.decoder.step(fed)
-        with self.recorder.pass_of(rows=len(fed), new=1) as seen:
-            logits = self.decoder.step(fed)
+        if self._recorder is None:
+            return self._decoder.step(fed)
+        with self._recorder.pass_of(rows=len(fed), new=1) as seen:
+            logits = self._decoder.step(fed)
         self._tokens[live, step] = seen.chosen[node, 0]
         return logits
 
     def _routed(self, row: int, length: int) -> RoutedExperts | None:
         """Return the experts of a row whose completion has ``length`` tokens; its last token was never an input."""
-        share = self.rows.share[row]
-        if not self.shares[share].request.params.routed_experts:
+        share = self._rows.share[row]
+        if not self._shares[share].request.params.routed_experts:
             return None
         return RoutedExperts.of(np.concatenate([self._prompts[share], self._tokens[row, : max(0, length - 1)]]))

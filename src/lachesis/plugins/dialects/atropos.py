@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from lachesis.config.document import Document, parse_document
-from lachesis.config.past import LORA_RESTART
 from lachesis.config.schema.engines import (
     BaseBridgeConfig,
     BridgeConfig,
@@ -127,7 +126,10 @@ def _mode(translation: Translation) -> str | None:
     mode = translation.value("weight-bridge-mode", "none")
     mode = "none" if mode == "legacy" else mode
     if mode == "lora_restart":
-        translation.warning("weight-bridge-mode", LORA_RESTART)
+        translation.warning(
+            "weight-bridge-mode",
+            "lora_restart is lora_only here: the engine takes each adapter while it runs, with CUDA graphs and proof",
+        )
         mode = "lora_only"
     if translation.value("single-copy"):
         if mode not in ("none", "shared_vllm"):

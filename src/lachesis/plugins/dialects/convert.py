@@ -9,7 +9,6 @@ from typing import Any
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
-from lachesis.config.past import VESPO
 from lachesis.plugins.dialects.words import Words
 
 UNSET: Any = object()
@@ -58,7 +57,10 @@ lora, dropped = switched("lora", "none"), switched("drop", "error")
 def loss_type(value: Any) -> Any:
     """Return our name of TRL's loss; LUSPO is PPO's with a normalization of its own. Raises ConfigError for VESPO."""
     if value == "vespo":
-        raise ConfigError(VESPO)
+        raise ConfigError(
+            "VESPO is an example of a loss of your own here: write algorithm.loss: vespo.py:vespo beside a copy of "
+            "examples/losses/vespo.py, and loss_type: dapo"
+        )
     return "grpo" if value == "luspo" else value
 
 

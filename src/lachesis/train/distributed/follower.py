@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
@@ -54,14 +54,14 @@ class FollowingPolicy(Policy, SendsWeights):
         self, *args: Any, control: ControlGroup, room: SharedRoom, gpus: Callable[[], Metrics], **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.control = control
+        self._control = control
         self._room = room
         self._gpus = gpus
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         began = time.perf_counter()
         metrics = super().accumulate(batch)
-        return {**metrics, f"{TRAINING_OF}{self.control.rank}": Mean(time.perf_counter() - began), **self._gpus()}
+        return {**metrics, f"{TRAINING_OF}{self._control.rank}": Mean(time.perf_counter() - began), **self._gpus()}
 
     def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool) -> None:
         """Pack this rank's part of :meth:`LeadingPolicy.pack_buckets`."""
@@ -69,7 +69,7 @@ class FollowingPolicy(Policy, SendsWeights):
             self._room.close()
         source = travelling(kind, self.whole)
         tensors, specs = source.tensors(self, saved), source.specs(self, saved)
-        pack_beside(tensors, specs, bucket_bytes=bucket_bytes, room=self._room, line=_LeaderLine(self.control))
+        pack_beside(tensors, specs, bucket_bytes=bucket_bytes, room=self._room, line=_LeaderLine(self._control))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,6 @@ class _LeaderLine:
         return (self.control.receive(0, tag=Tag.BUCKET),)
 
 
-@dataclass(slots=True)
 class Follower:
     """Rank that follows the leader's turns.
 
@@ -95,15 +94,21 @@ class Follower:
         end_process: last resort if the leader is gone and a collective goes on waiting for it.
     """
 
-    control: ControlGroup
-    _: KW_ONLY
-    build: Callable[[Mapping[str, Any]], tuple[Policy, int]]
-    end_process: Callable[[LachesisError], None]
-    _policy: Policy | None = field(default=None, init=False)
-    _seed: int = field(default=0, init=False)
-    _lost: LachesisError | None = field(default=None, init=False)
-    _leader_ended: threading.Event = field(default_factory=threading.Event, init=False)
-    _done: threading.Event = field(default_factory=threading.Event, init=False)
+    def __init__(
+        self,
+        control: ControlGroup,
+        *,
+        build: Callable[[Mapping[str, Any]], tuple[Policy, int]],
+        end_process: Callable[[LachesisError], None],
+    ) -> None:
+        self._control = control
+        self._build = build
+        self._end_process = end_process
+        self._policy: Policy | None = None
+        self._seed = 0
+        self._lost: LachesisError | None = None
+        self._leader_ended = threading.Event()
+        self._done = threading.Event()
 
     def follow(self) -> None:
         """Take every turn up to the last.
@@ -117,12 +122,12 @@ class Follower:
         watch.start()
         try:
             for number in count():
-                turn: Turn = self.control.broadcast()
+                turn: Turn = self._control.broadcast()
                 self._require(turn, number)
                 if turn.method == END:
                     return
                 value = self._take(turn)
-                self.control.send(Answer(number, value if turn.answers else None), to=0, tag=Tag.ANSWER)
+                self._control.send(Answer(number, value if turn.answers else None), to=0, tag=Tag.ANSWER)
         except Exception as error:
             raise self._explained(error) from error
         finally:
@@ -142,13 +147,13 @@ class Follower:
             )
 
     def _take(self, turn: Turn) -> Any:
-        arguments = (self.control.receive(0, tag=Tag.PART),) if turn.parts else turn.arguments
+        arguments = (self._control.receive(0, tag=Tag.PART),) if turn.parts else turn.arguments
         if turn.method == BUILD:
-            self._policy, self._seed = self.build(*arguments)
+            self._policy, self._seed = self._build(*arguments)
             return None
         assert self._policy is not None, "the first turn is to build it"
         # Ranks drop other units of an adapter; no state has to be kept for it.
-        torch.manual_seed(hash((self._seed, self.control.rank, self._policy.optimizer.steps_taken)) % 2**63)
+        torch.manual_seed(hash((self._seed, self._control.rank, self._policy.optimizer.steps_taken)) % 2**63)
         value = getattr(self._policy, turn.method)(*arguments)
         if isinstance(value, Iterator):  # what it streams is the leader's: this rank only takes part
             exhaust(cast(Iterator[Any], value))
@@ -170,7 +175,7 @@ class Follower:
             )
         if not self._leader_ended.is_set():
             try:
-                self.control.send(Failed(failure.message, failure.remedy), to=0, tag=Tag.LIFE)
+                self._control.send(Failed(failure.message, failure.remedy), to=0, tag=Tag.LIFE)
             except Gone as gone:
                 return gone
         return ToldLeader(failure)
@@ -180,13 +185,13 @@ class Follower:
         try:
             while isinstance(self._hear(), Alive):
                 pass
-            self.control.send(Ended(), to=0, tag=Tag.LIFE)
+            self._control.send(Ended(), to=0, tag=Tag.LIFE)
         except (TrainingError, DeadlineExceeded) as error:
             self._lost = error
         self._leader_ended.set()
         if not self._done.wait(_GRACE_S):
-            self.end_process(self._lost or ToldLeader(TrainingError("the leader has ended")))
+            self._end_process(self._lost or ToldLeader(TrainingError("the leader has ended")))
 
     def _hear(self) -> Any:
-        name = f"rank {self.control.rank} waiting for a sign of life of {self.control.name(0)}"
-        return self.control.receive(0, tag=Tag.LIFE, deadline=Deadline(name, self.control.limit_s))
+        name = f"rank {self._control.rank} waiting for a sign of life of {self._control.name(0)}"
+        return self._control.receive(0, tag=Tag.LIFE, deadline=Deadline(name, self._control.limit_s))

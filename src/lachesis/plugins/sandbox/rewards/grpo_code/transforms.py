@@ -15,6 +15,7 @@ _ACECODE_REQUEST = (
     "Reason between <reasoning> and </reasoning>, and give Python code between <answer> and </answer>. It may import "
     "time, itertools, collections, functools, math and typing, inside the answer, and nothing else; it uses no files."
 )
+# A dataset's own ``question`` and ``answer`` stay as they are beside what is asked.
 _PAIRS = [pair for name, pair in PAIRS.items() if name != "question_answer"]
 _OTHERS = [column for pair in _PAIRS[1:] for column in pair]
 
