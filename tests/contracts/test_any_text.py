@@ -21,7 +21,7 @@ from lachesis.plugins.environments.agents.requests import BadRequest, arguments_
 from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answer
 from lachesis.plugins.sandbox.rewards.code_tests import same_output
 from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
-from lachesis.rollouts.rewards import registry
+from lachesis.rollouts.rewards import built_in
 from lachesis.rollouts.tools.parsers import hermes
 
 SIZE = 64_000
@@ -93,12 +93,12 @@ READERS: dict[str, Callable[[str], Any]] = {
     "the code of a conversation": lambda text: code._earlier_code([{"role": "assistant", "content": text}]),
     "work": lambda text: code._work(text, [], "class B:\n    pass", CLASS),
     "marked answers": lambda text: list(code.tagged(text, "<answer>", "</answer>")),
-    "think_format": lambda text: registry.think_format_reward([text]),
-    "format": lambda text: registry.format_reward([text]),
-    "code_format": lambda text: registry.get_code_format_reward()([text]),
-    "tag_count": lambda text: registry.tag_count_reward([text]),
-    "reasoning_steps": lambda text: registry.reasoning_steps_reward([text]),
-    "repetition_penalty": lambda text: registry.get_repetition_penalty_reward(in_tokens=False)([text], [[]]),
+    "think_format": lambda text: built_in.think_format_reward([text]),
+    "format": lambda text: built_in.format_reward([text]),
+    "code_format": lambda text: built_in.get_code_format_reward()([text]),
+    "tag_count": lambda text: built_in.tag_count_reward([text]),
+    "reasoning_steps": lambda text: built_in.reasoning_steps_reward([text]),
+    "repetition_penalty": lambda text: built_in.get_repetition_penalty_reward(in_tokens=False)([text], [[]]),
     "outputs of programs": lambda text: same_output(text, text[::-1]),
     "calls of tools by Hermes": hermes,
     "JSON": lambda text: value_of(lambda: read_json(text)),
@@ -154,12 +154,12 @@ MATHS = {
 def test_answers_that_mathematics_would_take_long_over_are_wrong(name: str):
     pytest.importorskip("math_verify")
     started = time.process_time()
-    assert registry._same_answer(MATHS[name], "$4$") == 0.0
+    assert built_in._same_answer(MATHS[name], "$4$") == 0.0
     assert time.process_time() - started < 4.0
 
 
 def test_a_right_answer_is_found_behind_a_long_text():
     pytest.importorskip("math_verify")
     text = "so $x = 3$ and then\n" * 3000
-    assert registry._same_answer(text + r"it is \boxed{4}.", "$4$") == 1.0
-    assert registry._same_answer(text + "The final answer is $4$. I hope it is correct.", "$4$") == 1.0
+    assert built_in._same_answer(text + r"it is \boxed{4}.", "$4$") == 1.0
+    assert built_in._same_answer(text + "The final answer is $4$. I hope it is correct.", "$4$") == 1.0

@@ -183,7 +183,7 @@ def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
-    from lachesis.plugins.report.live_page import beside
+    from lachesis.plugins.report.watch_server import beside
 
     with beside(loaded.config.run.directory) as words:
         console.print(f"live page: {words}")

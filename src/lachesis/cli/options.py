@@ -1,4 +1,4 @@
-"""Options of a command from the fields of a record."""
+"""Command-line options made from the fields of a record; ``--set`` is in :mod:`lachesis.config.document`."""
 
 from __future__ import annotations
 

@@ -99,16 +99,16 @@ def server_urls(config: LachesisConfig) -> list[str]:
 
 
 def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path) -> list[ManagedProcess]:
-    """Return the servers that the run is to start, not started yet; none if they run already.
+    """Return the servers that the run starts, not started yet; none if ``engine.kind`` is ``http``.
 
     Args:
-        directory: the run's, out of which they load weights.
-        log_path: of the first server; further ones have it with their number.
+        directory: the run's directory, from which they load weights.
+        log_path: log of the first server; further ones add their number to its name.
     """
     processes: list[ManagedProcess] = []
     if isinstance(config.engine, HttpEngineConfig):
         return processes
-    # vLLM takes for its own what other processes come to hold of a GPU while it finds out what it has of it.
+    # While vLLM measures a GPU, it counts memory that other processes allocate there as its own.
     one_by_one = shares_gpus(config) and not _cache_is_said(config)
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
@@ -259,7 +259,7 @@ def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) ->
 
 
 def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
-    """Return the environment of a server by number, with its ``tensor_parallel_size`` of ``engine.devices``."""
+    """Return the environment of a server by number: the GPUs that it gets of ``engine.devices``."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
         return {}

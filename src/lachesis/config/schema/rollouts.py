@@ -159,7 +159,7 @@ SourceConfig = Annotated[
 ]
 
 
-# Those of TRL and open-r1 that need no module before them: the keys of lachesis.rollouts.rewards.registry.
+# Names of rewards that need no module before them: the keys of lachesis.rollouts.rewards.built_in.
 NAMED_REWARDS = (
     *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"),
     *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "accuracy", "format", "tag_count"),

@@ -17,7 +17,7 @@ from lachesis.common.imports import optional_package
 from lachesis.common.types import Prompt
 from lachesis.plugins.benchmarks.section import BenchmarkConfig
 from lachesis.rollouts.datasets.problems import Dataset, load_problems
-from lachesis.rollouts.rewards.registry import completion_text
+from lachesis.rollouts.rewards.built_in import completion_text
 
 
 @dataclass(frozen=True, slots=True)

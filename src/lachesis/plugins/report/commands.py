@@ -45,7 +45,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
 ) -> None:
     """Show runs in the browser while they train. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
-    from lachesis.plugins.report.live_page import listen, serve
+    from lachesis.plugins.report.watch_server import listen, serve
 
     for path in run_dirs:
         if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():

@@ -43,7 +43,7 @@ def load_named(path: ImportPath) -> Callable[..., Any]:
     if names_module(path.spec):
         function = load_function(path.spec, path.base_dir)
     else:  # imported here alone, as every worker process would pay for the sandbox and for what judges with it
-        from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+        from lachesis.rollouts.rewards.built_in import FACTORIES, FUNCTIONS
 
         if path.spec in FACTORIES:
             return _made(FACTORIES[path.spec], arguments, path.spec)

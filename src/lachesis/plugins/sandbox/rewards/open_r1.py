@@ -8,8 +8,8 @@ from typing import Any
 from lachesis.plugins.sandbox.rewards.code_tests import read_cases
 from lachesis.plugins.sandbox.rewards.execution import share_passed
 from lachesis.plugins.sandbox.rewards.grpo_code.rewards import extract_code
+from lachesis.rollouts.rewards.built_in import completion_text
 from lachesis.rollouts.rewards.functions import Excluded
-from lachesis.rollouts.rewards.registry import completion_text
 
 
 def code_reward(

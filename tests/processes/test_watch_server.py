@@ -16,7 +16,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 
-from lachesis.plugins.report import live_page
+from lachesis.plugins.report import watch_server
 from lachesis.run.requests import is_asked
 from tests.e2e.runs import environment
 from tests.unit.plugins.report.test_watch import write_run
@@ -35,10 +35,10 @@ def test_it_serves_the_run_at_a_free_port_where_the_usual_one_is_taken_and_ends_
 ):
     run_dir = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr(live_page, "DEFAULT_PORT", other.getsockname()[1])
-        with live_page.beside(run_dir) as words:
+        monkeypatch.setattr(watch_server, "DEFAULT_PORT", other.getsockname()[1])
+        with watch_server.beside(run_dir) as words:
             found = re.match(r"(http://127\.0\.0\.1:(\d+)/)#token=(\S+) ", words)
-            assert found and int(found[2]) != live_page.DEFAULT_PORT
+            assert found and int(found[2]) != watch_server.DEFAULT_PORT
             assert "loading: the run has no directory yet" in ask(found[1], "data")
             write_run(run_dir)
             assert "running, step 2" in ask(found[1], "data")

@@ -1,8 +1,7 @@
-"""Rewards that files of TRL and open-r1 name without a module: what each does is as those document it.
+"""Built-in rewards, which a configuration names without a module; each does what TRL or open-r1 documents.
 
-TRL's names end in ``_reward``, or are those of its factories; open-r1's recipes have short ones. A name whose reward
-has arguments is a factory, called with its defaults where a file gives none. Completions are texts or lists of one
-message.
+TRL's names end in ``_reward`` or name its factories; open-r1's recipes use short ones. A reward with arguments has a
+factory, called with its defaults if the file gives none. Completions are texts or lists of one message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Server of the live page: a separate command, or a process beside a run."""
+"""Server of ``lachesis watch`` and its live page: a separate command, or a process beside a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HAND_OVER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """A port of this machine that is listened at, and the token of the page there."""
+    """A listening port of this machine, and the token of the page there."""
 
     listener: socket.socket
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lachesis.config.schema.rollouts import NAMED_REWARDS
-from lachesis.rollouts.rewards import registry
-from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+from lachesis.rollouts.rewards import built_in
+from lachesis.rollouts.rewards.built_in import FACTORIES, FUNCTIONS
 
 R1 = "<think>\nStep 1: add.\n</think>\n<answer>\n4\n</answer>"
 
@@ -63,7 +63,7 @@ def test_repetitions_cost_their_share():
 
 
 def test_of_right_answers_the_short_ones_are_worth_more(monkeypatch):
-    monkeypatch.setattr(registry, "_same_answer", lambda text, gold: None if not gold else float(text.strip() == gold))
+    monkeypatch.setattr(built_in, "_same_answer", lambda text, gold: None if not gold else float(text.strip() == gold))
     cosine = FACTORIES["get_cosine_scaled_reward"](max_len=100)
     ids = [[1] * 50, [1] * 50, [1], [1] * 500]
     assert cosine(messages("4", "5", "x", "4"), solution=["4", "4", "", "4"], completion_ids=ids) == pytest.approx(
@@ -82,7 +82,7 @@ def test_code_needs_its_language():
 def test_reasoning_that_the_prompt_has_opened_goes_on_in_the_completion():
     texts = messages("a\n</think>\n4", "<think>a</think>4", "a", "a\n</think>\n4")
     prompts = ["[assistant]<think>\n", "[assistant]<think>", "[assistant]<think>", "[assistant]"]
-    assert registry.think_format_reward(texts, prompt_texts=prompts) == [1.0, 0.0, 0.0, 0.0]
+    assert built_in.think_format_reward(texts, prompt_texts=prompts) == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "without"), [("format", 0.0), ("tag_count", 0.75), ("code_format", 0.0)])
