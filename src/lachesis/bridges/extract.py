@@ -76,13 +76,6 @@ class LoraPair:
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the weight plus :meth:`delta`, added in float32 and rounded once."""
-        if weight.is_cuda and self.experts == 1:
-            from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
-
-            if row_kernels.usable(weight.device) and a.shape[0] <= row_kernels.MOST_RANK:
-                straight = weight.mT if self.transposed else weight
-                result = row_kernels.merge(straight, b, a, scaling=self.scaling)
-                return result.mT if self.transposed else result
         return self.delta(a, b).add_(weight).to(weight.dtype)
 
 

@@ -29,12 +29,6 @@ def by_rows(weight: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tupl
         torch.empty(weight.shape, dtype=FP8, device=weight.device),
         torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device),
     )
-    if weight.is_cuda and weight.stride(1) == 1 == rounded.stride(1):
-        from lachesis.transport import row_kernels  # imports Triton, which is there with a GPU
-
-        if row_kernels.usable(weight.device):
-            row_kernels.round_rows(weight, rounded=rounded, scales=scales, least_scale=_LEAST_SCALE)
-            return rounded, scales
     # What counts is how often memory is gone through: once for the largest values, and once to divide. By a number
     # torch would multiply with its reciprocal on a GPU, which is off in the last bit.
     least, most = torch.aminmax(weight, dim=1, keepdim=True)
