@@ -34,7 +34,7 @@ def installed() -> list[Listed]:
 
 
 def described(name: str) -> Listed:
-    """Return what is known of an environment by any name that ``lachesis env try`` takes.
+    """Describe an environment, given by any name that ``lachesis env try`` takes.
 
     Raises:
         ConfigError: it is neither installed nor a file, class or address.

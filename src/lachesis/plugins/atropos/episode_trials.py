@@ -31,7 +31,7 @@ _ANY_TOKEN = 1 << 31
 class EpisodesConfig(EnvironmentConfig, EpisodesSourceConfig):
     """``--env.*`` of environments that play episodes: also the keys of ``source``, mappings as JSON.
 
-    A trial trains on nothing, and counts failures in place of playing others.
+    A trial does not train, and counts failures instead of replacing them.
     """
 
     NO_FLAGS: ClassVar[frozenset[str]] = frozenset({"kind", "turn_advantage", "turns_apart", "refill_rounds"})
@@ -54,7 +54,7 @@ EpisodesT = TypeVar("EpisodesT", bound=EpisodesConfig)
 
 
 class ClientCalls:
-    """Turns by inference servers, which are asked for them one by one."""
+    """Sampler of turns: it asks inference servers for them one by one."""
 
     def __init__(self, client: InferenceClient) -> None:
         self.deadline = Deadline("single turns", None)
@@ -66,7 +66,7 @@ class ClientCalls:
         return (await asked)[0]
 
     async def stop(self) -> None:
-        """Do nothing: those who wait were cancelled, and the client is closed by who made it."""
+        """Do nothing: waiting tasks were cancelled, and the client's maker closes it."""
 
 
 class EpisodeTrial(Evaluable[Prompt, EpisodesT]):
@@ -120,7 +120,7 @@ class EpisodeTrial(Evaluable[Prompt, EpisodesT]):
         )
 
     async def _play(self, item: Prompt, *, count: int, greedy: bool, failures: Counter[str]) -> list[Played]:
-        """``count`` episodes at the same time: those that came to an end; the causes of the others are counted."""
+        """Play ``count`` episodes at the same time; return the finished ones and count the others by cause."""
 
         async def one(seed: int) -> Played | None:
             try:

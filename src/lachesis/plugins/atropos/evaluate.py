@@ -1,4 +1,4 @@
-"""``lachesis env eval``: any environment by its id, tried with a served model, or with one that is served for it."""
+"""``lachesis env eval``: try any environment, given by its id, with a model that runs already or is served for it."""
 
 from __future__ import annotations
 

@@ -35,14 +35,13 @@ _GROUPS = 8
 
 
 def run(kind: type[E], options: EnvironmentOptions, command: Command[E, T]) -> tuple[T | None, int]:
-    """Build an environment and do with it what ``command`` says: :func:`serve`, :func:`make_groups`, :func:`evaluate`.
+    """Build an environment and run ``command`` on it: :func:`serve`, :func:`make_groups` or :func:`evaluate`.
 
     Returns:
-        the command's result, None where a signal came before there was any; and the exit code: 0, or 128 and the
-        number of the signal.
+        the command's result, None if a signal came first; and the exit code: 0, or 128 and the number of the signal.
 
     Raises:
-        LachesisError: what made the environment end.
+        LachesisError: the environment failed.
     """
     return asyncio.run(_run(kind, options, command))
 
@@ -69,7 +68,7 @@ def find(name: str) -> type[Environment[Any, Any]]:
 
 
 async def serve(environment: Environment[Any, Any], stop: asyncio.Event) -> Summary:
-    """Push groups to the rollout API until the trainer has all its batches; finished groups are still sent."""
+    """Push groups to the rollout API until the trainer has all its batches, then send the finished ones."""
     config = environment.config
     if config.max_num is not None:
         logger.info("using the first %d problems only (--env.max_num)", config.max_num)
@@ -155,7 +154,7 @@ def _outputs(environment: Environment[Any, Any]) -> Outputs:
 
 @contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM set ``stop``; the list has those that came."""
+    """Have SIGINT and SIGTERM set ``stop``; yield the list of received signals."""
     received: list[int] = []
     loop = asyncio.get_running_loop()
 

@@ -1,8 +1,8 @@
 """``lachesis run``: rollout API, engine, environment and trainer in one command, each with its own log.
 
 The trainer is this process. It starts its engine, then the API, then the environment; however it ends, kill -9
-included, they end with it. Each one that dies on the way is restarted a few times: with its state directory the
-API loses nothing by it, and the engine gets the current weights.
+included, they end with it. Any of them that dies is restarted a few times: the API loses nothing, thanks to its state
+directory, and the engine gets the current weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Services:
         config: of the run.
 
     Raises:
-        ConfigError: the configuration is none for ``lachesis run``, or the environment or its flags are unknown.
+        ConfigError: the configuration is not one for ``lachesis run``, or the environment or its flags are unknown.
         EngineError: the API's port is taken.
     """
 
@@ -104,7 +104,7 @@ class Services:
             self._start(f"the environment {chosen.name}", command, url=None, log_path=logs / "env.log")
 
     def watch(self) -> None:
-        """Raise where one of them is gone for good, so that nothing will come of waiting."""
+        """Raise if a service will not come back, so that waiting is useless."""
         if self._failure is not None:
             raise self._failure
         if self._ended is not None and time.monotonic() - self._ended[0] > _AFTERMATH_S:
@@ -112,7 +112,7 @@ class Services:
             raise EngineError(f"the trainer waits for a batch and none will come: {error.message}", remedy=error.remedy)
 
     def stop(self) -> None:
-        """Stop them, the environment first. Idempotent."""
+        """Stop the services, the environment first. Idempotent."""
         self._stopping.set()
         if self._supervisor is not None:
             self._deaths.put(None)
@@ -174,7 +174,7 @@ class Services:
                 error = again
 
     def _count_death(self, service: ManagedProcess, error: EngineError) -> None:
-        """Raise ``error`` where a new start would end as the last one did, or there have been enough of them."""
+        """Raise ``error`` if a restart would end as the last one did, or the restarts are used up."""
         code = service.exit_code
         if code is not None and code > 0 and code not in _PASSING:
             raise error
@@ -235,7 +235,7 @@ def load_words(
 
 
 def require_server(config: LachesisConfig) -> None:
-    """Raise EngineError unless the inference servers answer that are to run already."""
+    """Raise EngineError unless the inference servers that should be running answer."""
     if not isinstance(config.engine, HttpEngineConfig):
         return
     for url in server_urls(config):
@@ -260,7 +260,7 @@ def _serve_command(config: LachesisConfig, *, port: int) -> str:
 
 
 def check_services(config: LachesisConfig) -> None:
-    """Raise ConfigError or EngineError for what can be known to fail before anything is started."""
+    """Raise ConfigError or EngineError for failures that show before anything is started."""
     check_service_keys(config)
     assert isinstance(config.source, AtroposSourceConfig), "its keys are checked"
     if config.services.api is None:
@@ -301,7 +301,7 @@ def check_service_keys(config: LachesisConfig) -> None:
 
 
 def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Path) -> list[str]:
-    """``lachesis run-api`` with the flags of its section: strict, and with its state in the run directory."""
+    """Return the ``lachesis run-api`` command with its section's flags: strict, state in the run directory."""
     assert isinstance(config.source, AtroposSourceConfig)
     place = urlsplit(config.source.url)
     options = ServerOptions(
@@ -315,7 +315,7 @@ def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Pat
 
 
 def environment_command(config: LachesisConfig, environment: EnvironmentServiceConfig) -> list[str]:
-    """``lachesis env NAME serve`` with the addresses of API and engine, unless its own flags say otherwise."""
+    """Return the ``lachesis env NAME serve`` command; its own flags override the addresses of API and engine."""
     assert isinstance(config.source, AtroposSourceConfig)
     given = {arg.partition("=")[0].replace("-", "_") for arg in environment.args if arg.startswith("--")}
     flags = {

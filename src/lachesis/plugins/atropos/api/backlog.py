@@ -1,4 +1,4 @@
-"""Backlog of groups that are held and not yet handed out: limits, strict checks, buffers for mixed sizes, the queue."""
+"""Backlog of groups not yet handed out: limits, strict checks, buffers for mixed sizes, the queue."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Misfit:
 
 
 class SetAside:
-    """Record of groups set aside: counts them, and keeps the last 50, or fewer where they take more than 16 MiB."""
+    """Record of rejected groups: their count, and the last 50 of them, or fewer if those take more than 16 MiB."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last: deque[Misfit] = deque(maxlen=_KEPT)
 
     def add(self, group: StoredGroup, reason: str, environment: RegisteredEnvironment | None) -> None:
-        """Set a group aside. It counts for its environment, where one registered."""
+        """Set a group aside, and count it for its environment if that is registered."""
         self.count += 1
         name = environment.name if environment else "no environment" if group.env_id is None else f"#{group.env_id}"
         if environment is not None:
@@ -47,7 +47,7 @@ class SetAside:
             self.last.popleft()
 
     def reply(self) -> bytes:
-        """GET /set_aside: the kept groups with their reasons, newest last."""
+        """Answer GET /set_aside: the kept groups with their reasons, newest last."""
         parts: list[bytes] = []
         for misfit in self.last:
             head = {"at": misfit.at, "environment": misfit.environment, "reason": misfit.reason}
@@ -56,7 +56,7 @@ class SetAside:
 
 
 class Backlog:
-    """Everything that is held and not yet handed out: the queue, and a buffer for each environment."""
+    """All groups not yet handed out: the queue, and a buffer for each environment."""
 
     def __init__(self, environments: Environments, *, strict: bool, max_queued_tokens: int | None) -> None:
         self.queue = GroupQueue()
@@ -107,7 +107,7 @@ class Backlog:
         return tuple(held.number for held in buffer)
 
     def release_buffers(self) -> tuple[tuple[int, int], ...]:
-        """Queue all that is buffered, groups whole as they came. Their numbers and positions."""
+        """Queue all buffered groups whole, and return their numbers and positions."""
         released = [self._enqueue(held) for buffer in self.buffers.values() for held in buffer]
         self.buffers.clear()
         return tuple((held.number, held.position) for held in released)

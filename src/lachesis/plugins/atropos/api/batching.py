@@ -1,9 +1,8 @@
 """The queue of groups, and which of them make the next batch.
 
 A *lane* holds the groups of one environment and one size (sequences a group), oldest first, as their positions in the
-queue. Neither adding a group nor taking a batch looks at all that is queued: a plan is pure arithmetic on the heads of
-the lanes and on their lengths. Sets of reachable sums are integers: bit ``n`` is set where ``n`` sequences can be made
-up.
+queue. Neither adding a group nor taking a batch scans the queue: a plan is pure arithmetic on the heads of the lanes
+and on their lengths. Sets of reachable sums are integers: bit ``n`` is set where ``n`` sequences can be made up.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Demand:
 def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
     """Return the lanes to take a group from, in order, for one batch; None if the queue has to grow first.
 
-    Groups stay whole and the batch has exactly ``batch_size`` sequences, oldest groups first. Each environment
-    that owes a minimum has at least one group in it and as much of its share as it has queued. No size of a group
-    holds the others up:
+    Groups stay whole and the batch has exactly ``batch_size`` sequences, oldest groups first. Each environment that
+    owes a minimum has at least one group in it and as much of its share as it has queued. No group size blocks the
+    others:
 
     - Minimums that no number of groups can meet together are dropped.
     - Groups of a size that fits no batch (:func:`stranded`) go out by themselves, when they are the oldest or when
@@ -107,7 +106,7 @@ def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
 def needs_groups(lanes: Lanes, demand: Demand) -> bool:
     """Return True if no batch can be made before more groups arrive, of whatever size or environment.
 
-    An environment that throttles itself by the queue must not be stopped by its length then: it would wait for itself.
+    An environment that throttles itself by the queue's length must go on then, or it would wait for itself.
     """
     if _queued(lanes) < demand.batch_size:
         return True

@@ -80,7 +80,7 @@ def inflate(body: bytes, *, limit: int) -> bytes:
 
 
 async def reply(request: Request, body: bytes, *, headers: dict[str, str] | None = None) -> Response:
-    """``body``, which is JSON, as a reply: gzipped where the client takes it and is on another machine."""
+    """Return the JSON ``body`` as a reply, gzipped if the client accepts that and is on another machine."""
     headers = dict(headers or {})
     if len(body) >= _WORTH_COMPRESSING and not _is_local(request.client.host if request.client else ""):
         headers["Vary"] = "Accept-Encoding"

@@ -32,7 +32,7 @@ class StoredGroup:
 
     @property
     def weight(self) -> int:
-        """Tokens that the group counts for in the limit of the queue."""
+        """Return the group's tokens, as the queue's limit counts them."""
         return max(self.tokens, -(-(len(self.json) + BYTES_AROUND) // BYTES_A_TOKEN))
 
 

@@ -18,7 +18,7 @@ _SMOOTHING = 0.05
 class RegisteredEnvironment:
     """Registration of an environment. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
 
-    ``reason`` is what ended one that has left, where it said so.
+    ``reason`` says why a disconnected environment ended, if it told us.
     """
 
     id: int
@@ -67,7 +67,7 @@ class Environments:
         return self._all[env_id] if env_id is not None and 0 <= env_id < len(self._all) else None
 
     def add(self, asked: EnvRegistration, *, now: float) -> RegisteredEnvironment:
-        """Register: ids count up, and names too within a desired name."""
+        """Register an environment: ids count up, and equal desired names get a number."""
         namesakes = sum(environment.asked.desired_name == asked.desired_name for environment in self._all)
         name = f"{asked.desired_name}_{namesakes}"
         environment = RegisteredEnvironment(id=len(self._all), name=name, asked=asked, last_seen=now, last_post=now)

@@ -53,7 +53,7 @@ _UNREGISTERED: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Endpoints:
-    """Handlers over one state. ``journal`` is None where nothing outlives the process."""
+    """Handlers over one state. Without a ``journal`` the state ends with the process."""
 
     state: RolloutState
     reader: GroupReader
@@ -242,7 +242,7 @@ class Endpoints:
         return parse_record(kind, body.content)
 
     def _apply(self, action: Callable[[], tuple[Answer, Change | None]]) -> Answer:
-        """Change the state and make that durable, in one go; where it cannot be, it has not happened."""
+        """Change the state and make the change durable; if that fails, undo it."""
         if self.failure and _now() < self.failing_until:
             raise StoreFailed(self.failure)
         answer, change = action()
@@ -258,7 +258,7 @@ class Endpoints:
 
 
 class Handover:
-    """A reply with a batch that leaves the state for good, unless its client was gone before it was sent."""
+    """Reply with a batch; sending it removes it from the state, unless the client is gone by then."""
 
     def __init__(self, response: Response, put_back: Callable[[], None]) -> None:
         self._response = response

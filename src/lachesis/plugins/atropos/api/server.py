@@ -107,7 +107,7 @@ def build_app(options: ServerOptions) -> Starlette:
 
 
 class SameSiteOnly:
-    """Keeps other web pages out: one that a user happens to have open must not reset or feed a training run.
+    """Guard against other web pages: one that a user has open must not reset or feed a training run.
 
     Refuses, with 403, requests that a browser marks as another site's. Programs send no such marks.
 
@@ -133,7 +133,7 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 async def _sync(journal: Journal) -> None:
-    """Flush to the disk once all that a second brought."""
+    """Flush the changes of each second to disk together."""
     while True:
         await asyncio.sleep(_SYNC_S)
         try:

@@ -1,4 +1,4 @@
-"""The state of one training run and the rules about it. No input or output: a request in, its change out.
+"""State of one training run, and its rules. No input or output: a request in, its change out.
 
 Methods that alter anything return the :class:`~lachesis.plugins.atropos.api.entries.Change` that the store has to make
 durable before the reply goes out. Time is an argument, in seconds on one monotonic clock.
@@ -39,8 +39,8 @@ class QueueLimits(BaseModel):
 class Deliveries:
     """Batches that were handed out and may have to be handed out again.
 
-    ``returned`` are batches whose trainer was gone before it had read them; anyone may have them next.
-    ``outstanding`` are out with Lachesis's trainer, by id, until it acknowledges them or its time is up.
+    ``returned`` are batches whose trainer was gone before it had read them; any trainer may get them next.
+    ``outstanding`` are batches by id that Lachesis's trainer has not acknowledged yet.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -65,8 +65,8 @@ class Deliveries:
     def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> RolloutBatch | None:
         """Return the oldest outstanding batch that ``trainer`` should get again.
 
-        Due are batches that went to an earlier trainer, that were not acknowledged in time, and, if the trainer said
-        which it ``holds``, those that went to it and never arrived.
+        A batch is due if it went to an earlier trainer, was not acknowledged in time, or, if the trainer says which it
+        ``holds``, never arrived there.
         """
         for batch in self.outstanding.values():
             lost = holds is not None and batch.id not in holds
@@ -80,7 +80,7 @@ class Deliveries:
 
 
 class RolloutState:
-    """Registrations, groups and batches. ``epoch`` counts resets, so that late news of an older run is dropped."""
+    """Registrations, groups and batches. ``epoch`` counts resets, so that late messages of an older run are dropped."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
@@ -105,9 +105,10 @@ class RolloutState:
     # -- trainers
 
     def register(self, asked: Registration) -> tuple[int, Change]:
-        """Register a trainer, perhaps again: the queue stays, the trainer's options count from now on.
+        """Register a trainer, perhaps again: the queue stays, and its options count from now on.
 
-        The step never goes back. Batches that an earlier trainer did not acknowledge are due to one that does.
+        The step never goes back. Batches that an earlier trainer left unacknowledged become due for a trainer that
+        acknowledges.
         """
         trainer = uuid.uuid4().int
         old, self.registration = self.registration, asked
@@ -162,7 +163,7 @@ class RolloutState:
         )
 
     def put_back(self, batch: RolloutBatch, *, epoch: int) -> Change | None:
-        """Return ``batch`` to the front because a plain trainer was gone before reading it: the next one gets it."""
+        """Put ``batch`` back at the front, because a plain trainer was gone before reading it."""
         if epoch != self.epoch:
             return None
         self.deliveries.returned.appendleft(batch)
@@ -170,7 +171,7 @@ class RolloutState:
         return self._and_summary(Change(added=batch.groups))
 
     def acknowledge(self, trainer: int, ids: Sequence[int]) -> tuple[dict[str, Any], Change]:
-        """Record that the trainer has these batches for good. Unknown ids are named, not refused, as after a retry.
+        """Record that the trainer keeps these batches. Unknown ids, as after a retry, are named but not refused.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -212,7 +213,7 @@ class RolloutState:
     def _take(self, now: float) -> tuple[RolloutBatch | None, Change]:
         """Take a batch that was put back, else a new one of the oldest groups; either counts as a step.
 
-        If the queue is full, groups that wait in buffers for others of theirs are queued without them.
+        If the queue is full, incomplete buffers are queued as they are.
         """
         change = Change()
         if self.deliveries.returned:
@@ -238,7 +239,7 @@ class RolloutState:
         return demand.of(queued=queued, full=self.backlog.full)
 
     def _dissolve_returned(self) -> None:
-        """Batches of another size go back into the queue, for batches of the new one."""
+        """Return batches of another size to the queue, for batches of the new size."""
         while self.deliveries.returned:
             self.backlog.queue.put_back(self.deliveries.returned.popleft().groups)
 
@@ -271,7 +272,7 @@ class RolloutState:
         return {"status": "success"}, self._and_summary(Change(removed=self.backlog.leave(environment)))
 
     def status_env(self, env_id: int, now: float) -> dict[str, Any]:
-        """GET /status-env.
+        """Answer GET /status-env.
 
         Raises:
             Refusal: 404, nothing registered under that id.
@@ -287,7 +288,7 @@ class RolloutState:
         return {"current_step": self.step, **figures, **self._fill()}
 
     def post(self, groups: Sequence[StoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
-        """Take in groups; a reply for each. See :meth:`Backlog.post`."""
+        """Take in groups, and return a reply for each. See :meth:`Backlog.post`."""
         return self.backlog.post(groups, now=now)
 
     def receipt(self, key: str) -> bytes | None:
@@ -303,14 +304,14 @@ class RolloutState:
     # -- anyone
 
     def status(self) -> dict[str, Any]:
-        """GET /status, with more than the original's two keys only where an option asks for more."""
+        """Answer GET /status: the original's two keys, and more only if an option asks for it."""
         figures: dict[str, Any] = {"current_step": self.step, "queue_size": len(self.backlog.queue)}
         if self.limits.strict:
             figures["set_aside"] = self.backlog.set_aside.count
         return {**figures, **self._fill()}
 
     def overview(self, now: float) -> dict[str, Any]:
-        """GET /overview: the wait of the trainer in words, batches that it has not acknowledged, each environment."""
+        """Answer GET /overview: why the trainer waits, unacknowledged batches, and each environment."""
         queued, present = self.backlog.queue.sequences, self.environments.present(now)
         return {
             "step": self.step,

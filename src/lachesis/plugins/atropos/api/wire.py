@@ -1,7 +1,7 @@
-"""The protocol: from the bytes of a request to checked records, numbers parsed once, or to a refusal.
+"""The protocol: bytes of a request become checked records, or a refusal.
 
-The types coerce as the original's do ("3" is 3, 2.0 is 2, true is 1). Other than there, no number may be NaN or
-infinite, a list reports its first fault instead of all of them, and faulty input is echoed in short only.
+The types coerce as the original's do ("3" is 3, 2.0 is 2, true is 1). Unlike there, no number may be NaN or infinite, a
+list reports only its first fault, and faulty input is quoted only in part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEY_HEADER = "Idempotency-Key"
 
 
 class Refusal(DataError):
-    """A request that is not served; the state is as it was before.
+    """Refusal of a request, which leaves the state unchanged.
 
     Args:
         detail: what goes under the key ``detail``, or plain text where ``plain`` is set.

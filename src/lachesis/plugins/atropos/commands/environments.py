@@ -47,7 +47,7 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: an unknown name, command or flag.
-        LachesisError: what made the environment end.
+        LachesisError: the environment failed.
     """
     from lachesis.plugins.atropos import run as environments
     from lachesis.plugins.atropos.environments.settings import parse_options
@@ -80,7 +80,7 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
 
 
 def print_catalogue(command: str, name: str) -> None:
-    """Print the environments that are installed, or what is known of one. Raises ConfigError for an unknown one."""
+    """Print the installed environments, or the description of one. Raises ConfigError for an unknown one."""
     from lachesis.plugins.atropos import catalogue
 
     if command == "list":
@@ -148,7 +148,7 @@ def _evaluated(result: EvalResult) -> str:
 
 
 def print_help(name: str) -> None:
-    """Print the usage of the command, and the flags of an environment, or those that all have."""
+    """Print the command's usage, with one environment's flags or those that all share."""
     from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
     from lachesis.plugins.atropos.environments.shipped import SHIPPED
     from lachesis.plugins.atropos.run import find

@@ -54,7 +54,7 @@ class Evaluable(ABC, Generic[Item, ConfigT]):
         return None
 
     async def close(self) -> None:
-        """Give back what :meth:`setup` took. Called once, also after errors."""
+        """Release the resources of :meth:`setup`. Called once, also after errors."""
         return None
 
     @abstractmethod
@@ -63,10 +63,10 @@ class Evaluable(ABC, Generic[Item, ConfigT]):
 
     @abstractmethod
     async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
-        """``count`` rollouts on a problem, scored together; those that fail are counted by their cause.
+        """Play ``count`` rollouts on a problem and score them together; failures are counted by cause.
 
         Raises:
-            ConfigError, DeadlineExceeded, DependencyError, EngineError: no rollout would go better.
+            ConfigError, DeadlineExceeded, DependencyError, EngineError: every further rollout would fail too.
         """
 
     def sampling(self, *, greedy: bool = False) -> SamplingParams:
@@ -108,7 +108,7 @@ class Environment(Evaluable[Item, ConfigT]):
         return self.group_of(trajectories, scores)
 
     async def sample_group(self, item: Item) -> list[Trajectory]:
-        """``group_size`` rollouts on a problem, each by :meth:`collect_trajectory`."""
+        """Play ``group_size`` rollouts on a problem, each by :meth:`collect_trajectory`."""
         params = self.sampling()
         rollouts = (self.collect_trajectory(item, params=params) for _ in range(self.config.group_size))
         return await together(rollouts)
@@ -118,11 +118,11 @@ class Environment(Evaluable[Item, ConfigT]):
         return ()
 
     def problems(self) -> Sequence[Item]:
-        """Return those that are held out."""
+        """Return the held-out problems."""
         return self.held_out()
 
     async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
-        """``count`` rollouts on a problem; those that raise are counted by their error."""
+        """Play ``count`` rollouts on a problem; those that raise are counted by their error."""
         rollouts = (self.collect_trajectory(item, params=params) for _ in range(count))
         found = await asyncio.gather(*rollouts, return_exceptions=True)
         failures = Counter(failure_cause(one) for one in found if isinstance(one, BaseException))
@@ -131,9 +131,9 @@ class Environment(Evaluable[Item, ConfigT]):
         return Attempts(tuple(scores), tuple(one.sampled_length for one in done), failures=failures)
 
     async def evaluate(self) -> EvalResult:
-        """Greedy rollouts on the held-out problems; a score of 1 or above is a success.
+        """Play greedy rollouts on the held-out problems; a score of 1 or above is a success.
 
-        A rollout that fails is no success, and in no mean; the log has its cause.
+        A failed rollout is neither a success nor in any mean; the log has its cause.
 
         Raises:
             ConfigError: there are no held-out problems.
@@ -155,7 +155,7 @@ class Environment(Evaluable[Item, ConfigT]):
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """Values of this environment's own since the last call, to be logged beside the usual ones."""
+        """Return this environment's own metrics since the last call, which are logged beside the usual ones."""
         return {}
 
     def group_of(
@@ -178,7 +178,7 @@ class Environment(Evaluable[Item, ConfigT]):
         """Return the number of tokens that may be sampled after ``length`` tokens.
 
         Raises:
-            DataError: there are none: the prompt is as long as a rollout may be.
+            DataError: the prompt leaves no room for a completion.
         """
         left = self.config.max_token_length - length
         if left < 1:
@@ -202,7 +202,7 @@ class SingleTurn(Environment[Item, ConfigT]):
         return trajectory
 
     async def sample_group(self, item: Item) -> list[Trajectory]:
-        """``group_size`` completions of one request."""
+        """Sample ``group_size`` completions in one request."""
         return await self._sample(item, params=self.sampling(), n=self.config.group_size)
 
     async def _sample(self, item: Item, *, params: SamplingParams, n: int) -> list[Trajectory]:

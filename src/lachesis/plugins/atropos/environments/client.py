@@ -1,4 +1,4 @@
-"""Generation over inference servers: the least busy one is asked, one that restarts is waited for, answers are read."""
+"""Client of inference servers: it asks the least busy one, waits for one that restarts, and reads the answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_LOGPROBS = (
 
 
 class ServerBusy(EngineError):
-    """A server that cannot be reached or cannot answer now: worth asking again."""
+    """Error of a server that cannot answer now, and may be asked again."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class InferenceClient:
         slurm: the section ``slurm``: how many requests may begin in which time.
 
     Raises:
-        ConfigError: an address is none, or is there twice.
+        ConfigError: an address is malformed or occurs twice.
     """
 
     def __init__(self, config: ServerConfig, *, slurm: SlurmConfig | None = None) -> None:
@@ -105,7 +105,7 @@ class InferenceClient:
         """Return the model's name: the option, or the first model of the first server.
 
         Raises:
-            EngineError: the server does not say.
+            EngineError: the server does not name it.
         """
         if self._model is None:
             self._model = str((await self._models())[0]["id"])
@@ -119,7 +119,7 @@ class InferenceClient:
     async def generate(
         self, prompt_ids: Sequence[int], *, params: SamplingParams, n: int = 1, seed: int | None = None
     ) -> list[Completion]:
-        """``n`` completions of a prompt, in order.
+        """Sample ``n`` completions of a prompt, in order.
 
         Raises:
             EngineError: the server refuses the request, or returns no logprobs.
@@ -185,7 +185,7 @@ class InferenceClient:
             raise
 
     async def _least_busy(self, deadline: Deadline) -> _Server:
-        """Return the server with the fewest sequences in flight, among those that are not known to be down."""
+        """Return the server with the fewest sequences in flight that is not known to be down."""
         while True:
             now = time.monotonic()
             up = [server for server in self._servers if server.down_until <= now]

@@ -34,7 +34,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The rollouts of one problem that came to an end: N rewards, N lengths in tokens; and why others did not."""
+    """Finished rollouts of one problem: N rewards and N lengths in tokens; and why others failed."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
@@ -113,7 +113,7 @@ def causes_in_words(failures: Mapping[str, int]) -> str:
 
 
 def sizes(samples: int) -> list[int]:
-    """1, 2, 4, ... and ``samples`` itself."""
+    """Return 1, 2, 4, ... and ``samples`` itself."""
     return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})
 
 

@@ -17,7 +17,7 @@ from lachesis.plugins.atropos.environments.records import UsableGroup
 
 
 class JsonLines:
-    """A file that a line of JSON is appended to at a time, each whole once it is written.
+    """File to which whole lines of JSON are appended.
 
     Raises:
         ConfigError: it cannot be opened.
@@ -118,7 +118,7 @@ class Outputs:
 
 @dataclass(slots=True)
 class Counters:
-    """``dropped`` and ``set_aside`` count groups by reason: those not sent, and those the API put away."""
+    """Counters. ``dropped`` counts unsent groups by reason, ``set_aside`` those that the API rejected."""
 
     groups: int = 0
     sequences: int = 0
@@ -137,7 +137,7 @@ class Counters:
         self.trained_tokens += group.trained
 
     def add(self, other: Counters) -> None:
-        """Add the counts of another one."""
+        """Add another object's counts."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 

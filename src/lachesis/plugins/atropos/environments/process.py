@@ -42,7 +42,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
 
     Raises:
         DataError: no group could be made.
-        ConfigError, EngineError, DeadlineExceeded: it cannot continue.
+        ConfigError, EngineError, DeadlineExceeded: the environment cannot continue.
     """
     counters = Counters()
     file = JsonLines(free_name(path), option="--env.data_path_to_save_groups")
@@ -78,7 +78,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
 
 
 def free_name(path: Path) -> Path:
-    """``path``, or the first of ``path_1``, ``path_2``, ... that is not there."""
+    """Return ``path``, or the first of ``path_1``, ``path_2``, ... that does not exist."""
     candidate, number = path, 0
     while candidate.exists():
         number += 1

@@ -47,7 +47,7 @@ class Trajectory:
 
     @property
     def sampled_length(self) -> int:
-        """Tokens that train."""
+        """Number of tokens that train."""
         return sum(mask != UNTRAINED for mask in self.masks)
 
     def overrides(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Trajectory:
 
 
 class UsableGroup(ScoredGroup):
-    """The record of the protocol as an environment makes it, with the logprobs that sampled tokens have to have.
+    """Scored group as an environment makes it; its sampled tokens must have logprobs.
 
     Raises:
         DataError: no trainer could use it: lists of different lengths, a number that is not finite, a logprob above
@@ -74,22 +74,22 @@ class UsableGroup(ScoredGroup):
         return self
 
     def document(self, *, env_id: int | None = None) -> dict[str, Any]:
-        """Return the group as it goes over the wire."""
+        """Return the group in the protocol's JSON."""
         return self.model_dump() | {"env_id": env_id}
 
     @property
     def size(self) -> int:
-        """Number of its sequences."""
+        """Number of the group's sequences."""
         return len(self.tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(map(len, self.tokens))
 
     @property
     def trained(self) -> int:
-        """Tokens that train, of all sequences."""
+        """Number of tokens that train, of all sequences."""
         return sum(mask != UNTRAINED for row in self.masks for mask in row)
 
 

@@ -39,22 +39,22 @@ _UNREGISTERED = "was never registered"
 
 
 class EnvironmentNotRegistered(EngineError):
-    """The API does not know this environment, for example because it was started again: register anew."""
+    """Error of an API that does not know this environment, perhaps after a restart: register again."""
 
 
 class PostRefused(DataError):
-    """The API refuses a post for good: it is too large, or malformed."""
+    """Error of a post that the API will never accept: it is too large, or malformed."""
 
 
 class QueueFull(EngineError):
-    """The queue has no room for several groups at once. It may have room for the one that completes a batch."""
+    """Error of a queue without room for several groups. It may have room for the one that completes a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRegistration:
     """Reply of the API to an environment that registers. ``batch_size`` and ``max_token_len`` are the trainer's.
 
-    ``takes_larger``: groups that are larger than a batch go out alone; the original keeps them for ever.
+    ``takes_larger``: groups larger than a batch go out alone; the original API keeps them forever.
     """
 
     env_id: int
@@ -82,8 +82,8 @@ class QueueStatus:
 class RolloutApi:
     """Rollout API, ours or the original.
 
-    Every call is repeated while the API is away or overloaded; repeated posts are taken in once, where the API
-    knows idempotency keys.
+    Every call is repeated while the API is away or overloaded; an API that knows idempotency keys takes repeated posts
+    once.
 
     Args:
         wait_s: how long it may be away, in seconds.
@@ -132,7 +132,7 @@ class RolloutApi:
         )
 
     async def trainer(self) -> tuple[int, int]:
-        """Sequences of a batch, and tokens of a sequence, of the trainer that is registered; -1 where none is."""
+        """Return the registered trainer's sequences a batch and tokens a sequence; -1 without a trainer."""
         info = await self._request("GET", "/info")
         return info["batch_size"], info["max_token_len"]
 
@@ -169,7 +169,7 @@ class RolloutApi:
         return info["project"], info["group"]
 
     async def disconnect(self, env_id: int, *, reason: str, limit_s: float) -> None:
-        """Say goodbye, and why, if the API can be told within ``limit_s`` seconds; otherwise it will notice."""
+        """Disconnect, with the reason, if the API answers within ``limit_s`` seconds; otherwise it will notice."""
         try:
             await self._http.post("/disconnect-env", json={"env_id": env_id, "reason": reason}, timeout=limit_s)
         except httpx.HTTPError as error:
@@ -251,7 +251,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 class Membership:
-    """The registration of one environment, made anew when the API has lost it."""
+    """Registration of one environment, repeated when the API has lost it."""
 
     def __init__(self, api: RolloutApi, *, name: str, config: EnvironmentConfig) -> None:
         self._api = api
@@ -305,12 +305,12 @@ class Sender:
         return self.task
 
     def put(self, group: UsableGroup) -> None:
-        """Take a group; it is sent when its turn comes."""
+        """Queue a group for sending."""
         self.pending += 1
         self._queue.put_nowait(group)
 
     async def finish(self, *, limit_s: float) -> None:
-        """Send the finished groups within ``limit_s`` seconds, and end; the rest is given up.
+        """Send the finished groups within ``limit_s`` seconds, drop the rest, and end.
 
         A post under way is never begun again under another key, so nothing arrives twice.
         """

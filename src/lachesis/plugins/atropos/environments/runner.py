@@ -1,4 +1,4 @@
-"""Serving: register, keep the queue filled without letting rollouts grow stale, and say goodbye."""
+"""Serving: register, keep the queue filled without letting rollouts grow stale, and disconnect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Summary:
 
 @dataclass(slots=True)
 class _Progress:
-    """The trainer's step as last seen, since when, and the work at this step and before."""
+    """The trainer's last seen step, its time, and the work done until then and since."""
 
     step: int = 0
     changed: float = field(default_factory=time.monotonic)
@@ -84,7 +84,7 @@ class Runner:
         environment disconnects, with the reason if that is an error.
 
         Raises:
-            ConfigError, DataError, EngineError: it cannot continue; the message says why.
+            ConfigError, DataError, EngineError: the environment cannot continue; the message says why.
             DeadlineExceeded: the API, the trainer or an inference server stayed away.
         """
         serving, stopped = asyncio.create_task(self._serve()), asyncio.create_task(stop.wait())
@@ -136,7 +136,7 @@ class Runner:
             await self._next_event(sending)
 
     async def _look(self, member: EnvironmentRegistration) -> EnvironmentRegistration:
-        """Check from time to time for another trainer, which may want other batches."""
+        """Check regularly for another trainer, which may want other batches."""
         if time.monotonic() - self._looked < _LOOK_S:
             return member
         await self._membership.look()
@@ -161,7 +161,7 @@ class Runner:
             logger.info(f"the trainer's batches of {batch} sequences are not a multiple of the group size {size}")
 
     def _check_idle(self, idle: Deadline, status: QueueStatus) -> None:
-        """Say that the trainer takes nothing, from time to time, and raise once it has taken nothing for too long."""
+        """Warn regularly while the trainer takes nothing, and raise after too long."""
         queued = f"{status.queue_size} groups are queued at step {status.step}"
         idle.check(queued)
         if min(idle.elapsed_s(), time.monotonic() - self._progress.said) >= _REPORT_S:
@@ -197,7 +197,7 @@ class Runner:
         return member
 
     def _advance(self, status: QueueStatus) -> bool:
-        """Take note of the trainer's step; whether it is another one."""
+        """Record the trainer's step, and return True if it has changed."""
         progress = self._progress
         if status.step == progress.step:
             return False
@@ -234,7 +234,7 @@ class Runner:
         return room_for_groups(status, self._config, batch_size=member.batch_size)
 
     def _has_all(self, member: EnvironmentRegistration) -> bool:
-        """Return True if the trainer has taken all its batches, and for a while asked for no further one."""
+        """Return True if the trainer has all its batches and has asked for none since a while."""
         total = self._config.total_steps if self._config.total_steps >= 0 else member.num_steps
         lingered = time.monotonic() - self._progress.changed >= self._config.linger
         return 0 < total <= self._progress.step and lingered

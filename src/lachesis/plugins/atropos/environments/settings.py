@@ -33,7 +33,7 @@ class Settings(BaseModel):
 
 
 class EnvironmentConfig(Settings):
-    """``--env.*``: what every environment has. Environments add their own fields in a subclass."""
+    """Section ``--env.*``, which every environment has. Subclasses add an environment's own fields."""
 
     group_size: int = Field(4, ge=1, description="completions of one problem, scored against each other")
     max_num: int | None = Field(None, ge=1, description="use only this many problems of the data, from the first")
@@ -72,7 +72,7 @@ class EnvironmentConfig(Settings):
 
 
 class ServerConfig(Settings):
-    """``--openai.*``: the inference servers."""
+    """Section ``--openai.*``: the inference servers."""
 
     base_url: tuple[str, ...] = Field(
         ("http://localhost:9001",), min_length=1, description="with or without /v1; several separated by commas"
@@ -92,7 +92,7 @@ class ServerConfig(Settings):
 
 
 class SlurmConfig(Settings):
-    """``--slurm`` and ``--slurm.*``: a limit of the rate of requests."""
+    """Section ``--slurm`` and ``--slurm.*``: a limit on the rate of requests."""
 
     enabled: bool = Field(False, description="only False: name the servers of the nodes in --openai.base_url")
     num_requests_per_time_interval: int | None = Field(None, ge=1, description="most requests begun in an interval")
@@ -110,7 +110,7 @@ class SlurmConfig(Settings):
 
 
 class EnvironmentOptions(Settings):
-    """Options that an environment is started with."""
+    """Options with which an environment is started."""
 
     env: EnvironmentConfig
     openai: ServerConfig
@@ -125,8 +125,8 @@ def parse_options(words: Sequence[str], *, env_class: type[EnvironmentConfig]) -
         env_class: the environment's own section ``env``.
 
     Raises:
-        ConfigError: a flag is unknown (the nearest known one is named), given twice with different values, without
-            a value, or its value is of the wrong kind.
+        ConfigError: a flag is unknown (the message names the nearest known one), is given twice with different values,
+            or has no value or one of the wrong kind.
     """
     known = _flags(env_class)
     given = _read_words(words, known=known)
@@ -224,7 +224,7 @@ def _counts(shown: str, name: str, known: Collection[str]) -> bool:
     """Return True for a known name; False, with a warning, for one of Atropos' that does nothing here.
 
     Raises:
-        ConfigError: nobody knows it, or it asks for something that is said elsewhere here.
+        ConfigError: the name is unknown, or stands for something that is configured elsewhere here.
     """
     if name in known:
         return True

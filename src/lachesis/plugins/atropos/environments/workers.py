@@ -1,4 +1,4 @@
-"""The worker pool that makes groups: many at a time, each with a time limit, and failures are counted."""
+"""Worker pool that makes many groups at a time, each with a time limit, and counts failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GroupWorkers:
     _in_a_row: int = field(default=0, init=False)
 
     async def fill(self, room: int) -> None:
-        """Begin groups until ``room`` of them are in the making, or there are no more problems."""
+        """Start groups until ``room`` of them are in progress, or there are no more problems."""
         while len(self.tasks) < room and not self.exhausted:
             item = await self.environment.get_next_item()
             if item is None:
@@ -40,7 +40,7 @@ class GroupWorkers:
             self.tasks.add(asyncio.create_task(self._make(item)))
 
     def reap(self) -> None:
-        """Forget the groups that are done. Raises the first error that ends the environment."""
+        """Drop finished groups. Raises the first error that ends the environment."""
         done = {task for task in self.tasks if task.done()}
         self.tasks -= done
         # Several may fail for the same reason; all are looked at, one is told.
@@ -49,7 +49,7 @@ class GroupWorkers:
             raise errors[0]
 
     async def stop(self) -> None:
-        """Give up everything in the making."""
+        """Cancel all groups in progress."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)

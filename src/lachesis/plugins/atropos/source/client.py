@@ -27,16 +27,16 @@ _PATIENCE_S = 600.0
 
 
 class TrainerNotRegistered(EngineError):
-    """The API knows no trainer: it was started anew, or reset."""
+    """Error of an API that knows no trainer: it was restarted or reset."""
 
 
 class Replaced(EngineError):
-    """The API does not take this trainer for the one that registered last."""
+    """Error of an API at which another trainer has registered since."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRegistration:
-    """Reply of the API to a registering trainer. ``acknowledges``: batches are the API's until they are acknowledged.
+    """Reply of the API to a registering trainer. ``acknowledges``: the API keeps batches until they are acknowledged.
 
     ``outstanding`` are the ids of batches that an earlier trainer had and did not acknowledge.
     """
@@ -73,7 +73,7 @@ class RolloutApiClient:
         """Return once the API answers.
 
         Raises:
-            EngineError: it does not, for ``limit_s`` seconds, or something else listens there.
+            EngineError: no answer within ``limit_s`` seconds, or something else listens there.
             LachesisError: what ``watch`` raised.
         """
         retry = Retry(
@@ -142,7 +142,7 @@ class RolloutApiClient:
         return Delivery(reply["batch"], reply.get("batch_id")), ""
 
     def acknowledge(self, trainer: TrainerRegistration, ids: Sequence[int], *, deadline: Deadline) -> None:
-        """Tell the API that these batches are the trainer's for good.
+        """Acknowledge batches, which the API then drops.
 
         Raises:
             Replaced: another trainer has registered, or the API was restarted without its state.
@@ -159,7 +159,7 @@ class RolloutApiClient:
             return []
 
     def leave(self, trainer: TrainerRegistration, *, limit_s: float) -> None:
-        """Say goodbye, so that what this trainer asked for binds no environment; an API that is away needs none."""
+        """Unregister, so that this trainer's options bind no environment; skipped if the API is away."""
         try:
             timeout = httpx.Timeout(limit_s)
             self._http.post(f"{self.url}/disconnect", json={"uuid": trainer.uuid}, timeout=timeout)
@@ -167,10 +167,9 @@ class RolloutApiClient:
             logger.debug("the rollout API at %s could not be told that the trainer ends: %s", self.url, error)
 
     def situation(self, *, batch_size: int) -> str:
-        """Describe the API's state for a line while the trainer waits; it may be away.
+        """Describe the API's state in a line while the trainer waits; the API may be away.
 
-        The plain protocol says nothing about environments: an empty queue is then explained by its commonest
-        cause.
+        The plain protocol says nothing about environments, so an empty queue is explained by its commonest cause.
         """
         try:
             status = self._send("GET", "/status", timeout=_CONNECT_S).json()

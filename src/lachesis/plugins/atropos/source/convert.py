@@ -1,4 +1,4 @@
-"""Conversion of scored groups, as environments send them, to the records that are trained on. Pure.
+"""Conversion of environments' scored groups to training records. Pure.
 
 The protocol's conventions: ``masks`` are -100 where a position does not train and the token elsewhere (some
 environments write 0 and 1), ``inference_logprobs`` are 1.0 where the mask is -100, scores are raw rewards, a
@@ -28,7 +28,7 @@ _COLDEST = 1e-4
 
 
 class Unusable(DataError):
-    """A group that cannot be trained on; the message says why."""
+    """Error for a group that cannot be trained on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def _distilled(
 
 
 def _teacher_logprobs(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TeacherLogprobs | None:
-    """Return the teacher logprobs of the environment for each token; ``None`` if the group has to do without.
+    """Return the environment's teacher logprobs of each token; ``None`` if the group has none.
 
     That is so if its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
     """
@@ -284,7 +284,7 @@ def _finish_reason(overrides: Mapping[str, Any], one: _Sequence, conversion: Con
 
 
 def _versions(overrides: Mapping[str, Any]) -> VersionSpan:
-    """Environments may run batches ahead: where they do not name the weights that sampled, nobody can know them."""
+    """Environments may run batches ahead, so the sampling weights are unknown unless they name them."""
     given = overrides.get("weight_version")
     if isinstance(given, Mapping):
         return VersionSpan(int(given["first"]), int(given["last"]))

@@ -40,7 +40,7 @@ def build_feed(
     Args:
         config: of the run.
         policy: the trained model.
-        engine: that is watched.
+        engine: watched while a batch is awaited.
         run_dir: the run directory.
         watch: called while a batch is awaited, with a check of the engine; raises if waiting has become useless.
         stop: called while the engine is checked.

@@ -33,7 +33,7 @@ from lachesis.rollouts.generation import nested_deadline
 logger = logging.getLogger("lachesis")
 
 MissingLogprobs = Literal["warn", "error"]
-"""What groups without behaviour logprobs do: the trainer's own take their place, with a warning; or the run ends."""
+"""Treatment of groups without behaviour logprobs: use the trainer's own, with a warning, or end the run."""
 
 # One batch without a usable group may be bad luck; this many in a row are a broken environment.
 _MOST_UNUSABLE_BATCHES = 10
@@ -49,14 +49,12 @@ _LOOK_EVERY_S = 5.0
 class AtroposSource(RolloutSource):
     """Source of a rollout API's batches, each the groups of one optimizer step.
 
-    With our API nothing is lost and nothing trained on twice, however the trainer ends: a batch is acknowledged
-    once its effect is safe, which is in a checkpoint if the run writes any, and otherwise after the
-    optimizer step; the last ones once the run is over. Until then the API hands it out again to a trainer that
-    registers anew; one that a checkpoint has already is recognized by its content, acknowledged and skipped.
-    With the plain protocol a batch is the trainer's once it is fetched, and one that is on its way when the run is
-    stopped is lost.
-
-    Groups that cannot be trained on are set aside with their reason and counted; none gets a reward of 0 for it.
+    With our API no batch is lost or trained on twice, however the trainer ends: a batch is acknowledged once its effect
+    is safe, which is in a checkpoint if the run writes any, and otherwise after the optimizer step; the last ones once
+    the run is over. Until then the API hands it out again to a trainer that registers anew; a batch that the checkpoint
+    already includes is recognized by its content, acknowledged and skipped. With the plain protocol a batch is the
+    trainer's once it is fetched, and one in transit when the run stops is lost. Groups that cannot be trained on are
+    set aside with their reason and counted, not given a reward of 0.
 
     Args:
         registration: the trainer's options; its ``starting_step`` is replaced by the step of a checkpoint.
@@ -121,9 +119,9 @@ class AtroposSource(RolloutSource):
         )
 
     def _wait_for_batch(self, deadline: Deadline) -> Delivery:
-        """Ask until there is a batch; registers where the API does not know this trainer.
+        """Ask until there is a batch, and register if the API does not know this trainer.
 
-        The limit counts from the last group that has come into the queue.
+        The limit counts from the last group that entered the queue.
         """
         retry = Retry(deadline, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         waited, said_at, most = Deadline("", None), self.first_word_s, -1
@@ -171,7 +169,7 @@ class AtroposSource(RolloutSource):
         return trainer
 
     def _is_known(self, delivery: Delivery) -> bool:
-        """Return True if a checkpoint has this batch already; then it may be acknowledged."""
+        """Return True if a checkpoint includes this batch, so that it may be acknowledged."""
         number = delivery.batch_id
         if number is None or self._trained.get(number) != _digest(delivery):
             return False
@@ -235,7 +233,7 @@ class AtroposSource(RolloutSource):
         return self._names[env_id]
 
     def _say_once(self, line: str) -> None:
-        """Sentences that differ in numbers only are said once."""
+        """Log a sentence once, whatever its numbers."""
         kind = "".join(letter for letter in line if not letter.isdigit())
         if kind not in self._said:
             self._said.add(kind)
@@ -271,7 +269,7 @@ class AtroposSource(RolloutSource):
         self._try_to_acknowledge()
 
     def complete(self) -> None:
-        """Acknowledge all that was trained on: before this a killed trainer would need it again, checkpoint or not."""
+        """Acknowledge all trained batches; before this, a killed trainer would need them again."""
         current, self._current = self._current, None
         if current is not None:  # not used as often as it might have been
             self._finish(current[0])
@@ -288,8 +286,8 @@ class AtroposSource(RolloutSource):
     def counters(self) -> dict[str, float]:
         """Return counts since the last call.
 
-        ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``, which came again though a
-        checkpoint had them.
+        ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``, which came again although a
+        checkpoint includes them.
         """
         counts, self._counts = self._counts, Counter()
         names = ("dropped_groups", "groups_without_logprobs", "batches_known")
@@ -308,7 +306,7 @@ class AtroposSource(RolloutSource):
         return {"step": self._step, "trained": {str(number): digest for number, digest in trained.items()}}
 
     def saved(self) -> None:
-        """Mark the checkpoint's batches as safe: the API hears of it before the next batch is requested."""
+        """Mark the checkpoint's batches as safe; the API is told before the next batch is requested."""
         self._safe |= self._in_checkpoint & self._trained.keys()
         self._in_checkpoint = set()
 
@@ -327,10 +325,10 @@ class AtroposSource(RolloutSource):
 
 @dataclass(eq=False)
 class EngineWatch:
-    """Called again and again while a batch is waited for, looks at the engine from time to time.
+    """Watcher, called repeatedly while a batch is awaited, which checks the engine at intervals.
 
     Args:
-        watch: called while the engine is looked at, which may take a while where it hangs.
+        watch: called while the engine is checked, which may take a while if it hangs.
     """
 
     engine: Engine
@@ -340,7 +338,7 @@ class EngineWatch:
     _said: str = field(default="", init=False)
 
     def __call__(self) -> None:
-        """Raise EngineError if the engine is gone or was replaced; of several servers one that serves is enough."""
+        """Raise EngineError if the engine is gone or was replaced; of several servers one is enough."""
         if time.monotonic() - self._looked < self.every_s:
             return
         health = call_watched(self.engine.health, watch=self.watch)
@@ -407,7 +405,7 @@ def build_atropos_source(
 def keep_given_advantages(
     assign: Callable[[Sequence[Group]], list[Group]],
 ) -> Callable[[Sequence[Group]], list[Group]]:
-    """``assign``, after which the advantages that environments gave are in force again."""
+    """Return ``assign`` wrapped so that advantages given by environments override its own."""
 
     def assign_others(groups: Sequence[Group]) -> list[Group]:
         return [_restored(before, after) for before, after in zip(groups, assign(groups), strict=True)]

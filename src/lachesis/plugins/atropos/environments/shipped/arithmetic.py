@@ -34,7 +34,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
 
 class Arithmetic(SingleTurn[Sum, ArithmeticConfig]):
-    """The task of the quickstart as a service: 1 where the completion is the answer and nothing else, else 0."""
+    """The quickstart's task as a service: a score of 1 if the completion is exactly the answer, else 0."""
 
     name = "arithmetic"
     config_class = ArithmeticConfig

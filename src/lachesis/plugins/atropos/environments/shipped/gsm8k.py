@@ -109,6 +109,6 @@ class Gsm8k(SingleTurn[MathProblem, Gsm8kConfig]):
         return await self._scorer.score(item.answer, answers)
 
     def metrics(self) -> dict[str, float]:
-        """Answers that could not be compared in time."""
+        """Return the number of answers that could not be compared in time."""
         timeouts, self._scorer.timeouts = self._scorer.timeouts, 0
         return {"score/timeouts": float(timeouts)}
