@@ -30,12 +30,11 @@ class EngineLeftOut(EngineError):
 class SyncReport:
     """Cost and result of the last transfer.
 
-    ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
-    what the proof took after that. ``canary_error`` is in nats and ``canary_ratio`` a multiple of what is allowed;
-    both are ``None`` without proof. An engine that sleeps while
-    the trainer computes took ``sleep_seconds`` to fall asleep and, as part of ``seconds``, ``wake_seconds`` to wake up.
-    Of several engines ``engines`` has the seconds that each took to receive, and of several ranks that send ``ranks``
-    what each of them did.
+    ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds`` what the
+    proof took after that. ``canary_error`` is in nats and ``canary_ratio`` a multiple of the limit; both are ``None``
+    without proof. An engine that sleeps while the trainer computes took ``sleep_seconds`` to fall asleep and, as part
+    of ``seconds``, ``wake_seconds`` to wake up. ``engines`` has the seconds that each of several engines took to
+    receive, ``ranks`` the work of each of several sending ranks.
     """
 
     version: int
@@ -51,9 +50,9 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class RankSent:
-    """Work of a trainer's rank in a transfer: it gathered for others and sent ``num_bytes``, in ``seconds``.
+    """Work of a trainer's rank in a transfer: it gathered for others and sent ``num_bytes`` in ``seconds``.
 
-    ``most_under_way`` are the bytes of its buckets that were under way at a time, at most.
+    ``most_under_way`` is the maximum of bytes in flight.
     """
 
     seconds: float
@@ -78,7 +77,7 @@ class Bridge(ABC, Generic[PolicyT]):
         Args:
             sync_s: the longest a transfer with its proof may take, in seconds.
             every_steps: transfer every N versions.
-            pause_mode: what happens to requests in flight where engine and trainer share storage.
+            pause_mode: treatment of requests in flight if engine and trainer share storage.
         """
         self.proof: Proof | None = None  # made in :meth:`prepare`, where one is wanted
         self._sync_s = sync_s
@@ -115,13 +114,13 @@ class Bridge(ABC, Generic[PolicyT]):
         """
 
     def _assemble(self) -> None:
-        """Find out, before a transfer, which engines take part.
+        """Settle, before a transfer, which engines take part.
 
         Raises EngineError, DeadlineExceeded.
         """
 
     def rest(self) -> None:
-        """Put an engine to sleep that is to leave the trainer the GPU's memory; called before the trainer computes.
+        """Put an engine to sleep that shares the trainer's GPU; called before the trainer computes.
 
         Leaving :meth:`update_to` wakes it up. Raises EngineError if it cannot sleep.
         """
@@ -136,7 +135,7 @@ class Bridge(ABC, Generic[PolicyT]):
         """Transfer and prove outside of an update: before the first step and after a resume.
 
         Raises:
-            StaleWeights: the engine does not compute what the trainer computes.
+            StaleWeights: engine and trainer compute different logprobs.
             DeadlineExceeded, EngineError: the transfer failed.
         """
         with self.update_to(version, due=True):

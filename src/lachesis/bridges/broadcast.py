@@ -141,12 +141,12 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     Args:
         source: weights to send, :func:`lora_source` or :func:`full_source`.
         backend: ``nccl`` between GPUs, ``ipc`` on one GPU, ``gloo`` on the CPU.
-        device: the trainer's.
+        device: of the trainer.
         init_method: where the workers meet the trainer, "tcp://HOST:PORT"; by default a free port of the address by
             which this machine reaches the servers.
         directory: where ``nccl_bridge_config.json`` goes, usually the run's.
-        pack_buckets: with ``ipc``, if the engine is on the GPUs of several ranks: each of them packs what the worker
-            on its GPU reads.
+        pack_buckets: with ``ipc``, if the engine is on the GPUs of several ranks: each rank packs the buckets that its
+            GPU's worker reads.
         sender_ranks: the trainer's ranks that may send; each of them listens at a separate free port.
         staging: where an engine keeps an update before it is complete.
     """
@@ -205,10 +205,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
 
     def _some_died(self, servers: tuple[tuple[str, str], ...]) -> bool:
-        """Return True if not all of the servers live.
-
-        The server of an engine that has died notices a moment later.
-        """
+        """Return True unless all servers live. A server notices its engine's death a moment later."""
 
         def all_live() -> str:
             self.engine.look()
@@ -358,7 +355,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         super().close()
 
     def _planned(self, deadline: Deadline) -> TransferPlan:
-        """Return the plan of who sends what to whom from now on.
+        """Return the plan of senders, tensors and receivers.
 
         Raises:
             StaleWeights: a server was replaced since this run met it.
@@ -559,7 +556,7 @@ def _abort_on_error(channel: Channel, received: Future[list[None]]) -> None:
 
 
 def _with_servers_reason(error: EngineError, received: Future[list[None]], *, version: int) -> EngineError:
-    """Return an error that says why the trainer could not send, and what the servers observed."""
+    """Return an error that says why the trainer could not send, with the servers' observations."""
     wait([received], timeout=_LAST_WORD_S)
     reason = received.exception() if received.done() else None
     said = f"; the servers say: {reason}" if reason is not None else ""

@@ -50,14 +50,14 @@ class BridgeParts(Generic[ModelPolicyT]):
         config: of the run.
         engine: the client of the servers.
         directory: the run's.
-        weights: the engine's tensors where the policy is built on them, as :func:`engine_weights`.
-        owned: the servers' processes, where the run starts them.
-        command: serves a checkpoint.
-        members: which servers there are to be now, where that may change.
+        weights: the engine's tensors if the policy is built on them, as :func:`engine_weights`.
+        owned: the servers' processes, if the run starts them.
+        command: makes the command that serves a checkpoint.
+        members: returns the wanted servers, if they may change.
         whole_of: makes a policy's parameters whole before they travel.
-        companions: writes what a checkpoint of a policy has besides weights.
+        companions: writes a checkpoint's files besides the weights.
         make_room: as :class:`~lachesis.bridges.external.Servers` has it.
-        pack_buckets: where the engine is on the GPUs of several ranks: as :class:`BroadcastBridge` takes it.
+        pack_buckets: as :class:`BroadcastBridge` takes it, if the engine is on the GPUs of several ranks.
         together: a policy as its ranks send its weights together; without it this process sends them.
         canary_prompt: token ids with which the canary of the proof begins.
     """
@@ -129,10 +129,7 @@ def _servers(
 
 
 def sleep_level(config: LachesisConfig) -> Literal[0, 1, 2]:
-    """Return how deep the engine sleeps while the trainer computes.
-
-    It may drop weights that are all sent again afterwards.
-    """
+    """Return the engine's sleep level while the trainer computes. It may drop weights if all are sent again."""
     if not isinstance(config.engine, VllmEngineConfig) or not config.engine.enable_sleep_mode:
         return 0
     return 2 if config.forgets_weights else 1
@@ -168,7 +165,7 @@ def _broadcast(
 def _sender_ranks(
     parts: BridgeParts[ModelPolicyT], kind: ChannelBridgeConfig, backend: ChannelBackend
 ) -> SenderRanks[ModelPolicyT] | None:
-    """Return how several ranks send all weights; None for an adapter, which is a bucket or less."""
+    """Return the function by which ranks send all weights; None for an adapter, which fits into a bucket."""
     if parts.together is None or backend == "ipc" or not isinstance(kind, BroadcastBridgeConfig) or kind.senders == 1:
         return None
     from lachesis.bridges.senders import SenderRanks

@@ -1,8 +1,8 @@
 """Canary: a text that the model itself finds likely, and the tolerance between two correct readings of it.
 
-Two correct forward passes in 16 bits differ, because they round in other places. A logit l is known up to some noise
-s, so the logprob of a token with probability p is off by about s (1 - p): an unlikely token shows the whole noise, a
-certain one next to nothing. All comparisons here are therefore in units of logit noise,
+Two correct forward passes in 16 bits differ, because they round in other places. A logit l is known up to some noise s,
+so the logprob of a token with probability p is off by about s (1 - p): an unlikely token shows the whole noise, a
+certain one almost none. All comparisons here are therefore in units of logit noise,
 
     z = (engine - trainer) / (1 - p + 0.02),
 
@@ -122,7 +122,7 @@ class NoiseScale:
 
     Args:
         limit: the largest mean of |z| that rounding in this arithmetic can explain on any model.
-        floor: the smallest that is taken for its usual value, for a reading may agree by luck.
+        floor: lower bound of the usual value, because a reading may agree by luck.
     """
 
     limit: float
@@ -172,7 +172,7 @@ class History:
     """History of accepted readings, which shows if the engine moves with the trainer, and where it stands if not.
 
     Args:
-        floor: the least that the difference of both sides is thought to move by on its own, in nats of logit noise.
+        floor: lower bound of the chance movement of both sides' difference, in nats of logit noise.
         absorbs: the engine may round a small update away whole, so that its bits stand still although nothing is wrong.
         quantized: one side's weights are, so that the same update moves both sides by different amounts.
     """
@@ -186,7 +186,7 @@ class History:
         self._wobbles: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, version: int, trainer: Logprobs, engine: Logprobs) -> None:
-        """Remember an accepted reading."""
+        """Add an accepted reading."""
         reading = _Reading(version, tuple(trainer), tuple(engine))
         if self._recent and _share_moved(self._recent[-1].trainer, reading.trainer) > 0.5:
             self._wobbles.append(_Movement.between(self._recent[-1], reading).unexplained)
@@ -196,14 +196,14 @@ class History:
     def standing_at(self, trainer: Logprobs, engine: Logprobs, *, usual: float) -> int | None:
         """Return the version at which the engine stands still although the trainer has moved on; None if it follows.
 
-        ``usual`` is the mean of |z| that is usual between both sides: until some updates were seen, their difference
-        is thought to move by twice that on its own.
+        ``usual`` is the usual mean of |z| between both sides: for the first updates, their difference is assumed to
+        move by twice that by chance.
 
-        An engine without the update computes what it computed before. The same kernels on the same weights even
-        give the same bits: that no logprob of the engine changes by chance when most of the trainer's do is out of
-        the question. Where the engine ``absorbs`` updates, the trainer must also have moved by more than rounding does.
-        Where other requests share its batch the bits differ, and movements decide: with correct weights the engine
-        moves as the trainer does, up to rounding.
+        An engine without the update computes what it computed before. The same kernels on the same weights even give
+        the same bits; it is no accident if none of the engine's logprobs changes while most of the trainer's do. Where
+        the engine ``absorbs`` updates, the trainer must also have moved by more than rounding does. If other requests
+        share its batch, the bits differ and movements decide: with correct weights the engine moves as the trainer
+        does, up to rounding.
         """
         now = _Reading(0, tuple(trainer), tuple(engine))
         wobble = 2 * usual
@@ -241,7 +241,7 @@ class _Movement:
     Args:
         trainer: of the trainer's logprobs.
         engine: of the engine's.
-        unexplained: of what the engine's moved by beyond the trainer's.
+        unexplained: of the engine's movements beyond the trainer's.
     """
 
     trainer: float

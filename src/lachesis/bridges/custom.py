@@ -1,4 +1,4 @@
-"""Custom bridges: the signature of what makes one."""
+"""Custom bridges: the signature of their factory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CustomBridge(Protocol):
         Args:
             servers: the client of the engine's servers, their processes where the run starts them, and the proof.
             config: of the run.
-            directory: the run's, out of which the servers may load files.
+            directory: the run directory, from which the servers may load files.
         """
         ...
 

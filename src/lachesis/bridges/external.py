@@ -45,8 +45,8 @@ class OwnedEngine:
     Args:
         engine: the client of the servers.
         processes: one for each server, running or not.
-        owner: the run, in whose name each new session is claimed.
-        start_s: the longest that a start after a death may take, in seconds.
+        owner: the run's name, under which it claims each new session.
+        start_s: limit of a restart after a death, in seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OwnedEngine:
         """Start all servers anew, or for the first time, and claim them.
 
         Args:
-            deadline: of their being able to serve.
+            deadline: by which they must serve.
             command: makes the command that serves ``checkpoint``; without it each server keeps its own.
 
         Raises:
@@ -140,7 +140,7 @@ class OwnedEngine:
             process.stop()
 
     def died(self, *, within_s: float = 10.0) -> bool:
-        """Return True if no server is left, or none will be left within ``within_s`` seconds.
+        """Return True if no server is left, or none will be within ``within_s`` seconds.
 
         Connections break a moment before, and vLLM's server checks its engine only every 5 s.
         """
@@ -181,20 +181,19 @@ def empty_cache(policy: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers(Generic[PolicyT]):
-    """Servers that a policy's weights are brought to, with the options that all bridges to them need.
+    """Bridge to servers, with the options that all such bridges need.
 
     Args:
         engine: their client; they are claimed by this run.
         proof_builder: makes the proof of sync once both sides exist, or ``None`` for no proof.
-        owned: their processes, where the run starts them: one that dies is started again.
+        owned: their processes, if the run starts them: one that dies is restarted.
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
         sleep_level: they give their GPU memory back while the trainer computes; at level 1 their weights wait on the
             host, at level 2 they are dropped, because new ones come in any case; at 0 they do not sleep.
         make_room: has the trainer give back what its allocators keep without need, on each GPU on which servers wake.
-        members: which servers it is to have now, by address, where that may change; may raise LachesisError, and then
-            nothing changes.
-        quorum: so many have to live before a transfer; they are waited for, ``quorum_s`` seconds at most. Without it
-            one has to, and is not waited for.
+        members: returns the addresses of the wanted servers, if they may change; a LachesisError changes nothing.
+        quorum: number of servers that must live before a transfer, within ``quorum_s`` seconds; without it one, at
+            once.
         sync_s, every_steps, pause_mode: as in :class:`Bridge`.
     """
 

@@ -85,7 +85,7 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights by Hugging Face's names, tied ones once; an adapter is merged in float32, rounded once.
 
-    With ``names`` these alone, in that order. Unchanged weights are the live parameters, merged and gathered ones are
+    With ``names`` only these, in that order. Unchanged weights are the live parameters, merged and gathered ones are
     new, and few of those exist at a time if the caller keeps none.
     """
     merged, parts = _merged_pairs(model), weight_parts(model)
@@ -309,7 +309,7 @@ def _active_adapter(model: nn.Module) -> str:
 
 
 def _check_plain(module: LoraLayer, adapter: str, where: str) -> None:
-    """Raise ModelError for an adapter that is not plain B @ A on linear layers, which engines would drop silently."""
+    """Raise ModelError for an adapter other than plain B @ A on linear layers: engines would drop it silently."""
     extras = {
         "a variant such as DoRA": adapter in module.lora_variant,
         "with a bias": module.lora_bias.get(adapter, False),

@@ -1,4 +1,4 @@
-"""Proof of sync with the servers of a fleet: each proves itself, and one that fails is left out."""
+"""Proof of sync with the servers of a fleet: each is proved separately, and one that fails is left out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FleetProof:
         From now on the fleet requires this version: engines that were not proved get no requests.
 
         Raises:
-            StaleWeights, EngineUnreachable: what the first engine's proof raised, where none was proved.
+            StaleWeights, EngineUnreachable: raised by the first engine's proof, if no engine was proved.
         """
         controls = self._engine.living
         if not controls:
@@ -90,7 +90,7 @@ class FleetProof:
         return max(proved, key=lambda one: (bool(one.doubt), one.ratio))
 
     def _canary(self, controls: Sequence[ServerControl], failures: list[LachesisError]) -> Sequence[int]:
-        """Return the canary, which the first engine that can has written."""
+        """Return the canary, written by the first engine that can."""
         for control in controls:
             try:
                 return self.of(control).token_ids()
@@ -116,7 +116,7 @@ class FleetProof:
         note(control.url, error.message)
 
     def of(self, control: ServerControl) -> SyncProof:
-        """Return the proof of one engine, in the session in which it was met last."""
+        """Return the proof of one engine in its last known session."""
         session_id = self._engine.fleet.session(control.url)
         proof = self._proofs.get(control.url)
         if proof is None or proof.session_id != session_id:
@@ -139,7 +139,7 @@ def remote_proof(
         config: of the run.
         policy: the trainer's side.
         engine: the client of the servers; the first that lives writes the canary.
-        slices_of: where the policy is built on the engine's tensors, which rows of which they are.
+        slices_of: the policy's rows of the engine's tensors, if it is built on them.
         whole_of: makes the policy's parameters whole before they travel.
         prompt: token ids with which the canary begins.
     """

@@ -17,7 +17,7 @@ class InProcessBridge(Bridge[PolicyT]):
     Args:
         engine_builder: makes the engine around the policy once it exists.
         proof_builder: makes the proof of sync from both, or ``None`` for no proof.
-        bring: copies the policy's weights into the engine's model; ``None`` where that is the policy's own.
+        bring: copies the policy's weights into the engine's model; ``None`` if both are one model.
     """
 
     capabilities = InProcessBridgeConfig.capabilities

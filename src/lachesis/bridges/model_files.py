@@ -30,8 +30,8 @@ SHARD_BYTES = 512 * 2**20
 def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write weights as safetensors files with an index, as transformers and vLLM read them.
 
-    They are taken one by one, and at most one file's worth is held. Files are named as transformers names them, which
-    is by their number.
+    They are taken one by one, and at most one file's worth is in memory. Files are named as transformers names them,
+    which is by their number.
     """
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -92,8 +92,7 @@ def save_adapter(directory: Path, *, tensors: Mapping[str, Tensor], config: byte
 def adapter_config(model: nn.Module) -> bytes:
     """Return the ``adapter_config.json`` that peft saves with the model's adapter.
 
-    It is peft's own work, bytes and all, but takes longer than writing the tensors: it is made once, for it does
-    not change while an adapter is trained.
+    peft itself writes it, which takes longer than writing the tensors; it never changes in training, so make it once.
 
     Raises:
         ModelError: the model has no adapter.

@@ -91,8 +91,8 @@ def check_same_model(
 ) -> None:
     """Check that an engine serves the model of these parameters, as far as shapes tell.
 
-    Those that the engine has emptied (vLLM repacks linear layers on the CPU) are not looked at, and neither are
-    architectures that vLLM stores in an unknown way. Arguments are as of :func:`map_parameters`.
+    It skips tensors that the engine has emptied (vLLM repacks linear layers on the CPU) and architectures that vLLM
+    stores in an unknown way. Arguments are as of :func:`map_parameters`.
 
     Raises:
         ModelError: the engine serves another model; the message says how the two differ.
@@ -109,7 +109,7 @@ def check_same_model(
 
 
 def describe(shapes: Mapping[str, Shape]) -> str:
-    """Describe a model: its layers, hidden size and vocabulary, as far as names tell."""
+    """Describe a model: its layers, hidden size and vocabulary, if names show them."""
     layers = {int(match.group(1)) for name in shapes if (match := re.search(r"\.(?:layers|h)\.(\d+)\.", name))}
     words = [f"{len(layers)} layers"]
     embedding = next((shape for name, shape in shapes.items() if re.search(r"(embed_tokens|wte)\.weight$", name)), None)

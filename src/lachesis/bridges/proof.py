@@ -63,8 +63,8 @@ class Proved:
 
     Args:
         error: the largest difference of a canary logprob, in nats.
-        ratio: the canary's disagreement as a multiple of what is allowed. Above 1 only where digests prove the bytes.
-        doubt: what the canary says against the transfer although the digests agree; empty if nothing.
+        ratio: the canary's disagreement as a multiple of its limit. Above 1 only if digests prove the bytes.
+        doubt: the canary's evidence against the transfer although the digests agree; empty without any.
     """
 
     error: float
@@ -87,22 +87,22 @@ class Proof(Protocol):
 class SyncProof:
     """Proof that compares trainer and engine after each transfer.
 
-    Digests show that each tensor arrived bit for bit, also where an update is far below what a 16-bit forward pass
-    resolves. The canary shows that the engine computes with the weights, whatever its kernels. Where digests prove all
-    weights, a canary that is off is a doubt, and ends the run only beyond what rounding can do; elsewhere it decides.
+    Digests show that each tensor arrived bit for bit, even if a 16-bit forward pass cannot resolve the update. The
+    canary shows that the engine computes with the weights, whatever its kernels. If digests prove all weights, a
+    deviating canary is only a doubt, and ends the run only beyond the reach of rounding; otherwise the canary decides.
 
     Args:
         token_ids: returns the canary, the same at each call.
         trainer: reads the canary under the trainer's weights, logprobs as in CanaryReading.
-        engine: reads it under the engine's, and digests what is ``wanted`` of what the engine holds.
+        engine: reads it under the engine's, and digests the ``wanted`` tensors.
         session_id: the engine session this run works with.
         dtype: of the weights, or "tf32" where an engine multiplies in it; limits what rounding can do.
         quantization: of one side where the other is not quantized; widens that limit.
-        adapter: the engine adds an adapter to its weights. In 16 bits that rounds small updates of it away.
+        adapter: the engine adds an adapter to its weights, which in 16 bits rounds small updates away.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
-        wanted: by which names the engine holds them; none without ``trainer_digests``.
+        wanted: the engine's names for them; none without ``trainer_digests``.
         concurrent: read engine and trainer at the same time, for an engine with a separate model.
-        one_model: engine and trainer compute with one model in this process, so nothing travels that could be lost.
+        one_model: engine and trainer share one model in this process, so nothing can get lost on the way.
     """
 
     token_ids: Callable[[], Sequence[int]]
@@ -150,7 +150,7 @@ class SyncProof:
         return self.trainer(token_ids), self.trainer_digests()
 
     def judge(self, engine: EngineSays, trainer: TrainerSays, *, version: int) -> Proved:
-        """Judge what both sides say after the transfer of ``version``.
+        """Judge both sides' answers after the transfer of ``version``.
 
         Raises:
             StaleWeights: another session or version answers, a tensor is missing or differs, the canary was answered
@@ -233,7 +233,7 @@ class SyncProof:
     def _check_cache(self, reading: CanaryReading, *, version: int) -> None:
         """Raise StaleWeights if the prefix cache knows the probe.
 
-        The probe begins as no prompt does, so a cached part of it was computed before this update.
+        No prompt begins like the probe, so a cached part of it is older than this update.
         """
         if reading.cached_tokens and version != self._version:
             raise StaleWeights(
@@ -251,11 +251,11 @@ def check_digests(
     Args:
         ours: digest by name of each tensor as the engine should hold it.
         theirs: digest by name as it holds them; further ones do no harm.
-        before: ``ours`` of the version that was proved before, empty without one.
+        before: ``ours`` of the last proved version, empty without one.
         version: the version that was transferred.
 
     Raises:
-        StaleWeights: a tensor is missing or differs. The message says which, and what the engine holds instead.
+        StaleWeights: a tensor is missing or differs. The message names it and the engine's tensor in its place.
     """
     missing = [name for name in ours if name not in theirs]
     different = [name for name, digest in ours.items() if name in theirs and theirs[name] != digest]
@@ -276,7 +276,7 @@ def check_digests(
 def _what_instead(
     different: Sequence[str], ours: Mapping[str, int], theirs: Mapping[str, int], *, before: Mapping[str, int]
 ) -> str:
-    """Describe the engine's tensors in place of those that differ, as the end of a sentence."""
+    """Describe, as the end of a sentence, the engine's tensors in place of those that differ."""
     if not different:
         return ""
     if stale := [name for name in different if theirs[name] == before.get(name)]:
@@ -300,7 +300,7 @@ def _brief(values: Sequence[float]) -> str:
 
 
 class ModelPolicy(Protocol):
-    """Parts of a policy that are proved: its model, with any adapter, and that model's transformer."""
+    """Parts of a policy that a proof reads: its model, with any adapter, and that model's transformer."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -326,7 +326,7 @@ def canary_alone(
 def local_proof(
     policy: ModelPolicy, engine: Engine, *, context: int, prompt: Sequence[int] = (), one_model: bool = True
 ) -> SyncProof:
-    """Build the proof of sync with an engine in this process, which a canary alone decides.
+    """Build the proof of sync with an engine in this process; a canary alone decides.
 
     Args:
         policy: the trainer's side.
@@ -355,7 +355,7 @@ def _greedy(engine: Engine, prompt: Sequence[int], count: int) -> Sequence[int]:
 def coarser_quantization(config: LachesisConfig, *, rounds: int) -> str:
     """Return the coarser quantization of trainer and engine.
 
-    That is the trainer's base weights', or the engine's if it ``rounds`` so much.
+    That is the trainer's base weights', or the engine's if its ``rounds`` is coarser.
     """
     kinds = (config.model.quantization, _ROUNDED[rounds])
     return max(kinds, key=QUANTIZED_TOLERANCE.__getitem__)

@@ -1,8 +1,8 @@
 """Bridges through a directory: saved by the trainer, then loaded by the running or a newly started engine.
 
 Directories are read once, minutes at most after they were written, by a process on this machine or on a file system
-shared with it. So they are not forced to disk: that would take longer than all else, and a run that a power cut
-ended resumes from its checkpoints, not from these.
+shared with it. So they are not synced to disk, which would take longer than everything else; after a power cut a run
+resumes from its checkpoints instead.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Load = Callable[[ServerControl, Path, int, Deadline], None]
 class SavedBridge(ExternalBridge[PolicyT]):
     """Bridge with a directory for each version, which running servers load, or servers started for it.
 
-    They are started anew where ``capabilities`` say that the bridge owns its engine; ``sync_s`` covers that start.
+    They are restarted if ``capabilities`` say that the bridge owns its engine; ``sync_s`` covers that start.
 
     Args:
         directory: as ``<run>/adapters``; the servers have to be allowed to load from it.
-        keep_last: directories that stay; the one that is being served always does.
-        save: what is saved, an :class:`AdapterWriter` or :class:`CheckpointFiles`.
-        load: how a server takes it, :func:`load_adapter`, :func:`load_checkpoint` or :func:`started_on_it`.
-        done: logged after each transfer, of its version and its seconds.
-        command: where servers are started on the directory, makes the command that does so.
+        keep_last: number of directories kept; the served one is always among them.
+        save: the writer, an :class:`AdapterWriter` or :class:`CheckpointFiles`.
+        load: has a server load the files, :func:`load_adapter`, :func:`load_checkpoint` or :func:`started_on_it`.
+        done: log message after each transfer, with its version and seconds.
+        command: makes the command of servers that are started on the directory.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SavedBridge(ExternalBridge[PolicyT]):
         """Have all servers load the saved files.
 
         Raises:
-            EngineLeftOut: some could not, and are dead from now on.
+            EngineLeftOut: some could not, and count as dead now.
             EngineError, DeadlineExceeded: none could.
         """
         failed: dict[str, EngineError | DeadlineExceeded] = {}
@@ -122,8 +122,8 @@ class VersionedDirectories:
     """Directories ``parent/v{version}`` of written versions, the latest few of which are kept.
 
     Args:
-        parent: made at the first write; nothing else should live there.
-        keep_last: how many of the latest writes stay, at least 1.
+        parent: created at the first write, and used for nothing else.
+        keep_last: number of latest writes kept, at least 1.
     """
 
     def __init__(self, parent: Path, *, keep_last: int) -> None:
@@ -132,7 +132,7 @@ class VersionedDirectories:
 
     @contextmanager
     def writing(self, version: int) -> Generator[Path]:
-        """Yield an empty directory that becomes that of ``version`` if the block ends without an error.
+        """Yield an empty directory that becomes the one of ``version`` if the block ends without an error.
 
         An earlier directory of this version is replaced. An error removes the written files.
 

@@ -1,8 +1,8 @@
 """Sending weights from several ranks of a trainer, each its share over a separate channel.
 
-With one sender the network card of one rank works and all others idle. Each sender has a separate process group with
-all workers of all engines. In one group of all of them broadcasts would follow one another, and every rank of the
-trainer would receive data that it does not need.
+With a single sender only one rank's network card works. Each sender has a separate process group with all workers of
+all engines. In one group of all of them broadcasts would follow one another, and every rank of the trainer would
+receive data that it does not need.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class SendsTogether(Protocol):
     def model(self) -> nn.Module: ...
 
     def share(self, senders: Sequence[int], *, saved: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank sends, in order; take it to its end, because ranks gather for one another."""
+        """Yield this rank's tensors in order; consume all of them, because ranks gather for one another."""
         ...
 
     def others(self, step: str, told: Mapping[str, Any]) -> AbstractContextManager[list[Any]]:
-        """Have the other ranks take a step of a transfer meanwhile; their answers are in the list afterwards."""
+        """Have the other ranks take a step of a transfer during the block; then their answers are in the list."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SenderRanks(Generic[PolicyT]):
-    """Ranks of the trainer that send: how a policy does it, and how many of them do at most."""
+    """Sending by several ranks: the policy's function for it, and the largest number of senders."""
 
     of: Callable[[PolicyT], SendsTogether]
     most: int
@@ -68,8 +68,8 @@ class SenderRanks(Generic[PolicyT]):
 class TransferPlan:
     """Plan of senders, tensors and receivers, valid while the channels stand.
 
-    ``senders`` are ranks of the trainer, 0 the first of them, and ``addresses`` those of the others of them.
-    ``sender_of`` says for each tensor which of them sends it; it is empty where there is one.
+    ``senders`` are ranks of the trainer, beginning with 0; ``addresses`` are those of the others. ``sender_of`` has
+    each tensor's sender; it is empty if there is only one.
     """
 
     tensors: tuple[ReceivedTensor, ...]
@@ -115,7 +115,7 @@ def deal(sizes: Mapping[str, int], *, senders: Sequence[int]) -> tuple[Part, ...
 
 
 def busy_senders(sizes: Mapping[str, int], *, candidates: Sequence[int]) -> tuple[int, ...]:
-    """Return the candidates that have something to send."""
+    """Return the candidates with anything to send."""
     senders = tuple(candidates)
     while len(used := {part.sender for part in deal(sizes, senders=senders)}) < len(senders):
         senders = tuple(sender for sender in senders if sender in used)
@@ -141,7 +141,7 @@ def dealt_specs(
 def dealt_weights(
     model: nn.Module, parts: Sequence[Part], *, rank: int, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's weights that ``rank`` sends, merged; all ranks take this to its end together."""
+    """Yield the model's weights that ``rank`` sends, merged; all ranks must consume this together."""
     made_of = weight_parts(model)
     stream = gather(
         [(part.sender, [tensor.detach() for name in part.names for tensor in made_of[name]]) for part in parts]
@@ -157,7 +157,7 @@ def exhaust(stream: Iterable[Any]) -> None:
 
 
 class ShareSender:
-    """Other rank's end of a transfer: the address for engines, and the channel on which it sends its share."""
+    """Part of a rank other than 0 in a transfer: its address for engines, and the channel for its share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -165,7 +165,7 @@ class ShareSender:
         self._channel: Channel | None = None
 
     def listen(self, urls: Sequence[str], *, secret: str, host: str) -> str:
-        """Wait for new channels from now on, and return the address.
+        """Begin to listen for new channels, and return the address.
 
         ``host`` is the name of rank 0's machine.
 

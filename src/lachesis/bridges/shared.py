@@ -44,7 +44,7 @@ class EngineWeights:
             directories that the server may use.
         config_path: the bridge file, or its directory; ``None`` searches the documented places.
         takeover: claim the engine even from another run.
-        limit_s: the longest that finding the engine and its export may take, in seconds.
+        limit_s: limit for finding the engine and its export, in seconds.
     """
 
     server: ServerControl
@@ -64,10 +64,7 @@ class EngineWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the engine's weights.
-
-        Opens them, as the other members do.
-        """
+        """Return the dtype of the engine's weights, which are opened if necessary."""
         return self._first().dtype
 
     @property
@@ -164,7 +161,7 @@ class EngineWeights:
         self._file = None
 
     def _find(self, info: ServerInfo, *, deadline: Deadline) -> BridgeFile:
-        """Return a bridge file of this very session; a stale one that was found by search is replaced."""
+        """Return this session's bridge file; replace a stale one that was found by search."""
 
         def read(path: Path) -> BridgeFile:
             file = read_bridge_file(path)

@@ -1,8 +1,8 @@
 """Files that tell a trainer where an engine's tensors (single copy) or its channel (broadcast) are.
 
-``vllm_bridge_config.json`` names the engine's parameters and how to map their memory;
-``nccl_bridge_config.json`` records how trainer and engine meet. Both are this user's alone: whoever writes
-them decides which memory a trainer writes to.
+``vllm_bridge_config.json`` names the engine's parameters and how to map their memory; ``nccl_bridge_config.json``
+records how trainer and engine meet. Only this user may write them, because they decide which memory a trainer writes
+to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class BridgeFile:
     """Contents of a bridge file: an engine's description of its shared tensors.
 
-    ``engine`` is as in "vllm 0.26.0"; ``tensors`` has the engine's own names. ``path`` is where it was read.
+    ``engine`` reads like "vllm 0.26.0"; ``tensors`` has the engine's own names. ``path`` is where it was read.
     """
 
     model: str
@@ -96,7 +96,7 @@ def asked_at_start() -> Path | None:
 def search_places(path: str | Path | None = None) -> list[Path]:
     """Return the paths where the bridge file may be, best first: an explicit path alone, else $LOGDIR, ``.``, default.
 
-    An explicit path may be the file or its directory; ``auto`` is as none.
+    An explicit path may be the file or its directory; ``auto`` counts as unset.
     """
     if path not in (None, "", "auto"):
         explicit = Path(path).expanduser()
@@ -109,7 +109,7 @@ def find_bridge_file(path: str | Path | None = None) -> Path:
     """Return the first of :func:`search_places` that exists.
 
     Raises:
-        EngineError: there is none; the message lists the places.
+        EngineError: none exists; the message lists the places.
     """
     places = search_places(path)
     for place in places:
@@ -164,7 +164,7 @@ def read_bridge_file(path: Path) -> BridgeFile:
 
 
 def check_session(bridge: BridgeFile, *, session_id: str) -> None:
-    """Refuse a bridge file that another server wrote than the one that answers.
+    """Refuse a bridge file that was not written by the answering server.
 
     Raises:
         EngineError: the file is stale.

@@ -1,7 +1,7 @@
 """One-way channel for weights, from a trainer to the workers of an engine.
 
-It has its own process groups and never touches torch's default one, so it can be used beside those of FSDP and
-vLLM. An update goes bucket by bucket, several under way: they are packed into a ring one after the other::
+It has its own process groups and never touches torch's default one, so it can be used beside those of FSDP and vLLM. An
+update goes bucket by bucket, several in flight, packed into a ring one after the other::
 
     trainer                                   each engine worker
     header: update number, tensors    ->      compare with what is expected; accept or refuse
@@ -9,8 +9,8 @@ vLLM. An update goes bucket by bucket, several under way: they are packed into a
                                       <-      taken: its place in the ring may be written to again
                                       <-      loaded
 
-Before anything large moves both sides have agreed on it, and a side that fails or dies is noticed by the other at
-once, in whatever it waits for.
+Before anything large moves both sides have agreed on it, and each side notices at once if the other fails or dies,
+whatever it waits for.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from lachesis.transport.transports import Collective, NoPartners, Partners, Shar
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Size of an update in bytes, and the most bytes of buckets that were under way at a time."""
+    """Size of an update in bytes, and the maximum of bytes in flight."""
 
     num_bytes: int
     most_under_way: int
 
 
 class Channel:
-    """End of a channel; made by :meth:`connect`. One thread at a time uses it; any may :meth:`abort` it.
+    """One end of a channel, made by :meth:`connect`. One thread at a time uses it; any may :meth:`abort` it.
 
     After an error inside an update the channel is broken and every later call says why: close it and connect both
     sides anew. An update that was refused by its header leaves the channel intact.
@@ -87,14 +87,14 @@ class Channel:
             rank: 0 is the trainer, which listens; the others knock until it does.
             backend: ``gloo`` over the CPU, ``nccl`` between GPUs, ``ipc`` through memory of one device.
             device: where this side's tensors live; a GPU with its index.
-            deadline: of meeting and building.
+            deadline: of connecting and building.
             rendezvous: rank 0, where :func:`~lachesis.transport.rendezvous.listen` was called before (to know a port).
             cancel: set it from another thread to give up waiting.
-            secret: other ranks: what rank 0's rendezvous wants them to know.
+            secret: other ranks: the secret of rank 0's rendezvous.
 
         Raises:
             EngineError: the sides do not fit together, a peer died, or ``cancel`` was set.
-            DeadlineExceeded: somebody did not come.
+            DeadlineExceeded: a rank did not come.
         """
         links = Links()
         hello = {"protocol": PROTOCOL, "world_size": world_size, "backend": backend, "rank": rank}
@@ -132,8 +132,8 @@ class Channel:
                 be made on the way (gathered, merged) and no second copy of the model is ever held.
             specs: names, shapes and dtypes; a tensor of another dtype is cast.
             bucket_bytes: bounds a bucket, unless one tensor is larger.
-            window: so many buckets are under way at a time, for which there is memory; unset, as suits the transport.
-            partners: ranks that pack the same buckets, each where workers on its device read them.
+            window: number of buckets in flight, for which there is memory; unset, the transport chooses.
+            partners: ranks that pack the same buckets, each in its own device's memory.
 
         Raises:
             EngineError: a worker refused the header, failed or died, or ``tensors`` are not those of ``specs``.
@@ -166,7 +166,7 @@ class Channel:
         partners: Partners,
         deadline: Deadline,
     ) -> int:
-        """Pack and send each bucket once its place in the ring is free; return the most bytes under way at a time."""
+        """Pack and send each bucket once its place in the ring is free; return the maximum of bytes in flight."""
         ring = self._transport.ring(ring_bytes(buckets))
         under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
         taken = most = 0
@@ -205,8 +205,8 @@ class Channel:
                 model.load_weights(tensors)
 
         A tensor is a view of the receive buffer: copy it (on the current stream) before asking for the next; with
-        ``keep`` it is the caller's own, on that device. All must be taken; an error inside the block is reported to
-        the trainer and breaks the channel. Leaving the block tells the trainer that everything has been loaded.
+        ``keep`` the caller owns it, on that device. All must be taken; an error inside the block is reported to the
+        trainer and breaks the channel. Leaving the block tells the trainer that everything has been loaded.
 
         Raises:
             EngineError: the trainer wants to send something else, failed or died.
@@ -237,11 +237,11 @@ class Channel:
             self._transport.let_go()
 
     def abort(self, reason: str) -> None:
-        """End whatever this side waits for with an EngineError; callable from any thread."""
+        """End this side's current wait with an EngineError; callable from any thread."""
         self._links.abort(reason)
 
     def close(self) -> None:
-        """Leave the channel; the other side's waits end with an error. Idempotent."""
+        """Leave the channel, which ends the other side's waits with an error. Idempotent."""
         self._broken = self._broken or "it was closed"
         self._links.close()
         self._transport.close()

@@ -1,4 +1,4 @@
-"""Digests of tensors: exact proof that bytes arrived, at the price of reading them once.
+"""Digests of tensors: exact proof that bytes arrived, for the cost of reading them once.
 
 A digest is a sum, so it costs two passes at the speed of memory and can be computed where the tensor is. It is not a
 cryptographic hash: it finds tensors that were lost, exchanged, permuted by rows or columns, truncated or rounded.
@@ -101,7 +101,7 @@ def digests_of_each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
     """Return the contributions of parts of tensors, which :func:`add_up` to :func:`digests` of the whole tensors.
 
-    A part has to be one that :attr:`Share.adds_up`. Returns and raises as :func:`digests`.
+    Each part must satisfy :attr:`Share.adds_up`. Returns and raises as :func:`digests`.
     """
     for name, share in shares.items():
         _check_bytes(name, share)
@@ -203,7 +203,7 @@ def _check_bytes(name: str, share: Share) -> None:
 def _read(
     names: Sequence[str], sums: Tensor, columns: Tensor, *, rows: Sequence[int], first_rows: Sequence[int]
 ) -> dict[str, int]:
-    """Return the digests of N tensors with so many ``rows`` each.
+    """Return the digests of N tensors of ``rows`` rows each.
 
     ``sums`` are their consecutive row sums, ``columns`` [N] their weighted column sums. All tensors are computed
     together, since each kernel takes longer to start than to run.

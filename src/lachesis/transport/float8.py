@@ -7,7 +7,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"
-"""A matrix's name with this is that of its scales."""
+"""Suffix of a matrix's name that gives the name of its scales."""
 
 _LARGEST = torch.finfo(FP8).max
 # Below it vLLM's kernel lets no scale fall, so that a row of zeros can be divided by it.

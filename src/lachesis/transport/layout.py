@@ -16,8 +16,8 @@ from lachesis.common.json_values import is_list
 
 ChannelBackend = Literal["nccl", "gloo", "ipc"]
 Staging = Literal["auto", "device", "host"]
-"""Where an engine keeps an update aside until all of it is there: on its device, on the host, on the device if there is
-room, or nowhere: each tensor goes into the model as it arrives."""
+"""Place where an engine stages an update until it is complete: its device, the host, the device if there is room, or
+none: each tensor goes into the model as it arrives."""
 
 BUCKET_BYTES = 256 * 2**20
 # So many full buckets are under way at a time: enough that none of the wire, the copies at its ends and the messages
@@ -101,7 +101,7 @@ def ring_bytes(buckets: Sequence[Bucket]) -> int:
 def _placed(buckets: Sequence[Bucket], *, ring: int) -> tuple[Bucket, ...]:
     """Return the buckets, each placed where the one before ends, or at the beginning of the ring.
 
-    Whatever lay there has to have been taken before.
+    Earlier contents must have been taken by then.
     """
     placed: list[Bucket] = []
     held: deque[tuple[int, Bucket]] = deque()
@@ -139,7 +139,7 @@ def to_wire(tensors: Sequence[ReceivedTensor]) -> list[list[Any]]:
 
 
 def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
-    """Describe how ``theirs`` (announced by the trainer) differs from the expected layout; None if it does not."""
+    """Describe how ``theirs`` (announced by the trainer) differs from the expected layout; None if both agree."""
     expected = to_wire(ours)
     if theirs == expected:
         return None

@@ -1,7 +1,7 @@
 """Packing by several ranks of a trainer: each packs every bucket on its own device, where an engine's worker reads it.
 
-Rank 0 talks to the engine over a channel; it tells each of its partners when to pack the next bucket, and hears where
-that is. So an update crosses from one GPU to another once, when the trainer's ranks gather it.
+Rank 0 talks to the engine over a channel; it tells each partner when to pack the next bucket, and is told where that
+lies. So an update crosses from one GPU to another once, when the trainer's ranks gather it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PartnerLine:
 
     line: Line
     left: int
-    """Number of buckets that the partners have yet to be told of."""
+    """Number of buckets not yet announced to the partners."""
 
     def begin(self) -> None:
         self.left -= 1
@@ -54,7 +54,7 @@ class PartnerLine:
         return [place for place in self.line.hear() if place]
 
     def stop(self) -> None:
-        """Tell the partners that no more buckets come, if some were still to come."""
+        """Tell the partners that no more buckets come, if they expect any."""
         if self.left > 0:
             self.left = 0
             self.line.tell(STOP)
@@ -75,8 +75,8 @@ def pack_beside(
     Args:
         tensors: as rank 0 sends them, in the order of ``specs``.
         bucket_bytes, window: as :meth:`Channel.send` takes them on rank 0.
-        room: of this rank.
-        line: to rank 0.
+        room: memory of this rank.
+        line: connection to rank 0.
 
     Raises:
         EngineError: ``tensors`` are not those of ``specs``, or ``room`` cannot be shared.

@@ -1,11 +1,10 @@
 """Control connections of a channel, which announce each step and notice at once when a peer has gone.
 
-The trainer (rank 0) listens, every other rank connects once. A message is a JSON object. Tensors do not travel
-here, but every step of an update is announced here first, so that nobody enters a collective that the others will
-not enter.
+The trainer (rank 0) listens, every other rank connects once. A message is a JSON object. Tensors do not travel here,
+but every step of an update is announced here first, so that no rank enters a collective that others will not enter.
 
 Why sockets and not keys of torch's TCPStore, which the process group uses: a store tells nobody that a process has
-died. The operating system closes a dead process's connections, and the others see it in whatever they wait for.
+died. The operating system closes a dead process's connections, which ends the others' waits.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class PeerFailed(EngineError):
 class Rendezvous:
     """Address where the trainer listens; ``init_method`` has the real port if port 0 was requested.
 
-    A peer that does not know ``secret`` is turned away before anything else is read; an empty secret admits everybody.
+    A peer that does not know ``secret`` is rejected before anything else is read; an empty secret admits all.
     """
 
     init_method: str
@@ -102,7 +101,7 @@ def address_towards(urls: Sequence[str]) -> str:
     """Return this machine's address as servers at ``urls`` reach it: the loopback one if all of them are local.
 
     Raises:
-        EngineError: a server's name is unknown, or no one address will do for all.
+        EngineError: a server's name is unknown, or no single address serves all.
     """
     found = {_own_address(urlsplit(url)) for url in urls}
     # Servers on this machine reach it by any of its addresses.
@@ -165,7 +164,7 @@ class Links:
     def accept(
         self, rendezvous: Rendezvous, *, hello: Message, cancel: threading.Event | None, deadline: Deadline
     ) -> None:
-        """Let in ranks 1 to ``hello["world_size"] - 1`` (rank 0); tell those that do not fit why, and refuse them."""
+        """Admit ranks 1 to ``hello["world_size"] - 1`` (rank 0); refuse the others and tell them why."""
         rendezvous.listener.settimeout(_TICK_S)
         wanted = set(range(1, hello["world_size"]))
         while missing := wanted - set(self._peers):
@@ -264,7 +263,7 @@ class Links:
     def close(self) -> None:
         """Close all connections.
 
-        Idempotent, also if two threads close at once: the one that waited, and the one that called it off.
+        Idempotent, also if two threads close at once, one waiting and one cancelling.
         """
         self.abort("the channel was closed")
         with self._closing:
@@ -272,7 +271,7 @@ class Links:
                 connection.close()
 
     def _let_in(self, connection: socket.socket, *, hello: Message, missing: set[int], secret: str) -> None:
-        """Admit a rank that fits. Whatever else connects to the port is turned away."""
+        """Admit a matching rank, and reject any other connection."""
         connection.settimeout(1.0)
         if secret and not _knows(connection, secret):
             connection.close()

@@ -1,9 +1,9 @@
 """Tensors that two processes map at once: CUDA IPC on a GPU, a file in shared memory on the CPU. No pickle.
 
-An exported tensor is described by a :class:`SharedTensor`, which goes to the other process as JSON and is
-mapped there by :class:`Attachments`. What either side writes, the other reads; nothing else synchronizes them,
-so the writer waits for its device (``torch.cuda.synchronize()``) before it says that it has written. The
-exporter's memory has to outlive the importer's use of it.
+An exported tensor is described by a :class:`SharedTensor`, which goes to the other process as JSON and is mapped there
+by :class:`Attachments`. What either side writes, the other reads; nothing else synchronizes them, so the writer waits
+for its device (``torch.cuda.synchronize()``) before it announces a write. The exporter's memory must outlive the
+importer's use.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ALIGNMENT = 64
 class CudaStorage:
     """Storage on a GPU: ``storage_size`` bytes at byte ``storage_offset`` of the exporter's allocation.
 
-    ``device_index`` counts the exporter's visible devices, ``device_uuid`` identifies the GPU; the fields that end in
-    ``_b64`` are opaque to all but CUDA and torch.
+    ``device_index`` counts the exporter's visible devices, ``device_uuid`` identifies the GPU; only CUDA and torch
+    understand the fields that end in ``_b64``.
     """
 
     device_index: int
@@ -157,8 +157,8 @@ class Attachments:
 
     They live until :meth:`close`.
 
-    Tensors keep their storage alive by themselves; this holds them all, for CUDA may move a mapping that is
-    closed and opened again.
+    Tensors keep their storage alive by themselves; this holds them all, because CUDA may move a mapping that is closed
+    and reopened.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ _c10d: Any = dist
 
 
 class Partners(Protocol):
-    """Other ranks of the trainer, each of which may also pack every bucket in memory of its own device."""
+    """Other ranks of the trainer, each of which may also pack every bucket in its device's memory."""
 
     def begin(self) -> None:
         """Have the partners pack the next bucket; the bucket that lay at its place in their rings has been taken."""
@@ -72,7 +72,7 @@ class NoPartners:
 class Transport(ABC):
     """Mover of buckets from rank 0 to all others, in order, several under way. ``device`` is where its ring is.
 
-    ``read_rank`` is the trainer's rank whose bytes this side receives, ``window`` how many buckets are under way.
+    ``read_rank`` is the trainer's rank whose bytes this side receives, ``window`` the number of buckets in flight.
     """
 
     read_rank = 0
@@ -90,7 +90,7 @@ class Transport(ABC):
     def announcement(self, others: Sequence[Message] = ()) -> Message:
         """Return what the workers must know to receive the bucket that was packed last (rank 0).
 
-        ``others`` are the rings of further ranks of the trainer's that have packed the same.
+        ``others`` are the rings of further trainer ranks with the same contents.
         """
         return {}
 
@@ -107,12 +107,12 @@ class Transport(ABC):
     ) -> Tensor:
         """Return the bytes of the bucket (other ranks), as work on the current stream sees them.
 
-        With ``keep`` they are the caller's own, on that device; without, they lie in a ring of ``ring`` bytes, until
-        the trainer hears that they were taken.
+        With ``keep`` the caller owns them, on that device; otherwise they lie in a ring of ``ring`` bytes until the
+        trainer is told that they were taken.
         """
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return a mark of the work that is on the current stream now, for :meth:`finish`."""
+        """Return a mark of the current stream's work, for :meth:`finish`."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -129,7 +129,7 @@ class Transport(ABC):
 
     @abstractmethod
     def let_go(self) -> None:
-        """Give back memory between updates that the next one can allocate again."""
+        """Release memory between updates that the next update can allocate again."""
 
     def _look(self, waiting_for: str, deadline: Deadline) -> None:
         on_gpu = self.device.type == "cuda"
@@ -140,7 +140,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up whatever is under way, without waiting for anybody."""
+        """Abort all transfers in flight without waiting."""
 
     @abstractmethod
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Collective(Transport):
     def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:
         """Begin a broadcast; the result ends it.
 
-        On a GPU it ends for the current stream alone, which waits there while this thread goes on.
+        On a GPU only the current stream waits for its end, not this thread.
         """
         if buffer.numel() == 0:
             return lambda: None
@@ -227,8 +227,8 @@ class Collective(Transport):
 def own_copy(source: Tensor, device: torch.device) -> Tensor:
     """Return a copy on a device, as work on the current stream sees it.
 
-    A copy from a GPU to the host is in pinned memory, which torch keeps for the next update: memory that the system
-    maps anew for each takes many times as long as the copy. Raises as :func:`pinned`.
+    A copy from a GPU to the host is in pinned memory, which torch keeps for the next update: newly mapped memory takes
+    many times as long as the copy. Raises as :func:`pinned`.
     """
     if source.is_cuda and device.type == "cpu":
         return pinned(source.shape, dtype=source.dtype).copy_(source, non_blocking=True)
@@ -238,7 +238,7 @@ def own_copy(source: Tensor, device: torch.device) -> Tensor:
 def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
     """Allocate host memory that a GPU copies to at full speed.
 
-    Raises EngineError if there is not so much.
+    Raises EngineError if there is not enough.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -266,7 +266,7 @@ class SharedRoom:
         return self._bytes[:num_bytes]
 
     def packed(self) -> Message:
-        """Return where others find what was written, once it is there; empty if they were told before."""
+        """Return where others find the written bytes; empty if they know the place already."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         untold, self._untold = self._untold, None
@@ -289,11 +289,10 @@ class SharedRoom:
 
 
 class SharedBuffer(Transport):
-    """Transport through memory of the trainer's that the engine's workers on the same device read in place.
+    """Transport through the trainer's memory, which engine workers on the same device read in place.
 
-    NCCL refuses two ranks on one device; this needs no copy beyond packing. Where each rank of the trainer packs, a
-    worker reads what the one on its own GPU has packed; on the CPU, which is a single device, the one with its own
-    number.
+    NCCL refuses two ranks on one device; this needs no copy beyond packing. If each trainer rank packs, a worker reads
+    the buffer of the rank on its own GPU, or on the CPU of the rank with its own number.
     """
 
     def __init__(self, *, rank: int, device: torch.device, links: Links) -> None:

@@ -1,4 +1,4 @@
-"""Tools of an MCP server, which is a process of ours or somewhere else: one connection, made anew where it breaks."""
+"""Tools of an MCP server, a child process or a remote one: one connection, made anew when it breaks."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class McpServer:
 
 
 class _Connection:
-    """A client within its own task: the library wants it left where it was entered."""
+    """Client in its own task, because the library requires that one task enters and leaves it."""
 
     def __init__(self, address: McpServerConfig, log: TextIO) -> None:
         self._address = address
@@ -169,7 +169,7 @@ class _Connection:
         return self._task.done()
 
     async def close(self) -> None:
-        """Leave; a process that stays is killed by the library. Idempotent."""
+        """Close the client; the library kills a process that does not end. Idempotent."""
         self._end.set()
         await asyncio.wait([self._task], timeout=_STOP_S)
         self._task.cancel()
@@ -194,7 +194,10 @@ class _Connection:
 
 
 async def _transport(address: McpServerConfig, log: TextIO, stack: AsyncExitStack) -> Any:
-    """Return the client's transport. A process gets the variables of ``env`` and a few harmless ones of ours."""
+    """Return the client's transport.
+
+    A process gets the variables of ``env`` and a few harmless ones of this process.
+    """
     if address.command:
         from mcp import StdioServerParameters, stdio_client
 

@@ -1,4 +1,4 @@
-"""Tasks of the library reasoning-gym, made as they are asked for, and its own scoring of answers as a reward."""
+"""Tasks of the library reasoning-gym, generated on demand, and its scoring of answers as a reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Data set of the library: its name, how many problems, from which seed, and what else it is made with."""
+    """Data set of the library: its name, number of problems, seed and further options."""
 
     name: str
     size: int

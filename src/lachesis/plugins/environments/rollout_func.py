@@ -149,7 +149,7 @@ def build_players(spec: CustomPart, **more: Any) -> FunctionPlayers:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group that waits for a call of the function: what it needs of it, and who is told of its rollouts."""
+    """Group that waits for a call of the function: its requests, and the receiver of its rollouts."""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -158,23 +158,23 @@ class _Group:
 
 @dataclass(kw_only=True, eq=False)
 class FunctionPlayers(Players):
-    """Players that have a function of the user make the rollouts of a group.
+    """Players whose rollouts a function of the user makes.
 
-    The function gets each prompt once for each of its rollouts, in a row, as TRL gives it, and the trainer's
-    stand-in. It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know
-    them) with one entry per prompt that it got; ``env_mask`` is 0 for tokens that the model did not sample.
-    All other fields are columns for the reward functions.
+    The function gets each prompt once for each of its rollouts, in a row, as TRL gives it, and the trainer's stand-in.
+    It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know them) with one entry
+    per received prompt; ``env_mask`` is 0 for tokens that the model did not sample. All other fields are columns for
+    the reward functions.
 
-    A resumed run continues exactly if the function does, as ``trainer.generate`` does.
+    A resumed run is exact if the function's results are reproducible, as those of ``trainer.generate`` are.
 
     Args:
-        rollout_func: the function, and ``name`` what messages call it.
+        rollout_func: the function; ``name`` is its name in messages.
         num_generations: rollouts of a group, as the function is told.
         version: returns the version of the engine's weights.
         eos_token_ids: a completion that ends with one of them, or with a token of the environment, is whole.
         vocab_size: of the model; no token id may reach it.
-        by_group: call it for each group by itself, several at the same time on threads of their own; otherwise for
-            all groups that begin together at once.
+        by_group: call the function for each group separately, in concurrent threads; otherwise once for all groups that
+            begin together.
 
     Raises:
         EngineError: the function failed or returned something else.
@@ -300,7 +300,7 @@ class FunctionPlayers(Players):
         return outcome.result
 
     async def _outcome(self, call: Callable[[], object]) -> CallOutcome:
-        """Make a call on a thread that is idle, or on a new one; it is left behind where the call does not return."""
+        """Make a call on an idle or new thread, which is abandoned if the call does not return."""
         thread = self._idle.pop() if self._idle else DaemonThread("rollout function")
         over, ended = loop_event()
         line = thread.submit_all([(call, {})], ended)
@@ -316,7 +316,7 @@ class FunctionPlayers(Players):
         return line.outcomes[0]
 
     def _sample(self, loop: asyncio.AbstractEventLoop, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Have the engine complete requests, from the function's thread; those of several calls go together."""
+        """Have the engine complete requests, from the function's thread, batched with those of other calls."""
 
         async def all_of_them() -> list[list[Completion]]:
             return await asyncio.gather(*map(self.calls.completions, requests))
@@ -357,8 +357,8 @@ class Fields:
 def read_fields(output: object, *, name: str, prompts: int, num_generations: int, vocab_size: int) -> Fields:
     """Check the return value of rollout function ``name`` for ``prompts`` prompts, each ``num_generations`` times.
 
-    Lists may be tensors or arrays. Each logprob may be a list of one. ``vocab_size`` is the model's; larger ids
-    belong to another tokenizer. In the place of tokens, logprobs and mask may be OpenEnv's ``traces``.
+    Lists may be tensors or arrays. Each logprob may be a list of one. ``vocab_size`` is the model's; larger ids belong
+    to another tokenizer. OpenEnv's ``traces`` may take the place of tokens, logprobs and mask.
 
     Raises:
         EngineError: a field is missing, of the wrong type, length or range; the message names field and entry.

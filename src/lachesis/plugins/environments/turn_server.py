@@ -1,4 +1,4 @@
-"""A server in front of a run's engine for environments that speak HTTP: it keeps every turn that the engine sampled."""
+"""Server in front of a run's engine for environments that speak HTTP; it keeps every sampled turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lachesis.rollouts.generation import TextDecoder, request_seed
 logger = logging.getLogger(__name__)
 
 SESSION = "x-session-id"
-"""The header that says to which conversation a request belongs."""
+"""Header that names a request's conversation."""
 MODEL = "policy"
 _FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -50,7 +50,7 @@ class Turn:
 class ModelServer:
     """Server in front of a run's engine, on a port of its own. Its coroutines run on one event loop.
 
-    ``failure`` is an error of the engine since :meth:`begin`, for which no rollout is to blame.
+    ``failure`` is an error of the engine since :meth:`begin`, which no rollout caused.
     """
 
     def __init__(self, calls: Completer, app: Starlette, *, host: str = "127.0.0.1") -> None:

@@ -34,11 +34,11 @@ ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "te
 def build_agents(
     config: LachesisConfig, *, policy: Policy, calls: CallBatcher, params: SamplingParams, judged_by: frozenset[str]
 ) -> AgentPlayers:
-    """Build agents and their proxy, which begins to listen with the first rollout.
+    """Build agents and their proxy, which starts listening at the first rollout.
 
     Args:
-        params: what is sampled with.
-        judged_by: columns by which rewards are judged; agents are not told them unless the configuration names them.
+        params: sampling parameters.
+        judged_by: columns that rewards are computed from; agents see them only if the configuration names them.
 
     Raises:
         ConfigError: the command or its directory does not exist, or the model has no chat template.
@@ -69,7 +69,7 @@ def build_agents(
 
 
 def agent_of(source: schema.AgentSourceConfig, *, judged_by: frozenset[str]) -> AgentCommand:
-    """Return the command of a configuration, with its wall. Raises ConfigError."""
+    """Return the command of a configuration, with its sandbox. Raises ConfigError."""
     in_command = {argument[1:-1] for argument in source.command if argument[:1] + argument[-1:] == "{}"}
     walled = source.container is None and source.wall != "none"
     return AgentCommand(
@@ -87,7 +87,7 @@ def agent_of(source: schema.AgentSourceConfig, *, judged_by: frozenset[str]) -> 
 
 
 def check_wall(cell: Cell) -> None:
-    """Try whether the wall can be put up. Raises SandboxError."""
+    """Try the sandbox. Raises SandboxError if it cannot be set up."""
     program = Program(argv=("/bin/sh", "-c", "exit 0"), limits=Limits(wall_s=30))
     outcome = CellRunner(readable=cell.readable).run(program)
     if not outcome.succeeded:
@@ -96,7 +96,7 @@ def check_wall(cell: Cell) -> None:
 
 
 def cell_of(source: schema.AgentSourceConfig) -> Cell:
-    """Return the wall that a configuration puts around its agents."""
+    """Return the sandbox that a configuration puts around its agents."""
     return Cell(
         box="",
         port=_PORT if source.network == "proxy" else None,

@@ -45,7 +45,7 @@ class Container:
         ]  # fmt: skip
 
     def remove(self, name: str) -> None:
-        """End the container, which outlives the command that started it. One that has ended is none to complain of."""
+        """End the container, which outlives the command that started it; ignore one that has ended."""
         line = [self.program, "rm", "--force", name]
         subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_REMOVE_S, check=False)
 

@@ -104,7 +104,7 @@ def _messages(one: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _result(response: Any) -> str:
-    """Return what a tool answered: the text itself where the client wrapped one."""
+    """Return a tool's answer, without the client's wrapping of a text."""
     if isinstance(response, dict) and len(response) == 1 and isinstance(text := next(iter(response.values())), str):
         return text
     return json.dumps(response, ensure_ascii=False)

@@ -22,14 +22,14 @@ from lachesis.rollouts.rewards.attempts import TURNS
 
 @dataclass(kw_only=True, eq=False)
 class AgentPlayers(Players):
-    """Players that run agents, many at the same time, and make samples of what the proxy recorded of them.
+    """Players that run many agents at the same time, and make samples of the proxy's recordings.
 
     A rollout that took too long, went beyond a limit, ended with another code than 0 (unless ``score_nonzero``) or
     never asked the model has failed.
 
     Args:
-        params: what is sampled with where an agent does not say.
-        max_concurrent: threads that wait for agents; no fewer than rollouts that are played at the same time.
+        params: sampling parameters that hold unless an agent sets them.
+        max_concurrent: threads that wait for agents; at least as many as concurrent rollouts.
     """
 
     agent: AgentCommand
@@ -81,7 +81,7 @@ class AgentPlayers(Players):
         return self._played(session, ended, params)
 
     async def _run(self, prompt: Prompt, key: str) -> AgentExit:
-        """Run an agent on a thread; where this is cancelled, or the engine fails, it is ended with all it started."""
+        """Run an agent on a thread; end it and its processes if this is cancelled or the engine fails."""
         over = threading.Event()
 
         def run() -> AgentExit:

@@ -36,16 +36,16 @@ _INTO = ("/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
 
 @dataclass(frozen=True, slots=True)
 class AgentCommand:
-    """Command of a rollout. ``{prompt}`` and ``{COLUMN}`` in an argument are the task's.
+    """Command of a rollout. ``{prompt}`` and ``{COLUMN}`` in an argument become the task's.
 
     Args:
         command: program and arguments.
-        workdir: is copied for each rollout, which runs in the copy; an empty directory if unset.
+        workdir: directory that each rollout gets a copy of; empty if unset.
         env: variables besides the usual ones (:data:`USUAL`) and those with the model's address.
         timeout_s: limit of one rollout, in seconds.
         container: for the command; a process of this machine if unset.
-        inherited: names of this process's variables that it gets too.
-        hidden: columns that it does not get, as rewards are judged by them.
+        inherited: names of this process's variables that the command gets too.
+        hidden: columns that the command does not get, because rewards are computed from them.
     """
 
     command: tuple[str, ...]
@@ -90,12 +90,12 @@ def run_agent(
     listen: Callable[[socket.socket], None],
     stop: Callable[[], bool],
 ) -> AgentExit:
-    """Run the command to its end, or to its limit, or until ``stop`` says so; all its processes have ended then.
+    """Run the command until it ends, its limit passes or ``stop`` returns True; then end all its processes.
 
-    It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and the columns that it may see.
-    ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and ``GOOGLE_GEMINI_BASE_URL`` are the model's address,
-    ``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY`` and ``GEMINI_API_KEY`` identify the rollout. If it may report a reward,
-    ``LACHESIS_REWARD`` is the file for it.
+    ``LACHESIS_TASK`` names a JSON file with the prompt and the columns that the agent may see. ``OPENAI_BASE_URL``,
+    ``ANTHROPIC_BASE_URL`` and ``GOOGLE_GEMINI_BASE_URL`` are the model's address, ``OPENAI_API_KEY``,
+    ``ANTHROPIC_API_KEY`` and ``GEMINI_API_KEY`` identify the rollout. If it may report a reward, ``LACHESIS_REWARD`` is
+    the file for it.
 
     Args:
         agent: the command.
@@ -107,7 +107,7 @@ def run_agent(
 
     Raises:
         EngineError: the command cannot be run.
-        SandboxError: no wall can be put up around it.
+        SandboxError: the sandbox cannot be set up.
     """
     with _directory() as root:
         box = root / "box"
@@ -136,7 +136,7 @@ def _run(
     listen: Callable[[socket.socket], None],
     stop: Callable[[], bool],
 ) -> tuple[bool, int | None, str]:
-    """Run an agent's process to its end; return whether that was forced, its exit code, and what ended it."""
+    """Run an agent's process to its end; return whether it was killed, its exit code, and the reason."""
     ended, cell = threading.Event(), agent.cell
     stdin, control = socket.socketpair()
     with stdin, control:
@@ -164,7 +164,7 @@ def _lay_out(box: Path, agent: AgentCommand, prompt: Prompt) -> None:
 
 
 def _variables(agent: AgentCommand, *, box: Path, url: str, key: str) -> dict[str, str | None]:
-    """Return the environment variables that an agent is told beside the usual ones; ``None`` unsets one."""
+    """Return an agent's environment variables besides the usual ones; ``None`` unsets one."""
     cell = agent.cell
     seen = box if cell is None else Path(HOME)
     if cell is not None and cell.port is not None:
@@ -180,7 +180,7 @@ def _variables(agent: AgentCommand, *, box: Path, url: str, key: str) -> dict[st
 def _command_line(
     agent: AgentCommand, prompt: Prompt, *, box: Path, told: dict[str, str | None]
 ) -> tuple[list[str], dict[str, str | None]]:
-    """Return the words and the environment of the process that is started: the agent, its container or its wall."""
+    """Return the command line and the environment of the process: the agent, its container or its sandbox."""
     command = filled(agent.command, prompt)
     if agent.container is not None:
         variables = [variable for variable, value in told.items() if value is not None]
@@ -194,7 +194,7 @@ def _command_line(
 
 
 def _wait(ended: threading.Event, *, stop: Callable[[], bool], limit_s: float) -> bool:
-    """Wait until the command has ended; return False at its limit, or if it is to stop."""
+    """Wait until the command has ended; return False at its limit, or on a request to stop."""
     end = time.monotonic() + limit_s
     while not ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
         if time.monotonic() >= end or stop():
@@ -204,7 +204,7 @@ def _wait(ended: threading.Event, *, stop: Callable[[], bool], limit_s: float) -
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """Make a new directory, and remove it in the end whatever an agent has made of it."""
+    """Make a new directory, and remove it in the end, whatever an agent did to it."""
     root = Path(tempfile.mkdtemp(prefix="lachesis-agent-"))
     try:
         yield root
@@ -217,7 +217,7 @@ def _directory() -> Iterator[Path]:
 def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str, str | None]:
     """Return the changes of an agent's environment against this process's: None removes a variable.
 
-    This process has the keys of trackers, hubs and clouds, and of its servers' tokens; no agent may see them.
+    No agent may see this process's keys of trackers, hubs and clouds, or its servers' tokens.
     """
     usual = {name: value for name, value in environment.items() if name in USUAL or name.startswith("LC_")}
     return dict.fromkeys(environment) | usual | {"HOME": str(home)}

@@ -45,7 +45,7 @@ _ANSWERS: Mapping[Dialect, tuple[Callable[..., dict[str, Any]], Callable[..., It
 
 
 class AgentProxy(ModelServer):
-    """Serves the model to agents. A key says whose rollout a request is of. ``app`` is the application.
+    """Server of the model to agents. A request's key names its rollout. ``app`` is the application.
 
     Args:
         host: the address to listen at, which agents in containers have to reach.
@@ -82,7 +82,7 @@ class AgentProxy(ModelServer):
         return key, session
 
     def listen(self, key: str, listener: socket.socket) -> None:
-        """Answer at a door too, and under the key nowhere else. Called from the agent's thread.
+        """Serve the key at a separate socket, and only there. Called from the agent's thread.
 
         Raises:
             EngineError: the proxy does not run.
@@ -109,7 +109,7 @@ class AgentProxy(ModelServer):
         self._doors[key] = asyncio.run_coroutine_threadsafe(serve(), self._loop).result(_START_S)
 
     def close(self, key: str) -> None:
-        """Nothing more is recorded or answered under the key."""
+        """Stop recording and answering under the key."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.closed = True
         if (door := self._doors.pop(key, None)) is not None:
@@ -184,7 +184,7 @@ class AgentProxy(ModelServer):
 
 
 class _Refused(asyncio.Protocol):
-    """Connection beyond those that an agent may have: it is closed at once."""
+    """Connection beyond an agent's limit, which is closed at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
@@ -202,7 +202,7 @@ async def _body(request: Request) -> dict[str, Any]:
 def _asked(read: Callable[[dict[str, Any]], Asked], body: dict[str, Any]) -> Asked:
     """Parse an agent's request. Raises BadRequest if the body is not one of this API.
 
-    Readers only translate the body, so any failure of theirs is a part of it with the wrong type.
+    Readers only translate the body, so they fail only if a part of it has the wrong type.
     """
     try:
         return read(body)

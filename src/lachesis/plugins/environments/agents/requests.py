@@ -18,7 +18,7 @@ _MOST_STOPS, _LONGEST_STOP = 64, 1000
 
 
 class BadRequest(LachesisError):
-    """A request that cannot be served; ``status`` and ``code`` are those of OpenAI's API."""
+    """Error for a request that cannot be served; ``status`` and ``code`` are those of OpenAI's API."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class BadRequest(LachesisError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A turn that an agent asks for.
+    """An agent's request for a turn.
 
     ``messages`` and ``tools`` are in the format of chat templates: contents are texts, arguments of calls mappings.
-    ``forced`` is the tool that has to be called, empty for any; ``schema`` that of the JSON that has to be answered,
-    empty for any object; ``n`` the number of answers.
+    ``forced`` is the tool that must be called, empty for any; ``schema`` is the answer's JSON schema, empty for any
+    object; ``n`` is the number of answers.
     """
 
     messages: tuple[Message, ...]
@@ -63,7 +63,7 @@ class AssistantCall:
 
     @property
     def json(self) -> str:
-        """Arguments as JSON text, as all APIs except Anthropic's have them."""
+        """Return the arguments as JSON text, as all APIs except Anthropic's have them."""
         return json.dumps(dict(self.arguments), ensure_ascii=False)
 
 
@@ -120,7 +120,7 @@ def forced_of(choice: object) -> str | None:
     """Return the tool that OpenAI's ``tool_choice`` asks for: empty for any, None for a free choice.
 
     Raises:
-        BadRequest: the choice is another.
+        BadRequest: any other choice.
     """
     if choice in (None, "auto", "none"):
         return None
@@ -172,7 +172,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def stops_of(value: object) -> tuple[str, ...]:
-    """Strings that end a turn. Raises BadRequest."""
+    """Return the strings that end a turn. Raises BadRequest."""
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise BadRequest("stop is neither a text nor a list of texts")

@@ -24,7 +24,7 @@ from lachesis.plugins.environments.agents.requests import (
 
 
 def read(body: Mapping[str, Any], *, before: Sequence[Message] = ()) -> Asked:
-    """Parse a body; ``before`` are the messages up to and with the response that it continues.
+    """Parse a body; ``before`` are the messages up to and including the response that it continues.
 
     Raises:
         BadRequest: it is malformed, or asks for a tool that is not a function.
@@ -54,7 +54,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Items as messages: calls belong to the turn that they come after."""
+    """Convert items to messages: calls belong to the turn that they follow."""
     found: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"

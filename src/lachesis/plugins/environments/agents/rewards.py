@@ -1,4 +1,4 @@
-"""Rewards of agents: tests of a file that they leave, and their own reports (``source.self_reported``)."""
+"""Rewards of agents: tests of a file that an agent leaves, and its own report (``source.self_reported``)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def file_tests(
     file: str = "solution.py",
     **_: object,
 ) -> list[float]:
-    """Return the share of the statements in the column ``tests`` that hold for a Python file that the agent leaves.
+    """Return the share of statements in the column ``tests`` that hold for a Python file that the agent leaves.
 
-    They are judged in the sandbox, as by the rewards for code, out of reach of the agent and its file.
+    They run in the sandbox, as the rewards for code do, out of reach of the agent and its file.
 
     Args:
         completions: one for each sample.
@@ -38,7 +38,7 @@ def file_tests(
 
 
 def exit_code(completions: Sequence[object], exit_code: Sequence[int | None], **_: object) -> list[float]:
-    """1 where the agent's command ended with 0, else 0. Goes with ``source.nonzero_exit: score``."""
+    """Return 1 if the agent's command exited with code 0, else 0. Goes with ``source.nonzero_exit: score``."""
     return [float(code == 0) for code in exit_code]
 
 

@@ -41,7 +41,7 @@ class ContinuedTurns:
         return self.known[self.given :]
 
     def shared(self, messages: Sequence[Message]) -> TurnEnd | None:
-        """Return the last turn of the model up to and with which the messages are these, if others follow it."""
+        """Return the last turn of the model that ``messages`` repeat with all before it, if others follow it."""
         alike = 0
         for known, given in zip(self.known, messages, strict=False):
             if _essence(known) != _essence(given):
@@ -52,7 +52,7 @@ class ContinuedTurns:
 
 
 class TurnEnd(NamedTuple):
-    """Numbers of messages and of tokens up to and with a turn of the model."""
+    """Numbers of messages and tokens up to and including a turn of the model."""
 
     messages: int
     tokens: int
@@ -74,7 +74,7 @@ class PreparedTurn:
 
 @dataclass(slots=True)
 class AgentSession:
-    """Rollout of an agent, by its key. Requests may overlap; the model's completed turns are recorded."""
+    """Rollout of an agent, identified by its key. Requests may overlap; the model's completed turns are recorded."""
 
     seed: int
     params: SamplingParams
@@ -88,16 +88,16 @@ class AgentSession:
 
 @dataclass(eq=False)
 class Recorder:
-    """Recorder that makes prompts of agents' requests, and records the sampled turns.
+    """Recorder that turns agents' requests into prompts, and records the sampled turns.
 
-    If a request repeats the messages of a trajectory, its last answer unchanged, and adds others, the prompt is that
-    trajectory's sampled tokens plus the chat template's for the new messages. The same if the template's tokens
-    happen to begin with all of a trajectory's. If it goes on from an earlier turn, a new trajectory branches off, whose
-    prompt is the sampled tokens up to there: trained once, and computed once where prefixes are shared. Otherwise a
-    new trajectory begins with the template's tokens.
+    If a request repeats the messages of a trajectory, with its last answer unchanged, and adds others, the prompt is
+    that trajectory's sampled tokens plus the chat template's for the new messages. The same holds if the template's
+    tokens begin with all of a trajectory's. A request that continues from an earlier turn starts a new trajectory,
+    whose prompt is the sampled tokens up to there: trained once, and computed once where prefixes are shared. Otherwise
+    a new trajectory begins with the template's tokens.
 
-    A turn that has to call a tool, or to be JSON, is begun for the model with tokens that are not trained. The schema
-    is told in the last message. What the model makes of it is its own.
+    A turn that must call a tool, or be JSON, is given its first tokens, which are not trained; the last message has the
+    schema. Nothing else forces the model.
 
     Args:
         max_context: most tokens of a trajectory.
@@ -202,7 +202,7 @@ class Recorder:
             raise BadRequest(error.message) from error
 
     def _opening(self, asked: Asked) -> str:
-        """Return the text that a turn is made to begin with; empty if the model chooses."""
+        """Return the text with which a turn must begin; empty if the model chooses."""
         if asked.forced is None:
             return "" if asked.schema is None else "{"
         if not self._opens:
@@ -212,7 +212,7 @@ class Recorder:
         return hermes_opening(asked.forced or (names[0] if len(names) == 1 else ""))
 
     def _continuation(self, asked: Asked) -> Continuation:
-        """Return the template's continuation, shared by all turns that are told of the same tools."""
+        """Return the template's continuation, shared by all turns with the same tools."""
         key = json.dumps(asked.tools, default=repr)
         if (known := self._continuations.get(key)) is None:
             if len(self._continuations) >= _MOST_TOOL_SETS:
@@ -252,6 +252,6 @@ def _told(asked: Asked) -> tuple[Message, ...]:
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
-    """Return what identifies a message: without the ids of calls, and without surrounding white space."""
+    """Return a message for comparison: without ids of calls and surrounding white space."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["role"], str(message["content"]).strip(), calls

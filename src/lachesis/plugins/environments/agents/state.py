@@ -1,4 +1,4 @@
-"""Reader of the files that an agent leaves in its directory, which follows no links and is quick."""
+"""Quick reader of the files that an agent leaves in its directory; it follows no links."""
 
 from __future__ import annotations
 

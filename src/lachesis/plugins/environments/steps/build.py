@@ -42,10 +42,10 @@ def step_players(
     rewarder: Rewarder | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> StepPlayers:
-    """Build the players of an environment. It is made once here, to see which methods it has.
+    """Build the players of an environment, after making one to see which methods it has.
 
     Args:
-        policy: that plays.
+        policy: access to the playing model.
         source: the environment, and how it is played.
         rewarder: reward functions besides the environment's own reward.
         template_kwargs: further variables of the chat template.

@@ -52,7 +52,7 @@ class Seen:
 class EnvironmentCalls:
     """Calls into one environment: coroutine functions on the loop of the rollouts, all others on one thread.
 
-    The thread is the environment's own from its making to its end, and a daemon: one that hangs is left behind.
+    Each environment has one daemon thread from its making to its end; a hanging one is abandoned.
     """
 
     def __init__(self, what: str) -> None:
@@ -101,14 +101,14 @@ class EnvironmentCalls:
 
 
 def _cause(error: Exception) -> str:
-    """Under which a failure of the environment is counted."""
+    """Return the name under which a failure of the environment is counted."""
     if isinstance(error, TimeoutError):
         return "timeout"
     return "connection" if isinstance(error, ConnectionError) else "environment"
 
 
 class Game(ABC):
-    """Game of one episode. ``subject`` is the object of the user's that is played."""
+    """Game of one episode. ``subject`` is the user's environment object."""
 
     subject: Any = None
 

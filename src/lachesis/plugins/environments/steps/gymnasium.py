@@ -20,8 +20,8 @@ from lachesis.rollouts.episodes import RolloutFailed
 class GymnasiumGame(Game):
     """Game whose ``step`` returns observation, reward, terminated, truncated and info, or the older interface's four.
 
-    ``reset`` gets the columns of the task that it names: Gymnasium's own names ``seed`` and ``options``, of which the
-    latter are all other columns.
+    ``reset`` gets the columns of the task that it names; Gymnasium's ``reset`` names ``seed``, and ``options``, which
+    has all other columns.
     """
 
     def __init__(self, env: Any, row: Row, calls: EnvironmentCalls, *, what: str) -> None:

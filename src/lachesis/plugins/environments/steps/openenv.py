@@ -1,7 +1,7 @@
 """Environments of OpenEnv: a server that is reset and stepped over a WebSocket, a session for each episode.
 
-Its own package brings a web interface, pandas and fastmcp with it, so its messages are spoken here; the
-contract tests do so with the real server.
+OpenEnv's package requires a web interface, pandas and fastmcp, so this module speaks the protocol itself; contract
+tests run it against the real server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvServer:
-    """A server, and how its records are texts.
+    """A server, and the fields of its records that hold texts.
 
     Args:
         url: with scheme, host and port.
@@ -47,12 +47,12 @@ class OpenEnvServer:
 
 
 def is_address(environment: str) -> bool:
-    """Return True if an environment is named by its server's address."""
+    """Return True if an environment's name is its server's address."""
     return environment.partition("://")[0] in _SCHEMES and "://" in environment
 
 
 def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
-    """Describe a server, which is asked for the fields of its actions unless ``args`` give them.
+    """Describe a server; ask it for the fields of its actions unless ``args`` give them.
 
     Raises:
         DependencyError: the package websockets is not installed.

@@ -1,4 +1,4 @@
-"""Plays episodes of an environment that is stepped: the turns are the engine's, token by token as it sampled them."""
+"""Players of stepped environments; turns keep the engine's sampled tokens unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepPlayers(TaskPlayers):
         self.reward_names = (*functions, "environment") if self.owned else functions
 
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Tasks to train on, and those held out."""
+        """Return the tasks to train on, and the held-out ones."""
         prompts = [
             Prompt(id=str(number), token_ids=(), text=", ".join(f"{name}: {value}" for name, value in row.items()),
                    columns=row)
@@ -180,7 +180,7 @@ class StepPlayers(TaskPlayers):
         episode.said += seen.messages
 
     def _go_on(self, episode: Episode, completion: Completion, seen: Seen) -> bool:
-        """Make the prompt of the next turn; False where it would leave no room for one."""
+        """Make the prompt of the next turn; return False if it leaves no room for a completion."""
         ended = self.rendering.ended(completion.token_ids)
         added = self.rendering.added(episode.said[-1 - len(seen.messages)], seen.messages, ended=ended)
         episode.prompt_ids = (*episode.prompt_ids, *completion.token_ids, *added)

@@ -1,4 +1,4 @@
-"""Reward functions for environments that are stepped: they get the environments, as TRL's do."""
+"""Scoring of stepped environments by reward functions, which get the environments as TRL's do."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Environments of the library verifiers, of its line 0.1 and of today's, unchanged: their tasks, tools and rubrics."""
+"""Environments of the library verifiers, versions 0.1 and 0.4, unchanged: their tasks, tools and rubrics."""

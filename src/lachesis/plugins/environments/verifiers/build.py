@@ -1,4 +1,4 @@
-"""The players of an environment, for whichever line of verifiers is installed."""
+"""Players of an environment, for the installed version of verifiers."""
 
 from __future__ import annotations
 

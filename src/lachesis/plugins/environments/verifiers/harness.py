@@ -15,7 +15,7 @@ from verifiers.v1.runtimes import ProgramResult
 from lachesis.common.json_values import read_json
 
 ID = "lachesis_chat"
-"""The id by which configurations name it."""
+"""Id of the harness in configurations."""
 __all__ = ["ChatHarness"]
 
 # What says that a conversation has no more room: it ends there, and is scored as it is.
@@ -29,7 +29,7 @@ class ChatHarnessConfig(HarnessConfig):
 class ChatHarness(Harness[ChatHarnessConfig]):
     """Harness that answers the prompt, calls the task's tools, and ends with the first answer that calls none.
 
-    What ``null`` of verifiers does, without a process and an interpreter for each rollout.
+    Does the same as ``null`` of verifiers, without a process and an interpreter for each rollout.
     """
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True

@@ -99,7 +99,7 @@ def environment_id(environment: str) -> str:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Restore the run's signal handlers after the context, in which a library may replace them (verifiers 0.1 does)."""
+    """Restore the run's signal handlers after the block, because verifiers 0.1 replaces them."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -113,7 +113,7 @@ def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where
     """Return those of the engine's turns that the environment kept, in their order.
 
     Raises:
-        EngineError: it has tokens that were never sampled, so training would be on other tokens than the policy's.
+        EngineError: the environment has tokens that were never sampled, on which training would be wrong.
     """
     left = Counter(tuple(ids) for ids in sampled)
     kept: list[Turn] = []

@@ -36,7 +36,7 @@ class EnvironmentPlayers(VerifiersPlayers):
 
     Raises:
         ConfigError: there is no such environment, or its arguments do not fit.
-        DataError: fewer tasks than are to be held out.
+        DataError: there are fewer tasks than ``eval_tasks``.
     """
 
     def __init__(self, settings: VerifiersSettings) -> None:

@@ -43,7 +43,7 @@ class V04Players(VerifiersPlayers):
 
     Raises:
         ConfigError: there is no such environment, or its arguments do not fit.
-        DataError: it has no tasks, or no end of them and ``max_tasks`` is not set.
+        DataError: it has no tasks, or unlimited ones and ``max_tasks`` is not set.
     """
 
     def __init__(self, settings: VerifiersSettings) -> None:
@@ -125,7 +125,7 @@ def _load(settings: VerifiersSettings) -> vf.Env:
 def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
     """Return the configuration with our chat in place of verifiers' default harness, a shell.
 
-    Agents run in this process where verifiers would rent a machine. A harness or a runtime that the user names, and a
+    Agents run in this process if verifiers would rent a machine. A harness or a runtime that the user names, and a
     harness that the environment's package brings, stay.
     """
     changes: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def _renderer(settings: VerifiersSettings) -> dict[str, Any]:
 
 
 def _require_whole(episode: Any, *, where: str) -> None:
-    """Raise RolloutFailed for an episode that came to no end."""
+    """Raise RolloutFailed for an unfinished episode."""
     timeouts = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if timeouts:
         raise RolloutFailed(f"{where}: a time limit of the environment passed", cause="timeout")
