@@ -1,14 +1,14 @@
 """Packing of scored groups into micro-batches, and their division among ranks.
 
 A micro-batch is one stream of tokens without padding, in which the sequences of a group form a prefix tree: a prefix
-that two of them share occurs once, be it the prompt, the turns before they part, or all of an earlier turn. A token
-attends to those before it in its own sequence and to nothing else. This is written down as *segments*: runs of
-queries with the keys they may see, causal and aligned at the end. Each sequence that is not a prefix of another is a
-segment: its queries are the tokens that no sequence before it has, its keys are all of its tokens. So there are no
-more keys than there were tokens without sharing, however the tree branches.
+that two of them share occurs once, whether it is the prompt, the turns before they part, or a whole earlier turn. A
+token attends only to earlier tokens of its own sequence. This is written down as *segments*: runs of queries with the
+keys they may see, causal and aligned at the end. Each sequence that is not a prefix of another is a
+segment: its queries are the tokens that no earlier sequence has, its keys are all of its tokens. So there are never
+    more keys than tokens without sharing, however the tree branches.
 
-The last token of a completion predicts nothing and is not an input. Predictions that are equal, with all before them,
-are made once and read by every sample that has them.
+The last token of a completion predicts nothing and is not an input. Predictions that are equal, with everything before
+them, are made once and read by every sample that has them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lachesis.train.route_tensors import Stretch, routed_tensor
 
 T = TypeVar("T")
 Objective = Literal["policy", "sft"]
-"""What a batch is learned from by: a policy-gradient loss, or the likelihood of its tokens."""
+"""Objective of a batch: a policy-gradient loss, or the likelihood of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +48,26 @@ class MicroBatch:
         input_ids, position_ids: int64 [T]; positions count from each sequence's own start.
         cu_seq_q: int32 [G+1], where each segment's queries begin and end in the stream.
         cu_seq_k: int32 [G+1], where each segment's keys begin and end in ``key_index``.
-        key_index: int64 [K], stream positions of the keys; ``None`` where keys are the queries themselves.
+        key_index: int64 [K], stream positions of the keys; ``None`` if the keys are the queries themselves.
         max_q, max_k: longest segment.
         predict: int64 [M], stream positions whose hidden state predicts ``targets`` [M].
         inverse_temperature: float32 [M].
         expand: int64 [N], prediction of each loss token; ``None`` where it is 0..N-1.
         row: int64 [N], row (0..S-1) of each loss token.
-        versions: int64 [S], weight version that sampled a row; -1 where it is not known, or several did.
+        versions: int64 [S], weight version that sampled a row; -1 if it is unknown, or if there were several.
         sampling_logprobs: float32 [N], the sampler's logprobs, NaN where unknown.
-        old_logprobs: float [N], log π_old of the importance ratio; NaN leaves it to the policy, which takes its
-            own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
-        advantages: float32 [S]; or [N], where a sample of the micro-batch has advantages of single tokens.
-        teacher_weights: float32 [S], what a teacher's part of each row's loss is multiplied by.
+        old_logprobs: float [N], log π_old of the importance ratio; NaN means the policy's own at the batch's first use
+            (:mod:`lachesis.train.iterations` says when that is right).
+        advantages: float32 [S]; or [N] if a sample of the micro-batch has advantages of single tokens.
+        teacher_weights: float32 [S], the factor of the teacher's part of each row's loss.
         teacher_ids: int64 [M, K], the likeliest tokens of a teacher outside of the trainer; -1 where it named fewer.
         teacher_logprobs: float32 [M, K] of these.
-        teacher_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` where no teacher has
-            said anything.
-        routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where they are not known; ``None``
-            where none is.
-        images: those of each segment's prompt; empty where no prompt has any.
-        taught: the completions behind the prompts of the policy's own teacher; ``None`` where it has none.
-        taught_index: int64 [M], which of its predictions stands for each; -1 where none does.
+        teacher_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` without teacher logprobs.
+        routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where unknown; ``None`` if all are
+            unknown.
+        images: images of each segment's prompt; empty if no prompt has any.
+        taught: the completions after the prompts of the policy's own teacher; ``None`` without such a teacher.
+        taught_index: int64 [M], the teacher's prediction for each; -1 where there is none.
     """
 
     input_ids: Tensor
@@ -155,9 +154,9 @@ class Batch:
     """Packed data of one optimizer step.
 
     ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, including rows that are
-    wholly masked, or left out of the forward pass because their advantage is 0. Of the inputs of the other rows,
-    ``flat_tokens`` counts all, and ``distinct_tokens`` those that differ within their group, or follow other tokens.
-    ``iteration`` counts the uses of one batch from 0, ``num_iterations`` is how often it will be used.
+    wholly masked, or left out of the forward pass because their advantage is 0. Of the other rows' inputs,
+    ``flat_tokens`` counts all, ``distinct_tokens`` only those that differ within their group or follow different
+    tokens. ``iteration`` counts the uses of one batch from 0, up to ``num_iterations``.
     """
 
     groups: tuple[Group, ...]
@@ -196,20 +195,19 @@ def pack(
 
     Args:
         max_rows: most sequences in one forward pass; equal ones of a group go through it as one.
-        skip_zero_advantage: leave rows whose advantage is 0 out of the forward pass. Right only where nothing
-            but the advantage gives them a gradient: ``Policy.ignores_zero_advantage``.
-        mask_truncated: no token of a completion that did not end by itself counts. Its reward has shaped the
-            group's baseline, and the row still counts in ``num_sequences``, as in TRL.
-        share_prefixes: ``False`` gives each sample a segment of its own with its whole sequence, for models whose
+        skip_zero_advantage: leave rows whose advantage is 0 out of the forward pass. Right only if the advantage alone
+            gives them a gradient: ``Policy.ignores_zero_advantage``.
+        mask_truncated: exclude the tokens of completions that did not end by themselves. Their rewards still shape the
+            group's baseline, and their rows count in ``num_sequences``, as in TRL.
+        share_prefixes: ``False`` gives each sample a separate segment with its whole sequence, for models whose
             attention cannot be replaced.
-        old_logprobs, replayed_old_logprobs: what the importance ratio compares with, for fresh groups and for
-            those from the replay buffer.
-        shares: how much of each group's loss is the rewards' and how much a teacher's.
-        ranks: that share the micro-batches (:func:`split`), which are as even then as keeps all of them busy.
+        old_logprobs, replayed_old_logprobs: the old policy of the importance ratio, for fresh groups and for those from
+            the replay buffer.
+        shares: weights of the rewards and of a teacher in each group's loss.
+        ranks: number of ranks that share the micro-batches (:func:`split`), which are then as even as keeps all busy.
 
     Raises:
-        TrainingError: no sample has a token to learn from (truncated ones aside: a step may consist of them),
-            or a sample is malformed.
+        TrainingError: no sample has a token to learn from (unless all are truncated), or a sample is malformed.
     """
     rows = [
         row
@@ -315,7 +313,7 @@ class _Stream:
     def add_sequence(self, sequence: Inputs, *, path: Sequence[int], overlap: int, known: dict[tuple, int]) -> None:
         """Append the loss tokens of a sequence whose inputs stand at the stream positions ``path``.
 
-        Predictions at the first ``overlap`` of them may be those of other sequences too: ``known`` has their numbers.
+        Predictions at the first ``overlap`` of them may belong to other sequences too: ``known`` has their numbers.
         """
         sample, before = sequence.rows[0].sample, sequence.prompt_tokens - 1
         mask = sample.loss_mask()
@@ -430,8 +428,8 @@ def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
 def idle_micro_batch() -> MicroBatch:
     """Return a pass through the model without a loss token: its loss and its gradients are 0.
 
-    Sharded ranks meet in collectives at every pass. A rank that has fewer micro-batches than another takes part
-    with these; a constant instead would leave the others waiting.
+    Sharded ranks meet in collectives at every pass. A rank with fewer micro-batches than another takes part with idle
+    passes; otherwise the others would wait.
     """
     index, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
     plain = plain_micro_batch((0, 0))
@@ -470,7 +468,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
 
 
 def _tensor(values: Sequence[float], *, dtype: type[np.number]) -> Tensor:
-    """Convert a list to a tensor by way of numpy, because ``torch.tensor`` takes three times as long."""
+    """Convert a list to a tensor through numpy, because ``torch.tensor`` takes three times as long."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
@@ -485,8 +483,8 @@ def split(batch: Batch, ranks: int) -> list[Batch]:
     """Split a batch among ranks: micro-batch i goes to rank i mod ``ranks``.
 
     Ranks meet at every pass, which takes as long as the largest of its micro-batches. They are packed from the largest
-    to the smallest, so that dealing them in order brings equals together. The counts of the step stay with rank 0:
-    summed over ranks they are unchanged. Groups are left out, because a policy does not use them.
+    to the smallest, so that dealing them in order gives ranks passes of equal size. The counts of the step stay with
+    rank 0: summed over ranks they are unchanged. Groups are left out, because a policy does not use them.
     """
     counts = ("num_sequences", "num_tokens", "skipped_sequences", "distinct_tokens", "flat_tokens")
     none: dict[str, Any] = {"groups": ()} | dict.fromkeys(counts, 0)
@@ -509,7 +507,7 @@ def collect(parts: Sequence[Sequence[T]]) -> list[T]:
 
 
 Said: TypeAlias = tuple[TeacherLogprobs | None, int]
-"""What was said of a completion, and of which of its tokens; ``None`` where nothing was."""
+"""Teacher logprobs of a completion, and the tokens that have them; ``None`` without any."""
 
 
 def teacher_tensors(said_of: Sequence[Said]) -> dict[str, Tensor]:

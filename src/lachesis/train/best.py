@@ -27,12 +27,12 @@ class BestModel:
     ended: bool = field(default=False, init=False)
 
     def recall(self, evaluations: Iterable[EvalResult]) -> None:
-        """Take the evaluations of a run that is resumed; the model of the best one is there already."""
+        """Restore the evaluations of a resumed run, whose best model is saved already."""
         for evaluation in evaluations:
             self._is_better(evaluation)
 
     def take(self, evaluation: EvalResult) -> bool:
-        """Take a new evaluation, and save its model if it is the best one; return True if the run is to end."""
+        """Add an evaluation, and save its model if it is the best; return True if the run should end."""
         if self._is_better(evaluation) and self.save is not None and evaluation.step:
             self.save(evaluation.step)
         if self.patience is not None and self.without_better >= self.patience and self.best is not None:

@@ -23,15 +23,15 @@ class CanaryReader:
     """Reader of a model's canaries.
 
     A sequence of a dozen tokens keeps a GPU busy for less time than it takes to launch its thousand kernels. So the
-    second reading of a sequence is captured as a CUDA graph, and later ones replay it: the graph reads the weights
-    where they are, with their current values. Weights that have moved since are captured anew. A network that waits for
-    the GPU on its way, as int8 layers do, cannot be captured and is run each time.
+    second reading of a sequence is captured as a CUDA graph, and later ones replay it: the graph reads the weights in
+    place, with their current values. If weights have moved, the graph is captured again. A network that waits for the
+    GPU, as int8 layers do, cannot be captured and is run each time.
 
     Args:
         transformer: the causal language model, adapter included.
         plan: how it is run in training.
         device: where it computes.
-        capture: whether its passes may be captured; not where they wait for other ranks.
+        capture: allow CUDA graphs; not if passes wait for other ranks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CanaryReader:
         return captured.logprobs.tolist()
 
     def _graph(self, tokens: tuple[int, ...]) -> _Captured | None:
-        """Return the captured graph that replays a reading of ``tokens``, or None if the model is to be run."""
+        """Return the captured graph that replays a reading of ``tokens``, or None if the model must be run."""
         if self._seen != tokens:
             # The first run of a shape may compile or load kernels, which a graph cannot hold.
             self._seen, self._captured = tokens, None
@@ -88,8 +88,8 @@ class CanaryReader:
 def _end_capture() -> None:
     """Reset the CUDA random generator after a capture that failed.
 
-    torch (2.11, 2.13) leaves its generator in the state of capturing when a capture is broken off, and every random
-    number on the GPU is an error from then on. A capture that succeeds ends that state.
+    After an aborted capture torch (2.11, 2.13) leaves its generator capturing, so that every random number on the GPU
+    raises. A successful capture ends that state.
     """
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")

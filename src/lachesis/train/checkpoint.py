@@ -12,8 +12,8 @@ A sharded policy's checkpoint has the directory ``parts/`` instead of ``weights.
 written its own rows of all tensors (:mod:`lachesis.train.distributed.sharded_checkpoint`); ``state.pt`` then has their
 names.
 
-It is written under a hidden name, forced to disk and renamed; only then are older ones deleted. A kill at any
-moment leaves the last good checkpoint.
+It is written under a hidden name, forced to disk and renamed; only then are older ones deleted. A kill at any moment
+leaves the last good checkpoint intact.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Checkpoint in the making, in a directory that is not yet recognised as a checkpoint."""
+    """Unfinished checkpoint, in a directory that is not yet recognised as one."""
 
     directory: Path
     number: int
@@ -84,7 +84,7 @@ class Draft:
         return self.directory / _PARTS
 
     def write(self, *, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Write all but the tensors of weights or parts.
+        """Write everything except the tensors of weights or parts.
 
         Raises CheckpointError if it could not be read back.
         """
@@ -145,8 +145,8 @@ class CheckpointManager:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written, or what is to be saved holds objects that
-                could not be read back. Earlier checkpoints are untouched.
+            CheckpointError: the disk is full or cannot be written, or the state holds objects that could not be read
+                back. Earlier checkpoints are untouched.
         """
         unique, aliases = _untied(tensors)
         needed = sum(t.nbytes for t in unique.values()) + _state_bytes(state)
@@ -242,7 +242,7 @@ class CheckpointManager:
 
 
 class Savable(Protocol):
-    """Model or tokenizer of transformers or peft."""
+    """Model or tokenizer of transformers or peft, which can save itself."""
 
     def save_pretrained(self, save_directory: str, **options: Any) -> Any: ...
 
@@ -256,7 +256,7 @@ def save_model(
     write: Callable[[Path], None] | None = None,
     companions: Sequence[Path] = (),
 ) -> None:
-    """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
+    """Save a model as transformers loads it, or an adapter as peft does, with the tokenizer.
 
     A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or not at
     all, after its tensors were read back and compared; an earlier model in its place is replaced.
@@ -268,7 +268,7 @@ def save_model(
 
     Raises:
         CheckpointError: the disk is full or cannot be written, the directory holds something else, or a tensor in the
-            files is not what was to be saved.
+            files differs from the model's.
     """
     directory = Path(directory)
     holds_model = any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
@@ -292,7 +292,7 @@ def save_model(
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of the random generators of Python, numpy and torch (CPU, and CUDA where it is in use).
+    """Return the states of the random generators of Python, numpy and torch (CPU, and CUDA if in use).
 
     It can be part of a checkpoint's ``state``: plain numbers and tensors only.
     """
@@ -311,7 +311,7 @@ def capture_rng() -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore what :func:`capture_rng` returned.
 
-    A number of CUDA devices other than at the capture is logged.
+    Log a different number of CUDA devices than at the capture.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -429,7 +429,7 @@ def _require_space(target: Path, *, needed: int) -> None:
 
 @contextmanager
 def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
-    """Turn whatever the libraries raise for a failed write (each its own type) into a CheckpointError."""
+    """Turn the libraries' errors for a failed write, each of another type, into a CheckpointError."""
     try:
         yield
     except LachesisError:

@@ -39,7 +39,7 @@ def is_pinned_when_copied(tensor: Tensor) -> bool:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU; a copy from a GPU is complete once the GPU was waited for."""
+    """Return a copy on the CPU; a copy from a GPU is complete after synchronizing with it."""
     if is_traceable_wrapper_subclass(tensor):  # quantized: made of several tensors
         return tensor.to("cpu", copy=True)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned_when_copied(tensor))
@@ -54,8 +54,8 @@ class HostMemory:
     """Pinned memory for copies of some tensors, allocated once by a thread.
 
     Args:
-        allocate: takes memory for a copy and holds it for as long as its result lives.
-        wanted: of which tensors copies need any.
+        allocate: allocates memory for a copy, and holds it as long as the result lives.
+        wanted: selects the tensors whose copies need memory.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostMemory:
             call_aside(lambda: self._take(sizes), name="lachesis-host-memory")
 
     def wait(self) -> None:
-        """Wait for the allocation, because a copy made before its end would allocate a second time."""
+        """Wait for the allocation, because an earlier copy would allocate a second time."""
         self._there.wait()
 
     def _take(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:

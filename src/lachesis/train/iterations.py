@@ -1,26 +1,26 @@
 """Old logprobs of the importance ratio π/π_old, and batches that are used several times.
 
 A token has up to three logprobs beside the current log π: log s, by the sampler that drew it; log π_old, of the
-importance ratio; log π_ref, of the KL term. The first two differ where generation ran ahead of training, and by
-the engine's own rounding. What π_old is, is chosen when a batch is packed (``pack(old_logprobs=...)``):
+importance ratio; log π_ref, of the KL term. The first two differ if generation ran ahead of training, and by the
+engine's rounding. π_old is chosen when a batch is packed (``pack(old_logprobs=...)``):
 
 - ``sampler``: π_old = s. The ratio π/s corrects for everything at once, and the clip bounds all of it. A token
   of unknown s has a ratio of 1 at its batch's first use. Right for synchronous runs, and the default.
-- ``trainer``: π_old is the trainer's policy when the batch is first used. Then the ratio is 1 at the first use, and
-  the clip bounds what the batch's own updates did. What the sampler did differently is a separate factor π_old/s
-  (sampler correction), capped or masked; without the correction it stays in, as in TRL without it. Sampler
-  correction needs ``trainer``: with π_old = s its factor is always 1.
+- ``trainer``: π_old is the trainer's policy when the batch is first used. Then the ratio is 1 at the first use, and the
+  clip bounds the change by the batch's own updates. The sampler's difference is a separate factor π_old/s (sampler
+  correction), capped or masked; without the correction it is ignored, as in TRL. Sampler correction needs ``trainer``:
+  with π_old = s its factor is always 1.
 
-TRL 1.16 computes π_old in a separate pass where gradient accumulation and the steps and iterations of a
-generation do not line up, or the sampler is corrected for; else it takes log π of the first pass, detached. Here
-a batch is one optimizer step, so log π of its first use *is* that of scoring time, at no cost: the same weights
-compute it. It is taken from the first use and held for the others (``num_iterations``, μ). Where one generation is
-divided among several steps (``steps_per_generation``), a pass over all of it comes before the first.
+TRL 1.16 computes π_old in a separate pass where gradient accumulation and the steps and iterations of a generation do
+not line up, or the sampler is corrected for; else it takes log π of the first pass, detached. Here a batch is one
+optimizer step, so log π of its first use *is* that of scoring time, at no cost: the same weights compute it. It is
+stored then and reused for later iterations (``num_iterations``, μ). Where one generation is divided among several steps
+(``steps_per_generation``), a pass over all of it comes before the first.
 
-Replayed groups have a separate choice (``pack(replayed_old_logprobs=...)``). With ``trainer`` their π_old is of
-now, s of then, and ratio and correction are made of both at every use; with ``sampler`` the ratio is π/s and the
-correction 1. Either way nothing is kept that could be stale. ``Policy.recompute_logprobs`` fixes the
-trainer's π_old of a batch before it is used.
+Replayed groups have a separate choice (``pack(replayed_old_logprobs=...)``). With ``trainer`` their π_old is today's
+and s the original, and every use computes ratio and correction from both; with ``sampler`` the ratio is π/s and the
+correction 1. Either way nothing stored can become stale. ``Policy.recompute_logprobs`` fixes the trainer's π_old of a
+batch before it is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OldLogprobStore:
         """Begin a use of ``batch``, in ``num_passes`` micro-batches.
 
         Raises:
-            TrainingError: it is not the first use, and the one before was not seen.
+            TrainingError: it is a later use whose predecessor was not seen.
         """
         if batch.iteration == 0:
             self._held = []
@@ -84,7 +84,7 @@ class OldLogprobStore:
         return torch.where(micro.old_logprobs.isnan(), current, micro.old_logprobs.to(current.dtype))
 
     def state_dict(self) -> list[Tensor]:
-        """Return one tensor for each micro-batch of the batch in use; empty if batches are used once."""
+        """Return one tensor for each micro-batch of the current batch; empty if batches are used once."""
         return list(self._held)
 
     def load_state_dict(self, held: Sequence[Tensor]) -> None:
@@ -96,20 +96,19 @@ class OldLogprobStore:
 class RepeatedFeed(FeedBefore[Batch]):
     """Feed that makes ``steps_per_generation`` optimizer steps of one generation, ``num_iterations`` times over.
 
-    The loop and the feed know nothing of it. Where there are several, groups are dealt out at random, by the seed and
-    the number of the generation, and all old logprobs are those from before the first step: the sampler's, and where
-    the trainer's are wanted, of a pass over all of them. Each iteration goes over the same parts in the same order.
-
-    The feed hears of the version after the last step, which frees the slots of its groups. A checkpoint in between
-    holds the groups: resumed, the run goes on with the next step.
+    The loop and the inner feed are unaware of it. If there are several parts, groups are dealt out at random, by the
+    seed and the number of the generation, and all old logprobs date from before the first step: the sampler's or, if
+    wanted, the trainer's, from a pass over all of them. Each iteration repeats the same parts in the same order. The
+    feed is told the version after the last step, which frees the slots of its groups. A checkpoint in between holds the
+    groups, so a resumed run continues with the next step.
 
     Args:
-        feed: where what was generated at once comes from, as one batch.
+        feed: source of generations, each as one batch.
         num_iterations: uses of each part, μ.
-        pack: makes the batch of its groups, each time the same.
-        steps_per_generation: parts that it is divided into; 1 takes it as it is.
+        pack: packs groups to a batch, deterministically.
+        steps_per_generation: number of parts of a generation; 1 keeps it whole.
         seed: of the order.
-        score: fixes the trainer's old logprobs of a batch as of now.
+        score: computes the trainer's old logprobs of a batch now.
     """
 
     num_iterations: int
@@ -166,7 +165,7 @@ class RepeatedFeed(FeedBefore[Batch]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raises CheckpointError if its batch was to be used another number of times."""
+        """Restore the state. Raises CheckpointError if its batch has another number of uses."""
         groups = [decode_group(group) for group in state["groups"]]
         sizes = state["sizes"]
         if groups and state["uses"] >= self.num_iterations * len(sizes):

@@ -105,7 +105,7 @@ class Trainer:
         return self.bridge.retry(lambda: self.evaluation.maybe_run(step))
 
     def _ends_after(self, evaluation: EvalResult | None) -> bool:
-        """Return True if the run is to end, as its evaluations do not get better."""
+        """Return True if the run should end because its evaluations do not improve."""
         return self.best is not None and evaluation is not None and self.best.take(evaluation)
 
     def _sync_metrics(self) -> dict[str, MetricValue]:
@@ -150,7 +150,7 @@ class Clock:
         self._started += time.perf_counter() - started
 
     def take(self) -> dict[str, MetricValue]:
-        """Return all measured seconds, and those of the whole step, and begin anew."""
+        """Return all measured seconds and those of the whole step, and reset them."""
         now = time.perf_counter()
         self._seconds["step_time"] = now - self._started
         taken: dict[str, MetricValue] = {name: Mean(seconds) for name, seconds in self._seconds.items()}

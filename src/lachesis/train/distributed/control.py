@@ -1,12 +1,12 @@
 """Process groups that the ranks of a job create once they have met (:mod:`~lachesis.train.distributed.job`).
 
 A model's tensors travel in the default group. In the control group, a second one that uses gloo, rank 0 announces its
-turns. It is not registered with torch: aborting NCCL's collectives takes all registered groups down, and this one has
-to survive, so that the lost rank can be named. It has practically no timeout, because rank 0 may generate for hours
-between two turns; gloo reports the death of a process at once, by the closed connection.
+turns. It is not registered with torch, because aborting NCCL's collectives ends all registered groups, and this one
+must survive to name the lost rank. It has practically no timeout, because rank 0 may generate for hours between two
+turns; gloo reports the death of a process at once, by the closed connection.
 
-Messages are bytes of our codec (:mod:`~lachesis.train.distributed.messages`). ``dist.broadcast_object_list`` would be
-pickle, which runs what it is sent; gloo does not ask who connects, so before a group is used its ranks prove to one
+Messages are bytes of our codec (:mod:`~lachesis.train.distributed.messages`). ``dist.broadcast_object_list`` uses
+pickle, which executes its input. gloo does not authenticate connections, so the ranks of a group first prove to one
 another that they belong to the job.
 """
 
@@ -130,8 +130,8 @@ class ControlGroup:
     Args:
         world: this process among them.
         store: of this attempt.
-        limit_s: how long ranks wait for one another; followers adopt rank 0's when they hear of it.
-        secret: of the job, which each rank proves to each other that it has.
+        limit_s: how long ranks wait for one another; followers adopt rank 0's.
+        secret: of the job; each rank proves to every other that it knows it.
 
     Raises:
         DeadlineExceeded: not all came in time.
@@ -158,7 +158,7 @@ class ControlGroup:
         return self._names[rank]
 
     def broadcast(self, message: Any = None) -> Any:
-        """Return the message that rank 0 gives, on all ranks.
+        """Return rank 0's message on all ranks.
 
         Raises gloo's RuntimeError if one of them is gone.
         """
@@ -184,7 +184,7 @@ class ControlGroup:
         Raises:
             Gone: none will come.
             DeadlineExceeded: none came in time.
-            TrainingError: it is not one of our messages.
+            TrainingError: the bytes are not one of our messages.
         """
 
         def move(data: Tensor) -> None:

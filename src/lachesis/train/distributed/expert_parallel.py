@@ -30,13 +30,13 @@ class ExpertCut:
     """Distribution of a model's experts over ranks.
 
     Args:
-        model: before any of it is sharded; it may have an adapter.
+        model: not sharded yet; it may have an adapter.
         mesh: of the expert group.
         group: the same ranks.
         tensor: the ranks that have the same tokens.
 
     Raises:
-        ModelError: its kind of experts is untested, or they have an adapter.
+        ModelError: this kind of experts is untested, or they have an adapter.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ _NEWS_S = 5.0
 
 
 class ToldLeader(TrainingError):
-    """Error on this rank that the leader has heard of and reports."""
+    """Error on this rank that the leader knows and reports."""
 
     def __init__(self, failure: LachesisError) -> None:
         super().__init__(failure.message, remedy=failure.remedy)
@@ -91,7 +91,7 @@ class Follower:
     Args:
         control: all ranks.
         build: makes the policy of a configuration (as plain data), and gives the run's seed.
-        end_process: last resort if the leader is gone and a collective goes on waiting for it.
+        end_process: last resort if the leader is gone and a collective still waits for it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Follower:
         """Take every turn up to the last.
 
         Raises:
-            ToldLeader: this rank could not do its part, or could not because of another.
+            ToldLeader: this rank failed, perhaps because of another.
             Gone: the leader is gone.
             DeadlineExceeded: the leader gave no sign of life.
         """
@@ -181,7 +181,7 @@ class Follower:
         return ToldLeader(failure)
 
     def _watch(self) -> None:
-        """Wait for the leader's end, whatever the main thread is waiting in."""
+        """Watch for the leader's end while the main thread waits elsewhere."""
         try:
             while isinstance(self._hear(), Alive):
                 pass

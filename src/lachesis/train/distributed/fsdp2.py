@@ -1,9 +1,9 @@
 """Sharding of the model over ranks by PyTorch's FSDP2: each has a part of every parameter and of its states.
 
 A decoder layer's parameters are gathered when it runs and, if requested, released until its backward pass; everything
-outside the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
-backward. The policy reads the head's weight itself, so that the whole pass is run as the model's forward
-(:func:`~lachesis.train.distributed.strategy.run_within`). Where ranks share the matrices of a layer, FSDP shards each
+outside the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its backward.
+The policy reads the head's weight itself, so the whole pass runs as the model's forward
+(:func:`~lachesis.train.distributed.strategy.run_within`). If ranks share the matrices of a layer, FSDP shards each
 rank's part of them.
 """
 
@@ -64,7 +64,7 @@ class Fsdp2(Ranks):
     Args:
         device: of this rank.
         config: how to shard.
-        buffer_elements: number of elements gathered at once; two such buffers are under way at a time.
+        buffer_elements: number of elements gathered at once; two such buffers are in flight.
     """
 
     sharded = True
@@ -130,7 +130,7 @@ class Fsdp2(Ranks):
             module.set_requires_all_reduce(last, recurse=False)
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Sum the gradients of parameters that a tensor group holds alike; FSDP has summed all others."""
+        """Sum the gradients of parameters that are equal in a tensor group; FSDP has summed all others."""
         if self.tensor is None:
             return
         partial = {number for cut in self._cuts for number in cut.partial}
@@ -186,10 +186,10 @@ class Fsdp2(Ranks):
     def _begin(self, bucket: Sequence[DTensor], *, to: int | None = None) -> Callable[[], Iterator[Tensor]]:
         """Request other ranks' parts of some tensors of one dtype; the result waits for them.
 
-        It yields nothing on ranks other than ``to``, if only that one is to have them.
+        With ``to`` it yields nothing on other ranks.
 
-        Of the tensor (or part) that FSDP was given, rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...], where
-        k = ceil(rows / n); the last ranks may have fewer, or none.
+        Of FSDP's tensor (or part) rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...], where k = ceil(rows /
+        n); the last ranks may have fewer, or none.
         """
         ways = {None: 1, TENSOR: self.mesh.tensor, EXPERT: self.mesh.expert}[cut_by(bucket[0])]
         mesh = self._meshes.sharded if ways == 1 else self._meshes.cut
@@ -315,7 +315,7 @@ def _gather_at(rank: int, buffer: Tensor, own: Tensor, *, group: dist.ProcessGro
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items; each next one is made before the one before it is used."""
+    """Yield the items, and make each one before its predecessor is used."""
     stream = iter(items)
     held = next(stream, None)
     while held is not None:
@@ -331,7 +331,7 @@ def _call(self: torch.nn.Module, function: Callable[[], T]) -> T:
 class _Resharding:
     """Hook that reshards after a pass without gradients.
 
-    Nothing else releases the gathered parameters then, and a step would leave them stale.
+    Otherwise the gathered parameters would stay and become stale after a step.
     """
 
     def __init__(self, model: torch.nn.Module, run: MethodType) -> None:

@@ -1,16 +1,15 @@
 """Rendezvous of the ranks of a job, and its protection against strangers.
 
-torchrun's store listens on all interfaces and authenticates nobody: whoever reaches its port can read and write all of
-it. It is therefore hardly trusted.
+torchrun's store listens on all interfaces without authentication: anyone who reaches its port can read and write all of
+it. So it is hardly trusted.
 
-- On one machine the ranks meet in a file that their user alone can open. They take only its name from torchrun's store,
-  with which a stranger can prevent their meeting, and nothing else. gloo listens on the loopback.
+- On one machine the ranks meet in a file that their user alone can open. They take only the file's name from torchrun's
+  store, so that a stranger can at most prevent their meeting. gloo listens on the loopback.
 - On several machines they meet in torchrun's store. With ``LACHESIS_JOB_TOKEN``, equal on all ranks, each rank seals
   the values it writes there.
 
-In both cases each rank proves to each that it has the job's secret, over the very connection of gloo that is used
-afterwards. NCCL is not asked for a proof: it has a number that it passes on through the store, which is secret on one
-machine only.
+In both cases each rank proves to every other that it has the job's secret, over the gloo connection that it uses
+afterwards. NCCL gives no proof: it passes a number through the store, which is secret only on one machine.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Job:
 
     Args:
         store: of this attempt.
-        whole: torchrun's store. It outlives ranks: later attempts find the values that one has set.
-        secret: unknown to strangers; empty where nothing tells ranks from strangers.
+        whole: torchrun's store. It outlives ranks: later attempts find an earlier one's values.
+        secret: unknown to strangers; empty if ranks cannot be told from strangers.
         file: where the ranks of one machine meet.
     """
 
@@ -63,7 +62,7 @@ class Job:
     file: Path | None = None
 
     def note_begun(self, run_dir: Path) -> None:
-        """Tell later attempts of this torchrun that the run in this directory is theirs."""
+        """Mark the run in this directory as belonging to later attempts of this torchrun too."""
         self.whole.set(_begun_key(run_dir), "begun")
 
 
@@ -113,7 +112,7 @@ def job_store(world: World, *, limit_s: float) -> Store:
 def attempt_store(world: World, store: Store) -> Store:
     """Return the part of the job's store for this attempt.
 
-    After a restart the addresses of the attempt before are dead.
+    After a restart the earlier attempt's addresses are dead.
     """
     return PrefixStore(f"lachesis/attempt/{world.restarts}", store)
 
@@ -138,7 +137,7 @@ def unseal(secret: str, key: str, sealed: str) -> str:
 
 
 def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name: Callable[[int], str]) -> None:
-    """Prove to each other rank that this one has the secret, and verify theirs, over this group's connections.
+    """Prove to every other rank that this one has the secret, and verify theirs, over this group's connections.
 
     Args:
         group: a process group of gloo.
@@ -169,7 +168,7 @@ def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name
 
 @contextmanager
 def on_loopback(*, wanted: bool) -> Iterator[None]:
-    """Make gloo groups created within the block listen on the loopback alone.
+    """Make gloo groups that are created within the block listen on the loopback only.
 
     A network interface named in the environment takes precedence.
     """
@@ -215,7 +214,7 @@ def _meeting_file(store: Store) -> Path:
 
 
 def _private_directory() -> Path:
-    """Return a directory of this user alone on this machine.
+    """Return a directory that only this user can access on this machine.
 
     Files of a store are locked, which not every network file system supports.
 
@@ -240,9 +239,9 @@ def _private_directory() -> Path:
 
 
 def _remove_old_files(directory: Path) -> None:
-    """Remove the files of jobs long ago.
+    """Remove the files of old jobs.
 
-    A job's own file stays when it ends: NCCL's threads look into theirs until their process is gone.
+    A job's file stays when it ends: NCCL's threads look into theirs until their process is gone.
     """
     for path in directory.iterdir():
         with suppress(FileNotFoundError):  # another rank was first

@@ -1,4 +1,4 @@
-"""Leader (rank 0): announces turns, hears how followers fared, and has a policy that does both."""
+"""Leader (rank 0), which announces turns and collects the followers' results, and its policy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Leader:
         abort: ends collectives that wait for a lost rank, which torch does not notice by itself.
 
     Attributes:
-        broken: a turn has failed, so that the followers may be stuck in it for good.
+        broken: a turn has failed, so that followers may be stuck in it.
     """
 
     def __init__(self, control: ControlGroup, *, abort: Callable[[], None]) -> None:
@@ -99,8 +99,7 @@ class Leader:
             answers: collect the results of the followers' methods, in the order of ranks, in the list that is yielded.
 
         Raises:
-            TrainingError: a follower could not do its part, or is gone.
-            DeadlineExceeded: it did not in time.
+            TrainingError: a follower failed or is gone. DeadlineExceeded: it took too long.
         """
         collected: list[Any] = []
         with self._lock:
@@ -187,7 +186,7 @@ class Leader:
         return TrainingError(f"{cause.message}, in the midst of {what}", remedy=cause.remedy)
 
     def _watch(self, rank: int) -> None:
-        """Wait for the end of a follower, whatever the main thread is waiting in."""
+        """Watch for the end of a follower while the main thread waits elsewhere."""
         try:
             news = self._control.receive(rank, tag=Tag.LIFE)
         except TrainingError as error:
@@ -220,10 +219,10 @@ def of_a_collective(error: Exception) -> bool:
 
 
 class LeadingPolicy(Policy, SendsWeights):
-    """Policy of the leader, which has the followers take part in whatever needs them.
+    """Policy of the leader, whose joint calls include the followers.
 
-    A method that all ranks have to call together is overridden here, in a turn; there is no other place to name it.
-    The methods are for one thread at a time, as those of a :class:`Policy` are.
+    Each method that all ranks must call together is overridden here, in a turn, and named nowhere else. Like a
+    :class:`Policy`, it serves one thread at a time.
 
     Args:
         *args, **options: of :class:`Policy`, on all ranks the same.
@@ -297,7 +296,7 @@ class LeadingPolicy(Policy, SendsWeights):
             kind: all weights, or an adapter's.
             saved: under the names of a checkpoint.
             bucket_bytes: as :meth:`Channel.send` is given it.
-            anew: nobody knows yet where the followers' buckets are.
+            anew: the places of the followers' buckets are unknown yet.
 
         Raises:
             EngineError, DeadlineExceeded: as ``send``; all ranks are done with the update then, too.

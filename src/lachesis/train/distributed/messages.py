@@ -1,6 +1,6 @@
 """Messages between ranks, and their encoding as bytes: JSON, with the tensors beside it as safetensors.
 
-Bytes are decoded into these records and plain data alone, whoever sent them.
+Bytes are only ever decoded into these records and plain data, whoever sent them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Turn:
 
     Attributes:
         number: counted from 0 by every rank.
-        arguments: the same for all followers; with ``parts`` each is sent one of its own instead.
-        answers: whether what the method returns is to be sent back.
+        arguments: the same for all followers; with ``parts`` each is sent its own instead.
+        answers: followers send the method's result back.
     """
 
     number: int
@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Report of a follower that has done its part of a turn."""
+    """Report of a follower that has finished a turn."""
 
     number: int
     value: Any = None
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Report of a follower that could not do its part, and ends: the reason, and the remedy."""
+    """Report of a follower that failed and ends: the reason, and the remedy."""
 
     message: str
     remedy: str
@@ -87,7 +87,7 @@ def decode(data: bytes) -> Any:
     """Decode what :func:`encode` returned; tensors are on the CPU, or on the meta device if they were.
 
     Raises:
-        TrainingError: it is none of our messages.
+        TrainingError: the bytes are not one of our messages.
     """
     try:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")

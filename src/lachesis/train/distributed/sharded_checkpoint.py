@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded policy's tensors: each rank writes its own rows, and nobody holds them whole.
+"""Checkpoints of a sharded policy's tensors: each rank writes its own rows, and none holds them whole.
 
 The format is that of torch.distributed.checkpoint (DCP), one file for each rank beside an index, ``.metadata``, which
-locates every part: any number of ranks, or a process alone, reads back what it keeps. Ranks communicate only before
-the first byte is written and after the last, so that a thread may write while they train. Torch's plans, results and
-index are pickles, of which nothing is read but torch's own records.
+locates every part: any number of ranks, or a process alone, reads back what it keeps. Ranks communicate only before the
+first byte is written and after the last, so that a thread may write while they train. Torch's plans, results and index
+are pickles, from which only torch's own records are read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Written(NamedTuple):
 def sharded_as(like: DTensor, local: Tensor) -> DTensor:
     """Return a tensor of which this rank has ``local``, cut as ``like`` is.
 
-    It stays on its device, wherever ``like`` is.
+    It stays on its device, regardless of that of ``like``.
     """
     shape = TensorMeta(like.shape, like.stride(), local.dtype)
     constructor: Any = DTensor  # its stub knows of no arguments
@@ -92,15 +92,13 @@ def whole_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 class PartsSave:
-    """Save of a checkpoint's parts in progress.
-
-    Ranks make it together, and finish it together.
+    """Unfinished save of a checkpoint's parts, which all ranks begin and finish together.
 
     Args:
-        tensors: by name: a DTensor, or a tensor that is this rank's alone.
-        directory: the same for all ranks; made if need be.
-        copied: write copies in host memory: the tensors may change as soon as this returns. Otherwise they must not
-            until all is :attr:`written`.
+        tensors: by name: a DTensor, or a tensor that belongs to this rank.
+        directory: the same for all ranks; created if missing.
+        copied: write copies in host memory: the tensors may change as soon as this returns. Otherwise they must stay
+            until the save is :attr:`written`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], directory: Path, *, copied: bool) -> None:
@@ -126,7 +124,7 @@ class PartsSave:
         """Wait for all ranks' parts, and write the index; rank 0 returns all files, others none.
 
         Raises:
-            CheckpointError: on rank 0, where some rank could not write its part.
+            CheckpointError: on rank 0, if a rank could not write its part.
         """
         self._thread.join()
         told = _gathered((self._failure, self._results, self._files))
@@ -142,7 +140,7 @@ class PartsSave:
         return [*(file for _, _, files in told for file in files), _written(self._directory, INDEX)]
 
     def _agree(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
-        """Agree with the other ranks on who writes what; a tensor that several ranks hold is written once."""
+        """Agree with the other ranks on the writer of each tensor; one that several ranks hold is written once."""
         first = dist.get_rank() == 0
         self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
         self._writer.set_up_storage_writer(first)
@@ -166,7 +164,7 @@ class PartsSave:
 
 
 def _gathered(own: object) -> list[Any] | None:
-    """Return what all ranks have, on rank 0.
+    """Gather the objects of all ranks on rank 0.
 
     Like torch's gather_object, except that nothing received is executed.
     """
@@ -240,7 +238,7 @@ def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_whole(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors, whole, on the CPU, except those that belong to one rank.
+    """Return all tensors whole, on the CPU, except those of a single rank.
 
     Raises CheckpointError.
     """
@@ -276,7 +274,7 @@ def _written(directory: Path, name: str) -> Written:
 
 @contextmanager
 def _read_errors(directory: Path) -> Iterator[None]:
-    """Turn whatever torch raises for an unreadable checkpoint into a CheckpointError."""
+    """Turn torch's errors for an unreadable checkpoint into a CheckpointError."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's is a BaseException

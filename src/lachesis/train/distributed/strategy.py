@@ -30,14 +30,14 @@ FORWARD_METHOD = "run_within"
 
 
 class Strategy:
-    """Placement of a model on one device or many; each method here is that of a process alone.
+    """Placement of a model on one device or many; the methods here serve a single process.
 
-    Ranks call the methods together and in the same order; those that only look at this process say so.
+    Ranks call the methods together and in the same order, except those marked as local.
 
     Attributes:
         mesh: how the ranks are laid out.
-        context: this rank and those that it shares a micro-batch's tokens with; None where it has them to itself.
-        tensor: this rank and those that it shares the matrices of each layer with; None where it has them to itself.
+        context: the ranks that share this rank's tokens of a micro-batch, itself included; None without others.
+        tensor: the ranks that share the matrices of each layer, itself included; None without others.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
@@ -69,7 +69,7 @@ class Strategy:
             layer.compile(**compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
-        """Return integer counts summed over all parts of a batch; the ranks that share one give the same."""
+        """Return integer counts summed over all parts of a batch; ranks that share a part count once."""
         return counts
 
     def sum_values(self, values: Tensor) -> Tensor:
@@ -79,17 +79,17 @@ class Strategy:
     def sum_squares(self, alike: float, cut: float) -> float:
         """Return the sum of squares over all shards.
 
-        ``alike`` is from this rank's part of what others may have alike, ``cut`` from what was cut before FSDP sharded
-        it.
+        ``alike`` comes from parameters that other ranks may have too, ``cut`` from those that were cut before FSDP
+        sharded them.
         """
         return alike + cut
 
     def max_count(self, count: int) -> int:
-        """Return the largest of a count over all ranks: how often each has to join what all do together."""
+        """Return the largest of a count over all ranks: the number of joint calls that each must take part in."""
         return count
 
     def gather_values(self, values: Tensor) -> Tensor:
-        """Return the values [n] of all parts of a batch, concatenated; the ranks that share one give the same."""
+        """Return the values [n] of all parts of a batch, concatenated; ranks that share a part give it once."""
         return values
 
     def begin_pass(self, *, last: bool) -> None:
@@ -99,7 +99,7 @@ class Strategy:
         """
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Leave in each ``.grad`` the sum over all ranks, unless the backward pass has done so."""
+        """Sum each ``.grad`` over all ranks, unless the backward pass has done so."""
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a whole tensor of the model (itself if it is not sharded).
@@ -111,25 +111,25 @@ class Strategy:
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield :meth:`whole` of each tensor, in order, on demand; several small ones travel together.
 
-        Other ranks have to ask for all of them too.
+        Other ranks must take all of them too.
         """
         return (self.whole(tensor) for tensor in tensors)
 
     def gather_to(self, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Iterator[Tensor]:
-        """Yield :meth:`whole` of the tensors of each part, in order, on the rank that is named with it alone.
+        """Yield :meth:`whole` of the tensors of each part, in order, only on the rank that is named with it.
 
-        While one part is used the next one travels. All ranks have to take all that they get.
+        While one part is used, the next one travels. All ranks must consume everything they get.
         """
         return (tensor for rank, tensors in parts if rank == self.rank for tensor in tensors)
 
     def shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Share]:
-        """Return this rank's parts of tensors; a part that several ranks have is given by one. Purely local."""
+        """Return this rank's parts of tensors; one rank gives a part that several have. Local to this process."""
         return {name: Share(tensor.detach(), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
-        """Return the part of ``whole`` that this rank has to copy into ``like``: the inverse of :meth:`whole`.
+        """Return the part of ``whole`` that this rank copies into ``like``: the inverse of :meth:`whole`.
 
-        Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
+        Ranks other than 0 may give a tensor of the same shape and dtype on the meta device.
         """
         return whole
 
@@ -146,7 +146,7 @@ class SingleDevice(Strategy):
 
 
 class Ranks(Strategy):
-    """Base of strategies over several ranks: collectives over the group of all ranks, which has to exist.
+    """Base of strategies over several ranks: collectives over the group of all ranks, which must exist.
 
     Args:
         device: of this rank.
@@ -287,7 +287,7 @@ def text_part(model: PreTrainedModel) -> nn.Module:
 def run_within(model: nn.Module, function: Callable[[], T]) -> T:
     """Call ``function`` while the model's outer parameters (embeddings, head) are whole, as in its forward.
 
-    Where they always are, that is all. The tensors that it returns are those that a backward pass begins from.
+    Without sharding it only calls the function. A backward pass begins from the returned tensors.
     """
     run = getattr(model, FORWARD_METHOD, None)
     return function() if run is None else run(function)

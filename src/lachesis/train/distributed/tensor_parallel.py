@@ -1,8 +1,8 @@
 """Tensor parallelism by transformers' plan for the model: each layer's matrices cut over the ranks of a group.
 
 A cut parameter is a DTensor over the ranks that share it, which FSDP shards further, checkpoints save in parts and
-bridges gather. A layer computes with the part alone (:mod:`lachesis.train.model.tensor`): attention, adapters and the
-head see tensors as they do on one rank. Transformers' own hooks are not used: those of its norms sum a gradient's
+bridges gather. A layer computes with its part only (:mod:`lachesis.train.model.tensor`); attention, adapters and the
+head see the same tensors as on one rank. Transformers' own hooks are not used: those of its norms sum a gradient's
 accumulated value over ranks again after each micro-batch, and none supports an adapter.
 """
 
@@ -36,13 +36,13 @@ class TensorCut:
     """Division of a model's layers over ranks.
 
     Args:
-        model: before any of it is sharded; it may wear an adapter.
+        model: not sharded yet; it may have an adapter.
         mesh: of the tensor group.
         group: the same ranks.
 
     Raises:
-        ModelError: it is of an architecture that nobody has tried, or a layer of another kind than linear is to be cut.
-        ConfigError: its heads are no multiple of the ranks.
+        ModelError: its architecture is untested, or its plan cuts a layer that is not linear.
+        ConfigError: its heads are not a multiple of the ranks.
     """
 
     def __init__(self, model: PreTrainedModel, *, mesh: DeviceMesh, group: TensorGroup) -> None:
@@ -59,7 +59,7 @@ class TensorCut:
 
     @property
     def partial(self) -> set[int]:
-        """Return the ids of parameters that ranks hold alike and whose gradient is a sum over the ranks."""
+        """Return the ids of parameters that are equal on all ranks and whose gradient is a sum over them."""
         return {id(getattr(module, name)) for module, name in self._partial}
 
     def apply(self, layer: nn.Module) -> None:
@@ -78,7 +78,7 @@ class TensorCut:
                 self._compute_in_parts(module, style)
 
     def _cut(self, linear: nn.Module, dimension: int | None, *, name: str) -> None:
-        """Keep this rank's part of a layer's weight; ``None`` keeps all of it, with a part of the gradient's sum."""
+        """Keep this rank's part of a layer's weight; with ``None`` all of it, and a part of its gradient's sum."""
         parameters = dict(linear.named_parameters(recurse=False))
         for key, parameter in parameters.items():
             if dimension is None or dimension >= parameter.ndim:
@@ -149,7 +149,7 @@ def _parent(name: str) -> str:
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules of a model's layers that are cut, or see some heads only, each with its style."""
+    """Yield the modules of a model's layers that are cut or see only some heads, each with its style."""
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:
         raise ModelError(

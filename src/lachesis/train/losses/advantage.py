@@ -19,7 +19,7 @@ EPSILON = 1e-4
 
 
 AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int], Sequence[int]], list[float]]
-"""From rewards [N][K] (None: the function abstained), group numbers [N] and loss tokens [N] to advantages [N]."""
+"""Map rewards [N][K] (None: the function abstained), group numbers [N] and loss tokens [N] to advantages [N]."""
 
 
 class Moments(NamedTuple):
@@ -61,7 +61,7 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | N
     """Set every sample's advantage from the rewards of all groups, which some normalizations need at once.
 
     Args:
-        compute: from rewards to advantages; if unset GRPO's, of the unweighted sum of rewards.
+        compute: function from rewards to advantages; if unset GRPO's, of the unweighted sum of rewards.
 
     Raises:
         RewardError: no sample has any reward.
@@ -103,16 +103,16 @@ def group_advantages(
     """Return the advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
 
     - ``sum_then_normalize``: R = Σ_k w_k·r_k, A = R - mean_group(R), divided by std_group(R) + 1e-4
-      (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``).
-      ``baseline`` puts another one in the place of mean_group(R), and ``scale_rewards`` another divisor:
-      :data:`BASELINES` and :data:`SCALES` have their formulas and sources.
+      (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``). ``baseline`` replaces
+      mean_group(R), and ``scale_rewards`` the divisor: :data:`BASELINES` and :data:`SCALES` have the formulas and
+      sources.
     - ``normalize_then_sum``: z_k = (r_k - mean_group(r_k)) / (std_group(r_k) + 1e-4), R = Σ_k w_k·z_k,
       A = (R - mean_batch(R)) / (std_batch(R) + 1e-4), whatever ``scale_rewards`` (GDPO, arXiv 2601.05242).
 
-    NaN stands for a reward that a function did not give: it is left out of the sum. A row without any reward
-    is outside all means and deviations, and its advantage is 0. So is, with a baseline, that of a row that is the
-    only one scored in its group, as it has nothing to be measured against (in GDPO: that z_k is 0). Equal rewards
-    throughout a group give exactly 0 under ``sum_then_normalize``.
+    NaN stands for a missing reward, which is left out of the sum. A row without any reward is outside all means and
+    deviations, and its advantage is 0. With a baseline, the advantage of the only scored row of a group is 0 too,
+    because there is nothing to compare it with (in GDPO: that z_k is 0). Equal rewards throughout a group give exactly
+    0 under ``sum_then_normalize``.
 
     Args:
         rewards: float [N, K], NaN where there is none. All rows of the step, on all ranks.
@@ -195,13 +195,13 @@ def whitened_tokens(advantages: Tensor, scored: Scored) -> Tensor:
 
 
 def whitened_completions(advantages: Tensor, scored: Scored) -> Tensor:
-    """Return (A - mean) / (std + 1e-4) over the batch, without those that nothing is compared with (TRL's RLOO)."""
+    """Return (A - mean) / (std + 1e-4) over the batch, without rows that have nothing to compare with (TRL's RLOO)."""
     alone = _group_sum(scored.known.to(scored.total), scored.group) < 2
     return standardized(advantages.masked_fill(alone, math.nan), scored.batch).masked_fill(alone, 0.0)
 
 
 def whitened(values: Tensor, count: Tensor | None = None) -> tuple[float, float]:
-    """Return mean and 1/sqrt(var + 1e-8) of values that count so often each, once if unset."""
+    """Return mean and 1/sqrt(var + 1e-8) of values with these counts, 1 if unset."""
     count = torch.ones_like(values) if count is None else count
     mean = (count * values).sum() / count.sum().clamp(min=1)
     variance = (count * (values - mean) ** 2).sum() / (count.sum() - 1).clamp(min=1)

@@ -18,7 +18,7 @@ USES_COVARIANCE = ("clip_cov", "kl_cov")
 
 
 class CovarianceCut(NamedTuple):
-    """Means over a step's tokens, and the score that a token needs to be chosen: scalars."""
+    """Means over a step's tokens, and the lowest score of a chosen token: scalars."""
 
     advantage: Tensor
     logprob: Tensor
@@ -27,7 +27,7 @@ class CovarianceCut(NamedTuple):
 
 @torch.no_grad()
 def covariance_cut(terms: Terms, options: AlgorithmConfig) -> CovarianceCut:
-    """Return the means over the counted tokens of ``terms``, and the score that the share of them to choose has.
+    """Return the means over the counted tokens of ``terms``, and the lowest score of the share to choose.
 
     That is ``cov_share`` of the tokens, rounded down and at least one.
     """
@@ -49,7 +49,7 @@ def choose(terms: Terms, cut: CovarianceCut, options: AlgorithmConfig) -> Tensor
     """Return which tokens are chosen: bool [T].
 
     For ``kl_cov`` those of highest covariance; for ``clip_cov`` some at random of those whose covariance is between
-    ``cov_low`` and ``cov_high`` and that PPO's clip leaves their gradient.
+    ``cov_low`` and ``cov_high`` and whose gradient PPO's clip does not remove.
     """
     scores = _scores(terms, cut, options)
     return (scores >= cut.threshold) & (scores > _NEVER) & (terms.rows.mask != 0)
@@ -59,7 +59,7 @@ _NEVER = -1e30
 
 
 def _scores(terms: Terms, cut: CovarianceCut, options: AlgorithmConfig) -> Tensor:
-    """Return what tokens are ranked by: the covariance, or for ``clip_cov`` lots; -1e30 for no candidate: [T]."""
+    """Return each token's ranking score: the covariance, or lots for ``clip_cov``; -1e30 for no candidate: [T]."""
     covariance = (terms.advantages - cut.advantage) * (terms.logprobs - cut.logprob)
     if options.loss_type == "kl_cov":
         return covariance

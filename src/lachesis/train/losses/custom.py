@@ -1,7 +1,8 @@
 """Custom loss functions, named by import path.
 
-It gives the loss of each token, ℓ. All around it stays: normalization by the configured ``loss_type``, masks,
-sampler correction, KL and entropy terms. So it does not depend on how a step is cut into micro-batches::
+Such a function gives the loss of each token, ℓ. Everything around it stays: normalization by the configured
+``loss_type``, masks, sampler correction, KL and entropy terms. So the result does not depend on how a step is cut into
+micro-batches::
 
     # in my_loss.py; algorithm.loss: my_loss.py:ppo_without_clip
     def ppo_without_clip(logprobs, *, old_logprobs, advantages, **rest):
@@ -44,22 +45,22 @@ class CustomTokenLoss(Protocol):
     ) -> Tensor:
         """Return the loss of each token, float [T], with gradient.
 
-        T tokens of S rows stand in one stream. Values where the mask is 0 are 0 (ratio: 1), and what is returned
-        there does not count.
+        T tokens of S rows stand in one stream. Values where the mask is 0 are 0 (ratio: 1), and results there do not
+        count.
 
         Args:
             logprobs: float [T] under the current policy, with gradient.
             old_logprobs: float [T], log π_old.
             sampling_logprobs: float [T], the sampler's, NaN where unknown.
-            ref_logprobs: float [T], or ``None`` without a reference; naming it (not ``**rest``) holds one, even
-                where ``beta`` is 0.
+            ref_logprobs: float [T], or ``None`` without a reference; naming it (not ``**rest``) asks for one, even if
+                ``beta`` is 0.
             entropies: float [T] of the current policy, with gradient.
             ratio: float [T], π/π_old of the configured level, with gradient.
             advantages: float [T], that of the token's row.
             mask: float [T], 1 where the token counts, else 0.
             row: int64 [T], 0..S-1, not in order.
             num_rows: S.
-            options: the keys of ``algorithm`` by name, and what else :func:`given_options` adds.
+            options: the keys of ``algorithm`` by name, and those that :func:`given_options` adds.
         """
         ...
 
@@ -71,7 +72,7 @@ LOSS = contract("loss", CustomTokenLoss, error=TrainingError)
 class CustomLoss:
     """Checked :class:`CustomTokenLoss`, which replaces a loss type's ℓ (``policy_loss(token_loss=)``).
 
-    ``needs_reference``: it names ``ref_logprobs``; ``max_completion_length``: what its options say that is.
+    ``needs_reference``: it names ``ref_logprobs``; ``max_completion_length``: its value in the options.
     """
 
     part: Part
@@ -89,7 +90,7 @@ class CustomLoss:
         """Return the loss of each token, [T], 0 where the mask is.
 
         Raises:
-            TrainingError: the function raised, or what it returned is no loss of each token.
+            TrainingError: the function raised, or its result is not a loss of each token.
         """
         if not terms.logprobs.numel():
             return terms.logprobs
@@ -134,7 +135,7 @@ def load_custom_loss(given: str | Mapping[str, Any], *, max_completion_length: i
     """Load the loss function that a configuration names.
 
     Raises:
-        ConfigError: there is none, or it needs an argument that a loss is not given.
+        ConfigError: there is none, or it needs an argument that losses do not get.
     """
     return CustomLoss(load_part(given, LOSS), max_completion_length=max_completion_length)
 

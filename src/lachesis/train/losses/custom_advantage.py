@@ -39,11 +39,11 @@ class CustomAdvantage(Protocol):
     ) -> Tensor | Sequence[float]:
         """Return the advantage of each of N completions, [N]: those of one optimizer step, group after group.
 
-        What is returned for a completion that no function judged does not count: its advantage is 0.
+        The result for a completion without rewards does not count: its advantage is 0.
 
         Args:
             rewards: float64 [N, K], of K reward functions, NaN where one abstained.
-            group: int64 [N], 0..G-1, the group of each.
+            group: int64 [N], 0..G-1, each completion's group.
             weights: float64 [K], of the reward functions.
             groups: the G groups themselves, with prompts, tokens, logprobs and texts.
             options: the section ``algorithm``.
@@ -67,7 +67,7 @@ def custom_assigner(
 ) -> Callable[[Sequence[Group]], list[Group]]:
     """Return a function that sets the advantage of each sample by the part; ``weights`` one per reward, all 1 if unset.
 
-    What it returns raises RewardError where no sample has a reward, and TrainingError where the part fails.
+    It raises RewardError if no sample has a reward, and TrainingError if the user's function fails.
     """
 
     def assign(groups: Sequence[Group]) -> list[Group]:

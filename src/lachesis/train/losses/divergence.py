@@ -21,9 +21,9 @@ IMPOSSIBLE = -1e4
 def divergence(student_TV: Tensor, teacher_TV: Tensor, *, beta: float, clip: float | None = None) -> Tensor:
     """Return the divergence that ``beta`` selects, 0 ≤ β ≤ 1: [T].
 
-    With p the teacher's probabilities and q the student's: KL(p ‖ q) for 0, KL(q ‖ p) for 1, and between them
-    β·KL(p ‖ m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q. ``clip`` bounds what each outcome adds from
-    above (OPSD, arXiv 2601.18734).
+    With p the teacher's probabilities and q the student's: KL(p ‖ q) for 0, KL(q ‖ p) for 1, and between them β·KL(p ‖
+    m) + (1 - β)·KL(q ‖ m) with the mixture m = β·p + (1 - β)·q. ``clip`` bounds each outcome's contribution from above
+    (OPSD, arXiv 2601.18734).
     """
     if beta == 0:
         parts_TV = _kl_parts(teacher_TV, student_TV)

@@ -31,19 +31,19 @@ ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """Estimates of the divergence at tokens, from log π - log π_ref (J. Schulman, "Approximating KL divergence")."""
 
 Measure = Callable[[Sequence[Group]], list[list[Tensor]]]
-"""From groups to log π_old - log π_ref of each sample's counted tokens: float [tokens], by group."""
+"""Function from groups to log π_old - log π_ref of each sample's counted tokens: float [tokens], by group."""
 
 
 @dataclass(eq=False)
 class KlWeight:
-    """Weight β of the KL term, constant, or led to a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+    """Weight β of the KL term, constant, or adapted to a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
     After n completions of divergence KL it becomes β·(1 + e·n/horizon), e = clip(KL/target - 1, -0.2, 0.2), as in verl
     and OpenRLHF.
 
     Attributes:
-        value: β of now.
-        metrics: what was observed since they were last taken.
+        value: the current β.
+        metrics: values observed since they were last taken.
     """
 
     value: float
@@ -53,7 +53,7 @@ class KlWeight:
 
     @classmethod
     def of(cls, options: AlgorithmConfig) -> KlWeight:
-        """Return the weight that a run starts with."""
+        """Return a run's initial weight."""
         return cls(options.beta, options.kl_target, options.kl_horizon)
 
     def observe(self, kl: float, *, completions: int) -> None:
@@ -64,7 +64,7 @@ class KlWeight:
             self.value *= 1 + error * completions / self.horizon
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore an adaptive weight from a policy's state; older checkpoints lack it, and leave the configured one."""
+        """Restore an adaptive weight from a policy's state; older checkpoints lack it and keep the configured one."""
         if self.target is not None:
             self.value = float(state.get("kl_weight", self.value))
 

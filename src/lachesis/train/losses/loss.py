@@ -211,7 +211,7 @@ LOSS_TYPES: Mapping[str, LossType] = {
 def off_policy_keep(terms: Terms, threshold: float) -> Tensor:
     """Return 1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
 
-    π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
+    π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) does not count as drift.
     """
     behaviour = terms.old if terms.sampled is None else terms.sampled
     drift = terms.rows.mean((behaviour - terms.logprobs).nan_to_num(nan=0.0))
@@ -290,11 +290,11 @@ def policy_loss(
         max_completion_length: the constant that ``dr_grpo`` divides by.
         entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
             many of its tokens reach it; by default those of this micro-batch, which then is the whole.
-        covariance: what ``clip_cov`` and ``kl_cov`` choose tokens by, likewise.
-        token_loss: takes the place of the loss type's ℓ; masks, correction, KL and normalization stay.
+        covariance: statistics by which ``clip_cov`` and ``kl_cov`` choose tokens, likewise.
+        token_loss: replaces the loss type's ℓ; masks, correction, KL and normalization stay.
 
     Raises:
-        ConfigError: the options need what is not given.
+        ConfigError: the options need an input that is missing.
         TrainingError: a tensor is not [T].
     """
     _require_inputs(options, reference=ref_logprobs, entropies=entropies)
@@ -330,14 +330,14 @@ def sft_loss(logprobs: Tensor, *, num_tokens: float) -> PolicyLoss:
 
 
 def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossType:
-    """Return the formulas of the loss type, with what the options put in their place."""
+    """Return the formulas of the loss type, or those that the options replace them with."""
     named = LOSS_TYPES[options.loss_type]
     weight = named.weight if options.normalization is None else NORMALIZATIONS[options.normalization]
     return LossType(token_loss or named.per_token, weight)
 
 
 def _with_choice(terms: Terms, options: AlgorithmConfig, covariance: CovarianceCut | None) -> Terms:
-    """Return the terms with the tokens that the loss type chooses by covariance, if it does."""
+    """Return the terms with the tokens that the loss type chooses by covariance, if it does so."""
     if options.loss_type not in USES_COVARIANCE:
         return terms
     return terms._replace(chosen=choose(terms, covariance or covariance_cut(terms, options), options))
@@ -346,7 +346,7 @@ def _with_choice(terms: Terms, options: AlgorithmConfig, covariance: CovarianceC
 def _kept_tokens(
     terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None, count: float | None, num_tokens: float
 ) -> tuple[Tensor, float]:
-    """Return which tokens are kept by their entropy, [T], and how many of the whole step are."""
+    """Return which tokens are kept by their entropy, [T], and their number in the whole step."""
     if options.top_entropy_quantile == 1:
         return terms.rows.mask, num_tokens
     kept = high_entropy_keep(terms, options, threshold)
@@ -397,7 +397,7 @@ def _metrics(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss, kl
 
 
 def _clip_indicators(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> dict[str, Tensor]:
-    """Return where r is beyond a bound on the side to which A pushes it: bool [T]."""
+    """Return where r is beyond the bound in the direction of A: bool [T]."""
     if per_token is clipped:
         ratio = _capped(terms.ratio, options)
         low = (ratio < 1 - options.epsilon) & (terms.advantages < 0)
@@ -428,7 +428,7 @@ def _capped(ratio: Tensor, options: AlgorithmConfig) -> Tensor:
 
 
 def given(values: Tensor | None) -> Tensor:
-    """Return a value that the options need, which :func:`policy_loss` has checked to be there."""
+    """Return a required value, whose presence :func:`policy_loss` has checked."""
     assert values is not None
     return values
 

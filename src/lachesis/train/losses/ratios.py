@@ -66,7 +66,7 @@ class Terms(NamedTuple):
         log_ratio: log π - log π_old of each token.
         ratio: the importance ratio of the configured level.
         correction: π_old/π_sampler, bounded; ``None`` where there is none.
-        chosen: bool, the tokens that a loss type treats apart by their covariance.
+        chosen: bool, the tokens that a loss type treats differently by their covariance.
     """
 
     rows: Rows

@@ -1,8 +1,8 @@
 """References of the KL term, held only if something needs one (``beta`` > 0, or a loss that asks for it).
 
-``base`` is the model that training started from; ``ema`` becomes alpha·policy + (1 - alpha)·ref every so many optimizer
-steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``); ``sampler`` stands for the logprobs that the samples came
-with: the policy itself, some versions ago.
+``base`` is the model that training started from; ``ema`` becomes alpha·policy + (1 - alpha)·ref every
+``ref_sync_steps`` optimizer steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``); ``sampler`` stands for the
+samples' own logprobs: the policy itself, some versions ago.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def build_reference(
     """Build the reference of a policy over ``loaded``, which still is the model that training starts from.
 
     Args:
-        second: as :func:`second_model` made it, and placed where the policy's model is.
+        second: made by :func:`second_model`, and placed like the policy's model.
     """
     if options.kl_reference == "sampler":
         return SamplerReference()
@@ -98,7 +98,7 @@ def load_reference(
     """Restore a reference from its saved ``state_dict``, in whole tensors.
 
     Args:
-        spread: makes of the tensor that is to be filled, and a whole one, what this rank copies into it.
+        spread: given the target and a whole tensor, returns this rank's part to copy.
 
     Raises:
         CheckpointError: it is of another reference.
@@ -109,7 +109,7 @@ def load_reference(
 
 
 def require_same_reference(reference: Reference, saved: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless a reference's tensors are those that were saved, by name and shape."""
+    """Raise CheckpointError unless a reference's tensors match the saved ones by name and shape."""
     own = reference.state_dict()
     different = sorted(own.keys() ^ saved.keys()) + sorted(
         name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
@@ -185,10 +185,10 @@ class Copy(Reference):
 
 
 class AveragedAdapter(Reference):
-    """Reference to an average of the adapter, or to the one at the start, in its place for the pass; nothing is copied.
+    """Reference to the adapter's average or its initial state, swapped in for the pass without a copy.
 
-    The factors A and B are averaged, each by itself. That is not the average of their products, but has its
-    rank, and starts and ends in the same places.
+    The factors A and B are averaged separately. That is not the average of their products, but has the same rank, start
+    and limit.
     """
 
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan, options: AlgorithmConfig) -> None:

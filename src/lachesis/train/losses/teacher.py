@@ -1,8 +1,8 @@
 """Teachers beside the rewards: on-policy distillation (GKD, arXiv 2306.13649).
 
 The teacher reads the policy's own samples, and weight · D(teacher, policy) is added to each token's loss, for a
-divergence D of :mod:`lachesis.train.losses.divergence`. D is as exact as the known part of the teacher's distribution,
-or estimated from the sampled tokens alone, in which case it becomes a part of their advantages.
+divergence D of :mod:`lachesis.train.losses.divergence`. D is exact for the known part of the teacher's distribution, or
+estimated from the sampled tokens alone; then it becomes part of their advantages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         logprobs: float [M, K], of its whole distribution.
-        ids: int64 [M, K], the tokens that they are of, -1 where there is none; ``None``: of tokens 0..K-1.
-        whole: whether there is no other token for it.
+        ids: int64 [M, K], their tokens, -1 for none; ``None`` stands for tokens 0..K-1.
+        whole: True if these are all tokens of its vocabulary.
     """
 
     logprobs: Tensor
@@ -52,8 +52,8 @@ class Lesson(NamedTuple):
     """Contribution of a teacher to a micro-batch's loss.
 
     Attributes:
-        advantages: float [S] or [N], those of the rewards, with the teacher's where these are estimated.
-        loss: float [N] with gradient, to be added to the loss of each token; ``None`` where it is in the advantages.
+        advantages: float [S] or [N], of the rewards, plus the teacher's if estimated.
+        loss: float [N] with gradient, to be added to the loss of each token; ``None`` if it is in the advantages.
         metrics: pairs [2] of (weighted sum, weight).
     """
 
@@ -64,10 +64,7 @@ class Lesson(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Teacher(ABC):
-    """Source of the teacher's logprobs.
-
-    It never changes, so a checkpoint stores nothing of it.
-    """
+    """Source of the teacher's logprobs. It never changes, so checkpoints do not contain it."""
 
     options: TeacherConfig
 
@@ -83,7 +80,7 @@ class Teacher(ABC):
         """
 
     def known(self, micro: MicroBatch) -> Tensor:
-        """Return for which predictions the teacher's logprobs are known, bool [M]."""
+        """Return which predictions have teacher logprobs, bool [M]."""
         return torch.ones_like(micro.targets, dtype=torch.bool)
 
     def reader(self, micro: MicroBatch) -> Read | None:
@@ -94,7 +91,7 @@ class Teacher(ABC):
         return partial(divergence_from, candidates=self.candidates(micro), beta=options.beta, clip=options.clip)
 
     def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
-        """Return what to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
+        """Return the teacher's contribution, given the policy's ``scores`` of the loss tokens [N]."""
         weights = micro.teacher_weights[micro.row] * _at_loss_tokens(self.known(micro), micro)
         if scores.read is not None:
             return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
@@ -125,10 +122,7 @@ class ToldTeacher(Teacher):
         return ~self.logprobs(micro).isnan()
 
     def reader(self, micro: MicroBatch) -> Read | None:
-        """Return the reader, as for any teacher.
-
-        Raises TrainingError if a server should have been asked and was not.
-        """
+        """Return the reader, as for any teacher. Raises TrainingError if a server's logprobs are missing."""
         if micro.teacher_ids is not None:
             return super().reader(micro)
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
@@ -146,7 +140,7 @@ class TeacherModel(Teacher):
     Args:
         model: placed where the policy's is.
         plan: how it is run.
-        vocab: the policy's outcomes; tokens that only one of both models has are in the rest.
+        vocab: the policy's outcomes; tokens that only one of the two models has are lumped together.
     """
 
     model: PreTrainedModel
@@ -182,7 +176,7 @@ class TeacherModel(Teacher):
 
 @dataclass(eq=False)
 class SelfTeacher(Teacher):
-    """Teacher that is the policy, or its reference, and reads more before the same completion.
+    """Teacher that is the policy or its reference, with a longer prompt before the same completion.
 
     With weights of a reference and a solution in the prompt it is that of OPSD (arXiv 2601.18734), with a demonstration
     and an average of the policy that of SDFT (2601.19897), with another completion's solution or feedback that of SDPO
@@ -213,7 +207,7 @@ class SelfTeacher(Teacher):
     def reader(self, micro: MicroBatch) -> Read | None:
         """Return the reader, as for any teacher; None where no completion has a teacher.
 
-        Ranks that share the weights meet in each pass, so that one without a completion passes an idle one.
+        Ranks that share the weights meet in each pass, so a rank without a completion runs an idle one.
         """
         if micro.taught is None and self.options.estimate == "exact":
             self._asked(micro, lambda teacher, taught: teacher.logprobs(taught))
@@ -233,14 +227,14 @@ class SelfTeacher(Teacher):
 
 
 def _places(micro: MicroBatch) -> Tensor:
-    """Return the teacher's prediction for each of the policy's; any one where it has none."""
+    """Return the teacher's prediction for each of the policy's; an arbitrary one where it has none."""
     assert micro.taught_index is not None, "reader() has looked"
     return micro.taught_index.clamp(min=0)
 
 
 @contextmanager
 def in_eval_mode(model: PreTrainedModel) -> Generator[PreTrainedModel]:
-    """Switch off what only training does, such as an adapter's dropout, within the block."""
+    """Switch off training-only behaviour, such as an adapter's dropout, within the block."""
     training = model.training
     model.eval()
     try:
@@ -264,9 +258,9 @@ def build_teacher(
     """Build the teacher that the options name, or return None.
 
     Args:
-        model: where the teacher is one of ours: loaded, and placed where the policy's is.
+        model: the teacher's, if it is one of ours: loaded, and placed like the policy's.
         student: the policy's model, and ``plan`` how it is run.
-        reference: the policy's, where it is the policy's teacher.
+        reference: the policy's, if it is the teacher.
         context: the ranks that share the tokens of a micro-batch.
         tensor: the ranks that share the matrices of its layers.
 
@@ -294,7 +288,7 @@ def divergence_from(
 ) -> Tensor:
     """Return the divergence of the policy's log-probabilities [C, V] for ``chunk`` from the candidates': [C].
 
-    Exact where these are the whole vocabulary of both; else all other tokens are one outcome.
+    It is exact if the candidates are the whole vocabulary of both; otherwise all other tokens are one outcome.
     """
     teacher = candidates.logprobs[chunk].to(log_p.dtype)
     width = teacher.shape[1]
