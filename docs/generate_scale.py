@@ -24,12 +24,7 @@ CARDS = (80,)
 ALONE: Mapping[str, int] = {}
 # Of the mixture among the models.
 MIXTURE = "235B-A22B"
-SHARED = (
-    ALONE,
-    {"expert_parallel_size": 8},
-    {"expert_parallel_size": 8, "tensor_parallel_size": 2},
-    {"expert_parallel_size": 8, "tensor_parallel_size": 4},
-)
+SHARED = (ALONE, {"expert_parallel_size": 8})
 
 INTRODUCTION = """\
 # Scale: from one GPU to many
@@ -44,7 +39,6 @@ models.
 | one node or less | [one GPU](start/one-gpu.md), [two GPUs](tutorials/two-gpus.md), [eight GPUs](start/eight-gpus.md) |
 | several nodes | `lachesis cluster slurm` |
 | long sequences | `distributed.context_parallel_size` ([all splits](several-gpus.md#how-training-is-split)) |
-| layers that are too large | `distributed.tensor_parallel_size` |
 | a mixture of experts | `distributed.expert_parallel_size` |
 
 ## Several nodes
@@ -126,17 +120,17 @@ def table(card: int) -> Iterator[str]:
 
 
 def shared_out() -> Iterator[str]:
-    """Rows of a mixture whose ranks share its experts, and matrices too."""
+    """Rows of a mixture whose ranks share its experts."""
     found = find_shape(MODELS[MIXTURE])
     assert found is not None
     rows = [[planned(found, gpus=512, nodes=64, card=card, shared=sizes) for card in CARDS] for sizes in SHARED]
     yield f"\n## Experts shared out\n\nOf {MIXTURE} on 512 GPUs (64 nodes), all weights trained: memory of a rank.\n"
     columns = [f"cards of {card} GB, {one.layout.train} ranks" for card, one in zip(CARDS, rows[0], strict=True)]
-    yield f"| `expert_parallel_size` | `tensor_parallel_size` | {' | '.join(columns)} |"
-    yield "|---|---|" + "---|" * len(CARDS)
+    yield f"| `expert_parallel_size` | {' | '.join(columns)} |"
+    yield "|---|" + "---|" * len(CARDS)
     for sizes, row in zip(SHARED, rows, strict=True):
-        named = [str(sizes.get(f"{kind}_parallel_size", 1)) for kind in ("expert", "tensor")]
-        yield "| " + " | ".join((*named, *(f"{one.rank / GB:.0f} GB" for one in row))) + " |"
+        named = str(sizes.get("expert_parallel_size", 1))
+        yield "| " + " | ".join((named, *(f"{one.rank / GB:.0f} GB" for one in row))) + " |"
 
 
 def cells(found: Scale) -> Iterator[str]:

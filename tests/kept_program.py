@@ -25,7 +25,6 @@ from lachesis.train.batch import plain_micro_batch
 from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.strategy import Ranks, Replicate, decoder_layers
-from lachesis.train.distributed.tensor_parallel import TensorCut
 from lachesis.train.model import attention
 from lachesis.train.model.dispatch import ExpertGroup
 from tests.unit.plan.test_memory import kept_bytes
@@ -36,9 +35,10 @@ CONFIG = {"run": {"steps": 1}, "model": {"path": "m", "compile": "off"}, "data":
 REWARDS = {"rewards": {"functions": ["r.f"]}}
 # Its heads can be dealt out to two ranks and to four.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-# Those of keys are not repeated where matrices are shared.
-OWN_KEYS = HEADS | {"num_key_value_heads": 4}
-MIXTURE = OWN_KEYS | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": []}
+MIXTURE = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "mlp_only_layers": []},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,6 @@ class Kept:
 
 KEPT = [
     *(Kept("context", model_type, HEADS) for model_type in ("qwen2", "qwen3")),
-    *(Kept("tensor", model_type, OWN_KEYS) for model_type in ("qwen2", "qwen3")),
     # Of a mixture the counts know less.
     Kept("expert", "qwen3_moe", MIXTURE | {"experts_implementation": "grouped_mm"}, near=0.05),
 ]
@@ -65,7 +64,6 @@ def main() -> None:
     shared = {"strategy": "replicate", "context_parallel_size": ranks}
     strategies = {
         "context": Replicate(CPU, DistributedConfig(**shared)),
-        "tensor": Fsdp2(CPU, DistributedConfig(tensor_parallel_size=ranks)),
         "expert": Fsdp2(CPU, DistributedConfig(expert_parallel_size=ranks)),
     }
     for case in KEPT:
@@ -86,13 +84,10 @@ def measured(case: Kept, *, strategy: Ranks) -> tuple[float, float]:
         ids, positions = context.share(micro)[:2]
 
     def prepare(model: Any) -> None:
-        if strategy.tensor is not None:  # FSDP would gather copies of the parts
-            mesh = init_device_mesh("cpu", (strategy.tensor.size,), mesh_dim_names=("tensor",))
-            TensorCut(model, mesh=mesh, group=strategy.tensor).apply(model)
-        if strategy.mesh.expert > 1:
+        if strategy.mesh.expert > 1:  # FSDP would gather copies of the parts
             mesh = init_device_mesh("cpu", (strategy.mesh.expert,), mesh_dim_names=("expert",))
             group = ExpertGroup(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-            cut = ExpertCut(model, mesh=mesh, group=group, tensor=None)
+            cut = ExpertCut(model, mesh=mesh, group=group)
             for layer in decoder_layers(model):
                 cut.apply(layer)
 
@@ -108,7 +103,7 @@ def measured(case: Kept, *, strategy: Ranks) -> tuple[float, float]:
         shape = read_shape(name)
     assert shape is not None
     config = LachesisConfig.model_validate(CONFIG | REWARDS)
-    counted = layer_activations(config, shape, keys=1.0, width=4, device="cpu", mesh=strategy.mesh)
+    counted = layer_activations(config, shape, keys=1.0, width=4, device="cpu", context=strategy.mesh.context)
     # Of a mixture more tokens may come to one rank than to another.
     kept = torch.tensor((more - less) / 2 / len(ids), dtype=torch.float64)
     dist.all_reduce(kept)

@@ -1,6 +1,6 @@
 """Layouts of ranks beside those that the tests run: `python -m tests.layouts [RANKS ...]`, or `make layouts`.
 
-Each trains what one process trains (:mod:`tests.ranks_program`), and ranks that share tokens, matrices or experts keep
+Each trains what one process trains (:mod:`tests.ranks_program`), and ranks that share tokens or experts keep
 what `lachesis plan` counts (:mod:`tests.kept_program`). It takes some minutes on two cores.
 """
 

@@ -95,7 +95,6 @@ EMA = {"kl_reference": "ema", "ref_mixup_alpha": 0.3, "ref_sync_steps": 1}
 MOE = {"architecture": "qwen3_moe", "output_router_logits": True}
 GROUPED = {"experts_implementation": "grouped_mm"}
 CONTEXT = {"context_parallel_size": 2}
-TENSOR = {"tensor_parallel_size": 2}
 EXPERT = {"expert_parallel_size": 2}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 UNCLIPPED = {"epsilon": 0.999, "epsilon_high": 9.0}
@@ -123,13 +122,8 @@ CASES: dict[str, Case] = {
         model={"architecture": "mistral"},
     ),
     "context_moe": Case(distributed=CONTEXT, model=MOE, lora=True),
-    "tensor": Case(distributed=TENSOR, loss={"beta": 0.1, **EMA}, uses=2),
-    "tensor_tied": Case(
-        distributed=TENSOR, model={"architecture": "qwen3", "tie_word_embeddings": True}, checkpointing=True
-    ),
-    "tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
     "expert": Case(distributed=EXPERT, model=MOE, loss={"beta": 0.1, **EMA}),
-    "tensor_expert": Case(distributed={**TENSOR, **EXPERT}, model=MOE, lora=True, checkpointing=True),
+    "expert_lora": Case(distributed=EXPERT, model=MOE, lora=True, checkpointing=True),
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
     "stochastic": Case(**BF16, optimizer={"weight_update": "stochastic_rounding"}, loss=UNCLIPPED),
@@ -140,7 +134,7 @@ LAYOUTS: dict[str, Case] = {
     # More ranks than heads of keys and values, and than some micro-batches have tokens.
     "context_of_four": Case(distributed={"context_parallel_size": 4}, checkpointing=True),
     "hsdp_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
-    "shard_tensor": Case(distributed=TENSOR, loss={"beta": 0.1, **EMA}),
+    "shard_expert": Case(distributed=EXPERT, model=MOE | {"num_experts": 6}, loss={"beta": 0.1, **EMA}),
 }
 # Beside what the tests run, by number of ranks: `python -m tests.layouts`.
 FLOAT32 = {"dtype": "float32", "tolerance": 1e-6}
@@ -159,38 +153,11 @@ MORE: dict[int, dict[str, Case]] = {
         "context_selective": Case(distributed=CONTEXT, selective=True),
         "context_gathered": Case(distributed={**CONTEXT, "reshard_after_forward": False}),
         "context_bf16": Case(**BF16, distributed=CONTEXT, checkpointing=True),
-        "tensor_float32": Case(**FLOAT32, distributed=TENSOR),
-        "tensor_qwen3": Case(distributed=TENSOR, model={"architecture": "qwen3"}, selective=True),
-        "tensor_llama": Case(
-            distributed={**TENSOR, "reshard_after_forward": False},
-            model={"architecture": "llama", "attention_bias": True, "mlp_bias": True},
-        ),
-        "tensor_rows": Case(
-            distributed=TENSOR,
-            loss={"importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "entropy_coef": 0.01},
-            model={"architecture": "mistral"},
-            lora=True,
-            checkpointing=True,
-        ),
-        "tensor_padded": Case(distributed=TENSOR, packing="padded"),
-        "tensor_teacher": Case(distributed=TENSOR, loss={"teacher": TEACHER}),
-        "tensor_compiled": Case(**FLOAT32, distributed=TENSOR, compile=True),
-        # No token is at the edge of the clip, where rounding would decide about its gradient.
-        "tensor_bf16": Case(**BF16, distributed=TENSOR, checkpointing=True, loss=UNCLIPPED),
-        "tensor_stochastic": Case(
-            **BF16,
-            distributed=TENSOR,
-            optimizer={"weight_update": "stochastic_rounding"},
-            loss=UNCLIPPED,
-        ),
         "expert_float32": Case(**FLOAT32, distributed=EXPERT, model=MOE | GROUPED),
-        "tensor_expert_float32": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE),
-        "expert_dense": Case(
-            distributed={**TENSOR, **EXPERT}, model=MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True}
-        ),
+        "expert_dense": Case(distributed=EXPERT, model=MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True}),
         "expert_context": Case(distributed={**CONTEXT, **EXPERT}, model=MOE, uses=2),
-        "expert_replay": Case(distributed={**TENSOR, **EXPERT}, model=MOE, loss={"router_replay": True}),
-        "expert_compiled": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE, compile=True),
+        "expert_replay": Case(distributed=EXPERT, model=MOE, loss={"router_replay": True}),
+        "expert_compiled": Case(**FLOAT32, distributed=EXPERT, model=MOE, compile=True),
         "expert_bf16": Case(**BF16, distributed=EXPERT, model=MOE | GROUPED, checkpointing=True),
         "fsdp_float32": Case(**FLOAT32),
         "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
@@ -202,34 +169,17 @@ MORE: dict[int, dict[str, Case]] = {
         "replicate_context": Case(distributed={**CONTEXT, "strategy": "replicate"}),
         "hsdp_float32": Case(**FLOAT32, distributed={"shard_size": 2}),
         "hsdp_moe_float32": Case(**FLOAT32, distributed={"replicate_size": 2}, model=MOE),
-        "tensor_of_four": Case(
-            distributed={"tensor_parallel_size": 4},
-            model={"architecture": "qwen3", "num_key_value_heads": 4, "tie_word_embeddings": True},
-        ),
-        "replicate_tensor": Case(distributed={**TENSOR, "shard_size": 1}, loss={"beta": 0.1, **EMA}, uses=2),
-        "context_tensor": Case(distributed={**CONTEXT, **TENSOR}, loss={"beta": 0.1}, checkpointing=True),
         "expert_of_four": Case(distributed={"expert_parallel_size": 4}, model=MOE),
-        "shard_expert": Case(distributed=EXPERT, model=MOE | {"num_experts": 6}, loss={"beta": 0.1, **EMA}),
         "replicate_expert": Case(distributed={**EXPERT, "replicate_size": 2}, model=MOE, checkpointing=True),
-        "tensor_expert_of_four": Case(distributed={**TENSOR, "expert_parallel_size": 4}, model=MOE, uses=2),
         "context_expert_of_four": Case(distributed={**CONTEXT, "expert_parallel_size": 4}, model=MOE, lora=True),
-        "shard_tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
-        "shard_tensor_float32": Case(**FLOAT32, distributed=TENSOR),
     },
     8: {
         "replicate_shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
         "replicate_shard_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
         "hsdp_of_eight": Case(distributed={"shard_size": 4}),
-        "replicate_shard_tensor": Case(distributed={**TENSOR, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
-        "shard_context_tensor": Case(distributed={**CONTEXT, **TENSOR}, model={"architecture": "qwen3"}),
-        "replicate_shard_tensor_expert": Case(
-            distributed={**TENSOR, "replicate_size": 2, "expert_parallel_size": 4}, model=MOE
-        ),
-        "context_tensor_expert": Case(distributed={**CONTEXT, **TENSOR, **EXPERT}, model=MOE, loss={"beta": 0.1}),
+        "replicate_shard_expert": Case(distributed={**EXPERT, "replicate_size": 2}, model=MOE),
+        "shard_context_expert": Case(distributed={**CONTEXT, **EXPERT}, model=MOE, loss={"beta": 0.1}),
         "expert_of_eight": Case(distributed={"expert_parallel_size": 8}, model=MOE | {"num_experts": 8}),
-        "tensor_of_four_shard": Case(
-            distributed={"tensor_parallel_size": 4}, model={"num_key_value_heads": 4}, lora=True
-        ),
     },
 }
 GPU_CASES: dict[str, Case] = {
@@ -243,8 +193,7 @@ GPU_CASES: dict[str, Case] = {
 IN_PARTS = (
     *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
     *("fsdp_of_four", "hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
-    *("expert", "shard_expert", "replicate_shard_tensor_expert"),
-    *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
+    *("expert", "shard_expert", "replicate_shard_expert"),
 )
 
 # Those whose ranks add up gradients over replicas, and nothing else in the midst of a step.
@@ -253,7 +202,7 @@ REPLICAS = ("replicate", "hsdp", "hsdp_float32", "hsdp_of_eight")
 # Those whose weights all ranks send: dense, tied, merged, experts, sharded in one way or another or not at all.
 SENT = (
     *("full", "tied", "lora", "moe", "groups_of_one", "replicate", "context_moe", "masters"),
-    *("tensor_tied", "tensor_lora", "expert", "tensor_expert"),
+    *("expert", "expert_lora", "shard_expert"),
     *("fsdp_of_four", "hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context_moe"),
 )
 

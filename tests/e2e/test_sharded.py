@@ -164,9 +164,10 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
         sections["algorithm"] = SECTIONS["algorithm"] | {"advantage": "parts.py:measured"}
     config = write_run(tmp_path / "ranks", **sections)
     (tmp_path / "ranks" / "parts.py").write_text(PARTS)
-    # At first they share the tokens of each micro-batch, or the matrices of each layer.
-    shared = "tensor_parallel_size" if own else "context_parallel_size"
-    first = torchrun(2, "lachesis", "train", config, "--set", "run.steps=3", "--set", f"distributed.{shared}=2")
+    # At first they share the tokens of each micro-batch.
+    first = torchrun(
+        2, "lachesis", "train", config, "--set", "run.steps=3", "--set", "distributed.context_parallel_size=2"
+    )
     assert first.code == 0, first.err
     saved = tmp_path / "ranks/runs/proof/checkpoints/step_000003"
     assert sorted(path.name for path in saved.iterdir()) == [

@@ -29,9 +29,8 @@ OTHERS = [
 # Layouts of four, in float64. Those in float32 are compared over gloo alone: a GPU sums up in another order.
 OF_FOUR = [
     *("fsdp_of_four", "hsdp"),
-    *("hsdp_moe", "replicate_tensor", "tensor_of_four", "shard_tensor_lora"),
-    *("shard_context", "replicate_context", "context_tensor", "context_expert_of_four"),
-    *("shard_expert", "replicate_expert", "expert_of_four", "tensor_expert_of_four"),
+    *("hsdp_moe", "shard_context", "replicate_context", "context_expert_of_four"),
+    *("shard_expert", "replicate_expert", "expert_of_four"),
 ]
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 6},

@@ -40,9 +40,6 @@ TRANSFER_BYTES, TRANSFER_WINDOW = 256 * 2**20, 4
 # cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
 _CUBLAS_BYTES = 32 * 2**20
 
-_ALONE = Mesh()
-# Linear layers that a tensor group cuts by their inputs; others are cut by their outputs.
-_BY_INPUTS = ("o_proj", "down_proj")
 _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", "teacher")
 
 
@@ -126,12 +123,12 @@ def _pass_parts(
     config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, mesh: Mesh
 ) -> Iterator[MemoryPart]:
     """Yield the memory of forward and backward for a micro-batch, as far as devices do not share it."""
-    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
+    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, context=mesh.context)
     tokens = -(-lengths.microbatch // mesh.context)
-    kept = _kept_activations(config, shape, layer=layer, width=width, tensor=mesh.tensor)
+    kept = _kept_activations(config, shape, layer=layer, width=width)
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
-    head = _head_bytes(config, shape, tokens=-(-tokens // mesh.tensor), width=width, device=device)
+    head = _head_bytes(config, shape, tokens=tokens, width=width, device=device)
     backward = _backward_bytes(config, shape, tokens=tokens, width=width, mesh=mesh)
     if head >= backward:  # the head's backward pass is over when that of the layers begins
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
@@ -145,7 +142,7 @@ def _pass_parts(
 
 
 def layer_activations(
-    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, mesh: Mesh = _ALONE
+    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, context: int = 1
 ) -> float:
     """Return the bytes per token that the backward pass of one decoder layer keeps.
 
@@ -154,26 +151,23 @@ def layer_activations(
     Uncompiled, a norm keeps its input (in float32, a copy where weights are 16-bit), what it multiplies by its weight
     where that is trained, and its result, and the feed-forward part the activated gate too. With queries and keys
     normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
-    mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
-    as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
-    twice, before and after it is exchanged. Where they share matrices (``tensor``), each has its heads and its hidden
-    units of all tokens, and all of the rest. Where they share experts, as many tokens come as leave.
+    mixture, tokens are gathered for their experts and weighted afterwards. Where ``context`` devices share tokens, each
+    has as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's
+    result twice, before and after it is exchanged. Where they share experts, as many tokens come as leave.
     """
-    context, heads, kv_heads = mesh.context, shape.heads // mesh.tensor, shape.kv_heads // mesh.tensor
-    intermediate = shape.intermediate / mesh.tensor
-    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
-    own_kv = max(kv_heads, context) * shape.head_dim
-    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * heads
+    own_kv = max(shape.kv_heads, context) * shape.head_dim
+    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * shape.heads
     copied = 4 // width if width < 4 else 0 if compiled else 1
     if compiled:
-        norms, per_expert = 4 * shape.hidden, 3 * intermediate
+        norms, per_expert = 4 * shape.hidden, 3 * shape.intermediate
         narrow = q + kv if shape.qk_norm else 0
     else:
         trained = 1 if config.adapter.kind == "none" else 0
-        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * intermediate
+        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * shape.intermediate
         narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
-    routed = 2 * shape.hidden / mesh.tensor if shape.experts > 1 else 0
+    routed = 2 * shape.hidden if shape.experts > 1 else 0
     elements = norms + narrow + (per_expert + routed) * shape.active_experts
     if config.adapter.kind == "lora":
         elements += config.adapter.r * len(shape.targeted(config.adapter.targets))
@@ -181,7 +175,7 @@ def layer_activations(
     return width * elements + attention + router
 
 
-def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, width: int, tensor: int) -> float:
+def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, width: int) -> float:
     """Return the bytes per token that all decoder layers keep, with those of a layer computed again.
 
     Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
@@ -192,7 +186,7 @@ def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float
         return shape.layers * layer
     own = shape.hidden * width
     if which == "selective":
-        own += shape.heads // tensor * (shape.head_dim * width + 4)
+        own += shape.heads * (shape.head_dim * width + 4)
     layers = min(2, shape.layers) if which == "offload" else shape.layers
     return layers * own + layer
 
@@ -232,7 +226,7 @@ def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width
 
 def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, mesh: Mesh) -> int:
     """Return the peak of a layer's backward pass: gradients of its widest part, and of its weights."""
-    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // mesh.tensor) * width * tokens
+    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts) * width * tokens
     trained = layer_part(shape, mesh=mesh) if config.adapter.kind == "none" else 0
     return flowing + trained * width
 
@@ -302,9 +296,7 @@ def _sharded(
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)
         elif not distributed.cpu_offload:
-            shared = _matrices_share(config, shape, part.name)
-            left = part.bytes * (shared / mesh.tensor + 1 - shared)
-            found.append(MemoryPart(part.name, part.place, part.phases, math.ceil(left / mesh.cut)))
+            found.append(MemoryPart(part.name, part.place, part.phases, -(-part.bytes // mesh.cut)))
     gathered = _gathered_bytes(config, shape, width=width, mesh=mesh)
     found.append(MemoryPart(GATHERED, "trainer", ("passes",), gathered))
     if config.engine.place == "trainer":
@@ -312,36 +304,10 @@ def _sharded(
     return found
 
 
-def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> float:
-    """Return the fraction of a part's elements that tensor parallelism shards.
-
-    Of an adapter these are the second matrix of what is cut by its outputs, and the first of what is cut by its inputs.
-    """
-    if part in ("weights", "reference", "teacher") or config.adapter.kind == "none":
-        whole = part in ("weights", "teacher") or config.model.train_layers is None
-        parameters = shape.parameters if whole else shape.layers * shape.layer_parameters
-        return shape.layers * _matrices(shape) / parameters
-    cut = both = 0
-    for name in shape.targeted_names(config.adapter.targets):
-        inputs, outputs = shape.linears[name]
-        cut += inputs if name in _BY_INPUTS else outputs
-        both += inputs + outputs
-    return cut / max(1, both)
-
-
-def _matrices(shape: ModelShape) -> int:
-    """Return the elements of a layer that groups of devices share: its matrices, including experts."""
-    return sum(
-        inputs * outputs * (shape.experts if name in FEED_FORWARD else 1)
-        for name, (inputs, outputs) in shape.linears.items()
-    )
-
-
 def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
-    """Return the parameters of a layer that each of the devices computes with."""
-    experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts * (shape.experts > 1)
-    matrices = _matrices(shape) - experts
-    return shape.layer_parameters - matrices - experts + matrices // mesh.tensor + experts // mesh.expert
+    """Return the parameters of a layer that each of the devices computes with: all but other devices' experts."""
+    experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts
+    return shape.layer_parameters - experts + experts // mesh.expert
 
 
 def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, mesh: Mesh) -> int:

@@ -129,8 +129,8 @@ def plan(
     found = found or find_shape(config.model.path, revision=config.model.revision)
     shape = None if found is None else found.shape
     if shape is not None:
-        require_heads(mesh, heads=shape.heads, kv_heads=shape.kv_heads)
-        require_experts(mesh, experts=shape.experts)
+        require_heads(mesh.context, heads=shape.heads, kv_heads=shape.kv_heads)
+        require_experts(mesh.expert, experts=shape.experts)
     lengths = _lengths(config, shape, prompt_tokens)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher

@@ -103,14 +103,10 @@ class ModelShape:
 
     def targeted(self, targets: str | list[str]) -> list[tuple[int, int]]:
         """Return inputs and outputs of the linear layers of a decoder layer that an adapter's targets name."""
-        return [self.linears[name] for name in self.targeted_names(targets)]
-
-    def targeted_names(self, targets: str | list[str]) -> list[str]:
-        """Return the linear layers of a decoder layer that an adapter's targets name."""
         fused = FEED_FORWARD if self.experts > 1 else ()
         named = self.linears if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
         plain = [name.rpartition(".")[2] for name in named]
-        return [name for name in plain if name in self.linears and name not in fused]
+        return [self.linears[name] for name in plain if name in self.linears and name not in fused]
 
 
 def read_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelShape | None:

@@ -117,7 +117,7 @@ class Policy(PolicyState):
         self._place(second, teacher)
         self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
-            self.transformer, packing=packing, device=self.device, context=strategy.context, tensor=strategy.tensor
+            self.transformer, packing=packing, device=self.device, context=strategy.context
         )
         # Before what watches the experts: hooks see what those before them have made of an output.
         self.replay: RouterReplay | None = self._learn_routers() if options.router_replay else None
@@ -161,7 +161,6 @@ class Policy(PolicyState):
             plan=self.plan,
             reference=self.reference,
             context=self.strategy.context,
-            tensor=self.strategy.tensor,
         )
 
     @property

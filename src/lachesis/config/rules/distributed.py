@@ -75,12 +75,6 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             "the tokens",
             remedy="leave algorithm.router_replay out, or distributed.context_parallel_size",
         )
-    if mesh.tensor > 1 and config.model.matmul_dtype != "auto":
-        raise ConfigError(
-            f"model.matmul_dtype {config.model.matmul_dtype} computes with whole matrices, and "
-            f"distributed.tensor_parallel_size is {mesh.tensor}",
-            remedy="leave model.matmul_dtype out, or distributed.tensor_parallel_size",
-        )
     if distributed.strategy == "replicate":
         return
     if config.model.quantization != "none":

@@ -158,12 +158,8 @@ class DistributedConfig(Section):
         description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
         "one.",
     )
-    tensor_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Devices of a node that share each layer's matrices and compute each micro-batch together.",
-    )
     expert_parallel_size: PositiveInt = Field(
         default=1,
         description="Devices that share the experts of each layer of a mixture, to which tokens travel; those that "
-        "share matrices, tokens and a sharded model count among them.",
+        "share tokens and a sharded model count among them.",
     )

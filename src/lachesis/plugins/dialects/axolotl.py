@@ -16,7 +16,7 @@ from lachesis.config.steps import oldest_sample
 from lachesis.plugins.dialects import grpo
 from lachesis.plugins.dialects.chat_templates import put_chat_template
 from lachesis.plugins.dialects.convert import one_of
-from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
+from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_context, put_distributed
 from lachesis.plugins.dialects.hub import put_axolotl_hub
 from lachesis.plugins.dialects.mixtures import ROW_KEYS, dataset_of
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
@@ -71,7 +71,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
         generations="trl.num_generations",
         default_rows=1,
         processes=processes,
-        sharing=put_shared(translation),
+        sharing=put_context(translation),
     )
     if translation.has("trl.generation_batch_size"):
         prompts = translation.whole("trl.generation_batch_size", 1)

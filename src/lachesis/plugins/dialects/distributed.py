@@ -24,7 +24,6 @@ from lachesis.plugins.dialects.words import Words
 _GROUPS = ("dp_shard_size", "dp_replicate_size")
 # The devices that share a sequence, and the older name for them.
 CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
-TENSOR = "tensor_parallel_size"
 
 
 class _Strategy(NamedTuple):
@@ -68,15 +67,8 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
         translation.warning(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
 
 
-def put_shared(translation: Translation) -> int:
-    """Set the sizes of groups of devices that share sequences; so many processes do."""
-    tensor = translation.whole(TENSOR, 1) or 1
-    if translation.value(TENSOR) is not None:
-        translation.put("distributed.tensor_parallel_size", tensor, TENSOR)
-    return tensor * _put_context(translation)
-
-
-def _put_context(translation: Translation) -> int:
+def put_context(translation: Translation) -> int:
+    """Set the number of devices that share a sequence; so many processes do."""
     asked = {name: translation.whole(name, 1) or 1 for name in CONTEXTS if translation.value(name) is not None}
     if len({*asked.values()}) > 1:
         translation.problem(CONTEXTS[1], f"is another number than {CONTEXTS[0]}; keep one of them")

@@ -1,25 +1,28 @@
 """Expert parallelism: each layer's experts dealt out to the ranks of an expert group, by transformers' plan.
 
-Like a layer's other matrices under tensor parallelism (:mod:`~lachesis.train.distributed.tensor_parallel`) they are
-DTensors over the ranks that have them, and FSDP further shards a rank's experts over the ranks of other groups that
-have the same ones.
+They are DTensors over the ranks that have them, which FSDP further shards over the ranks of other groups that have the
+same ones, checkpoints save in parts and bridges gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError
-from lachesis.train.distributed.cut import computing_with_parts, part_of, style_of
-from lachesis.train.model.dispatch import ExpertGroup, shared_out
-from lachesis.train.model.tensor import TensorGroup
+from lachesis.train.model.dispatch import ExpertGroup
 
+# The dimension of a mesh over which experts are dealt out.
+EXPERT = "expert"
 # Whose experts were compared with those of one process, by model_type.
 ARCHITECTURES = frozenset({"qwen3_moe"})
 # What transformers calls it where tokens travel to experts that have whole matrices.
@@ -33,18 +36,14 @@ class ExpertCut:
         model: not sharded yet; it may have an adapter.
         mesh: of the expert group.
         group: the same ranks.
-        tensor: the ranks that have the same tokens.
 
     Raises:
         ModelError: this kind of experts is untested, or they have an adapter.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, mesh: DeviceMesh, group: ExpertGroup, tensor: TensorGroup | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, mesh: DeviceMesh, group: ExpertGroup) -> None:
         self._mesh = mesh
         self._group = group
-        self._tensor = tensor
         self._experts = set(_experts(model))
 
     def apply(self, layer: nn.Module) -> nn.Module | None:
@@ -54,14 +53,14 @@ class ExpertCut:
             return None
         experts = next(iter(module.parameters())).shape[0]
         for key, parameter in [*module.named_parameters(recurse=False)]:
-            setattr(module, key, part_of(parameter, 0, rank=self._group.rank, mesh=self._mesh))
+            setattr(module, key, own_experts(parameter, rank=self._group.rank, mesh=self._mesh))
         forward = module.forward
 
         def own(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             # What watches the experts, and whoever else looks at the module, sees the number of all.
             module.num_experts = experts // self._group.size
             try:
-                with computing_with_parts(module):
+                with _computing_with_parts(module):
                     return forward(states, chosen, weights)
             finally:
                 module.num_experts = experts
@@ -70,8 +69,39 @@ class ExpertCut:
             return self._group.dispatched(states, chosen, weights, experts=experts, compute=own)
 
         # Not a part of compiled graphs: how many tokens travel is known on the way alone.
-        module.forward = torch.compiler.disable(shared_out(self._tensor, dispatched))
+        module.forward = torch.compiler.disable(dispatched)
         return module
+
+
+def is_dealt_out(tensor: DTensor) -> bool:
+    """Return True if a parameter is of experts that are dealt out to ranks."""
+    return EXPERT in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def own_experts(parameter: Parameter, *, rank: int, mesh: DeviceMesh) -> Parameter:
+    """Return a rank's part of a parameter [experts, ...], dealt out evenly to all ranks of the mesh."""
+    size = parameter.shape[0] // mesh.size()
+    # A copy, after which the whole can be let go.
+    part = parameter.detach()[rank * size : (rank + 1) * size].clone(memory_format=torch.contiguous_format)
+    return Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False), requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _computing_with_parts(module: nn.Module) -> Generator[None]:
+    """Make a module's own parameters plain tensors (this rank's parts) within the block."""
+    whole = dict(module._parameters)  # pyright: ignore[reportPrivateUsage]  # which takes no plain tensor by setattr
+    for name, parameter in whole.items():
+        if isinstance(parameter, DTensor):
+            module._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(whole)
+
+
+def _style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """Return the style that a transformers plan gives to a module or parameter (a star stands for layer numbers)."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -83,7 +113,7 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
     # Below 5.19 transformers has it by a private name alone.
     plan = (model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan) or {}
     for name, module in model.named_modules():
-        if style_of(plan, name) != _DISPATCHED:
+        if _style_of(plan, name) != _DISPATCHED:
             continue
         if hasattr(module, "base_layer"):
             raise ModelError(
@@ -91,6 +121,6 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
                 remedy="set adapter.targets to linear layers, or leave distributed.expert_parallel_size out",
             )
         keys = [key for key, _ in module.named_parameters(recurse=False)]
-        if any(style_of(plan, f"{name}.{key}") != _WHOLE for key in keys):
+        if any(_style_of(plan, f"{name}.{key}") != _WHOLE for key in keys):
             raise ModelError(f"transformers has parameters of {name} cut in a way that is not built", remedy=remedy)
         yield module

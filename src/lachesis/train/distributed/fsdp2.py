@@ -3,8 +3,7 @@
 A decoder layer's parameters are gathered when it runs and, if requested, released until its backward pass; everything
 outside the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its backward.
 The policy reads the head's weight itself, so the whole pass runs as the model's forward
-(:func:`~lachesis.train.distributed.strategy.run_within`). If ranks share the matrices of a layer, FSDP shards each
-rank's part of them.
+(:func:`~lachesis.train.distributed.strategy.run_within`).
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.config.schema import DistributedConfig
 from lachesis.config.schema.mesh import Mesh, require_experts
 from lachesis.engines.embedded.experts import stacked_experts
-from lachesis.train.distributed.cut import EXPERT, TENSOR, cut_by
-from lachesis.train.distributed.expert_parallel import ExpertCut
+from lachesis.train.distributed.expert_parallel import EXPERT, ExpertCut, is_dealt_out
 from lachesis.train.distributed.sharded_checkpoint import sharded_as
 from lachesis.train.distributed.strategy import (
     BUFFER_ELEMENTS,
@@ -45,14 +42,12 @@ from lachesis.train.distributed.strategy import (
     by_size,
     decoder_layers,
     rank_group,
-    sum_in_place,
 )
-from lachesis.train.distributed.tensor_parallel import TensorCut
 from lachesis.train.model.dispatch import ExpertGroup
 from lachesis.train.model.experts import experts_of
 from lachesis.transport.digest import Share
 
-# The dimension of the mesh over which tensors are cut.
+# The dimension of a mesh over which FSDP cuts tensors.
 _SHARD = "shard"
 # As torch calls it since 2.13, or before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -76,8 +71,6 @@ class Fsdp2(Ranks):
         self._buffer_elements = buffer_elements
         self._config = config
         self._meshes = _meshes(device.type, self.mesh)
-        self._experts = rank_group(ExpertGroup, self._meshes.expert, EXPERT)
-        self._cuts: list[TensorCut] = []
         self._replicated: list[FSDPModule] = []
 
     def place(self, model: PreTrainedModel) -> None:
@@ -90,11 +83,9 @@ class Fsdp2(Ranks):
             ),
             "offload_policy": CPUOffloadPolicy() if offloaded else OffloadPolicy(),
         }
-        require_experts(self.mesh, experts=max(map(experts_of, stacked_experts(model).values()), default=1))
-        tensors, experts = self._tensor_cut(model), self._expert_cut(model)
+        require_experts(self.mesh.expert, experts=max(map(experts_of, stacked_experts(model).values()), default=1))
+        experts = self._expert_cut(model)
         for layer in decoder_layers(model):
-            if tensors is not None:
-                tensors.apply(layer)
             if experts is not None and (held := experts.apply(layer)) is not None:
                 fully_shard(held, mesh=self._meshes.of_experts, reshard_after_forward=reshard, **options)
             fully_shard(layer, mesh=self._meshes.sharded, reshard_after_forward=reshard, **options)
@@ -111,41 +102,19 @@ class Fsdp2(Ranks):
         register_fsdp_forward_method(model, FORWARD_METHOD)
         setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
 
-    def _tensor_cut(self, model: PreTrainedModel) -> TensorCut | None:
-        if self.tensor is None:
-            return None
-        assert self._meshes.tensor is not None
-        self._cuts.append(TensorCut(model, mesh=self._meshes.tensor, group=self.tensor))
-        return self._cuts[-1]
-
     def _expert_cut(self, model: PreTrainedModel) -> ExpertCut | None:
-        if self._experts is None:
-            return None
-        assert self._meshes.expert is not None
-        return ExpertCut(model, mesh=self._meshes.expert, group=self._experts, tensor=self.tensor)
+        mesh = self._meshes.expert
+        return None if mesh is None else ExpertCut(model, mesh=mesh, group=rank_group(ExpertGroup, mesh))
 
     def begin_pass(self, *, last: bool) -> None:
         # What the passes of a batch have added up within a replica travels to the others once.
         for module in self._replicated:
             module.set_requires_all_reduce(last, recurse=False)
 
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Sum the gradients of parameters that are equal in a tensor group; FSDP has summed all others."""
-        if self.tensor is None:
-            return
-        partial = {number for cut in self._cuts for number in cut.partial}
-        gradients: list[Tensor] = []
-        for parameter in parameters:
-            if isinstance(parameter.grad, DTensor) and cut_by(parameter) is None:
-                gradient = parameter.grad.to_local()
-                gradients.append(gradient if id(parameter) in partial else gradient.div_(self.tensor.size))
-        sum_in_place(gradients, device=self._device, group=self.tensor.group)
-
-    def sum_squares(self, alike: float, cut: float) -> float:
-        squares = torch.tensor([alike, cut], dtype=torch.float64, device=self._device)
-        dist.all_reduce(squares[:1], group=self._meshes.sharded.get_group(_SHARD))
-        dist.all_reduce(squares[1:], group=self._meshes.cut.get_group(_SHARD))
-        return squares.sum().item()
+    def sum_squares(self, own: float) -> float:
+        squares = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.all_reduce(squares, group=self._meshes.sharded.get_group(_SHARD))
+        return squares.item()
 
     def whole(self, tensor: Tensor) -> Tensor:
         return next(self.gather([tensor]))
@@ -188,19 +157,18 @@ class Fsdp2(Ranks):
 
         With ``to`` it yields nothing on other ranks.
 
-        Of FSDP's tensor (or part) rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...], where k = ceil(rows /
-        n); the last ranks may have fewer, or none.
+        Of FSDP's tensor (or a rank's experts) rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...], where k =
+        ceil(rows / n); the last ranks may have fewer, or none.
         """
-        ways = {None: 1, TENSOR: self.mesh.tensor, EXPERT: self.mesh.expert}[cut_by(bucket[0])]
-        mesh = self._meshes.sharded if ways == 1 else self._meshes.cut
-        shapes = [_part_shape(tensor, ways) for tensor in bucket]
-        ranks = mesh.size(-1) // ways
+        ways = self.mesh.expert if is_dealt_out(bucket[0]) else 1
+        shapes = [torch.Size((tensor.shape[0] // ways, *tensor.shape[1:])) for tensor in bucket]
+        ranks = self.mesh.cut // ways
         sizes = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]
         own = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=self._device)
         for room, tensor in zip(own.split(sizes), bucket, strict=True):
             local = tensor.to_local().reshape(-1)
             room[: local.numel()].copy_(local)
-        group = mesh.get_group(_SHARD)
+        group = self._meshes.sharded.get_group(_SHARD)
         if to is not None and to not in dist.get_process_group_ranks(group):
             return lambda: iter(())
         buffer = own.new_empty(ranks * ways * own.numel() if to in (None, self.rank) else 0)
@@ -214,9 +182,9 @@ class Fsdp2(Ranks):
             if not buffer.numel():
                 return
             arrived = buffer.view(ranks, ways, -1).split(sizes, dim=2)
-            for rows, shape, tensor in zip(arrived, shapes, bucket, strict=True):
+            for rows, shape in zip(arrived, shapes, strict=True):
                 parts = [rows[:, way].flatten()[: shape.numel()].view(shape) for way in range(ways)]
-                yield parts[0] if ways == 1 else torch.cat(parts, dim=_cut_dimension(tensor))
+                yield parts[0] if ways == 1 else torch.cat(parts)
 
         return finish
 
@@ -225,18 +193,10 @@ class Fsdp2(Ranks):
         for name, tensor in tensors.items():
             if not isinstance(tensor, DTensor):
                 found |= super().shares({name: tensor}) if self.rank == 0 else {}
-            elif self._says(tensor):
+            elif _is_first_replica(tensor):
                 _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                column = offset[-1] if tensor.ndim > 1 else 0
-                found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0], column)
+                found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0])
         return found
-
-    def _says(self, tensor: DTensor) -> bool:
-        """Return True if this rank is the first of those that have the same part of a tensor."""
-        places = tensor.device_mesh.get_coordinate() or ()
-        replica = any(place for place, held in zip(places, tensor.placements, strict=True) if held.is_replicate())
-        alike = self.tensor is not None and self.tensor.rank > 0 and cut_by(tensor) is None
-        return not replica and not alike
 
     @torch.no_grad()
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
@@ -250,36 +210,26 @@ class Fsdp2(Ranks):
 
 @dataclass(frozen=True, slots=True)
 class _Meshes:
-    """Meshes of the same ranks, as seen by FSDP, by holders of pre-cut parameters, and by groups.
+    """Meshes of the same ranks.
 
-    Tensors are gathered over the last dimension of ``sharded``, and of ``cut``.
+    Attributes:
+        sharded: over whose last dimension FSDP shards the model; all tensors are gathered over it.
+        of_experts: over which FSDP shards a rank's experts, where they are dealt out.
+        expert: this rank and those that experts are dealt out to.
     """
 
     sharded: DeviceMesh
-    cut: DeviceMesh
-    tensor: DeviceMesh | None = None
     of_experts: DeviceMesh | None = None
     expert: DeviceMesh | None = None
 
 
 def _meshes(device_type: str, mesh: Mesh) -> _Meshes:
-    replicas, of_model = mesh.parts * mesh.context // mesh.cut, mesh.cut * mesh.tensor
-    flat = _named(device_type, {"replicate": replicas, _SHARD: of_model})
-    sharded, tensor, of_experts, expert = flat, None, None, None
-    if mesh.tensor > 1:
-        sharded, tensor = _nested(device_type, replicas, of_model, TENSOR, mesh.tensor)
-    if mesh.expert > 1:
-        of_experts, expert = _nested(device_type, replicas, of_model, EXPERT, mesh.expert)
-    return _Meshes(sharded=sharded, cut=flat, tensor=tensor, of_experts=of_experts, expert=expert)
-
-
-def _nested(device_type: str, replicas: int, ranks: int, name: str, size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the mesh over which FSDP shards what groups cut, and the mesh of the groups.
-
-    ``ranks`` hold the model once.
-    """
-    whole = _named(device_type, {"replicate": replicas, _SHARD: ranks // size, name: size})
-    return (whole[_SHARD] if replicas == 1 else whole["replicate", _SHARD]), whole[name]
+    replicas = mesh.ranks // mesh.cut
+    sharded = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut})
+    if mesh.expert == 1:
+        return _Meshes(sharded)
+    nested = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut // mesh.expert, EXPERT: mesh.expert})
+    return _Meshes(sharded, nested[_SHARD] if replicas == 1 else nested["replicate", _SHARD], nested[EXPERT])
 
 
 def _named(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -288,24 +238,15 @@ def _named(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def _cut_dimension(tensor: DTensor) -> int:
-    """Return the dimension over which a tensor group has cut a tensor."""
-    placement = tensor.placements[-1]
-    assert isinstance(placement, Shard)
-    return placement.dim
-
-
-def _part_shape(tensor: DTensor, ways: int) -> torch.Size:
-    """Return the shape of the part that FSDP cuts further by its rows."""
-    shape = [*tensor.shape]
-    if ways > 1:
-        shape[_cut_dimension(tensor)] //= ways
-    return torch.Size(shape)
+def _is_first_replica(tensor: DTensor) -> bool:
+    """Return True if this rank is the first of those that have the same part of a tensor."""
+    places = tensor.device_mesh.get_coordinate() or ()
+    return not any(place for place, held in zip(places, tensor.placements, strict=True) if held.is_replicate())
 
 
 def _kind(tensor: DTensor) -> object:
     """Return the key that tensors gathered together have in common."""
-    return tensor.dtype, cut_by(tensor)
+    return tensor.dtype, is_dealt_out(tensor)
 
 
 def _gather_at(rank: int, buffer: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> Any:

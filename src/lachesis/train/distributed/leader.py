@@ -252,7 +252,7 @@ class LeadingPolicy(Policy, SendsWeights):
         beside = [
             {name: value for name, value in answer.items() if name.startswith(_OF_A_RANK)}
             for rank, answer in enumerate(ranks)
-            if rank % self._mesh.alike
+            if rank % self._mesh.context
         ]
         return merge_metrics([*self._mesh.of_parts(ranks), *beside])
 

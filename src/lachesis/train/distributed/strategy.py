@@ -1,4 +1,4 @@
-"""Strategies for a model on one device or many: placement, sharding and reductions. No RL. No RL."""
+"""Strategies for a model on one device or many: placement, sharding and reductions. No RL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lachesis.config.schema.mesh import Mesh, derive_mesh
 from lachesis.train.model.compilation import compiler_arguments
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.rank_group import RankGroup
-from lachesis.train.model.tensor import TensorGroup
 from lachesis.transport.digest import Share
 
 # Tensors travel in buffers of about this many elements: one collective for many small ones.
@@ -37,7 +36,6 @@ class Strategy:
     Attributes:
         mesh: how the ranks are laid out.
         context: the ranks that share this rank's tokens of a micro-batch, itself included; None without others.
-        tensor: the ranks that share the matrices of each layer, itself included; None without others.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
@@ -45,7 +43,6 @@ class Strategy:
     world_size: int
     mesh: Mesh
     context: ContextGroup | None
-    tensor: TensorGroup | None
     sharded: bool
 
     @property
@@ -73,16 +70,12 @@ class Strategy:
         return counts
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor of equal shape over all ranks, except those that compute the same values."""
+        """Return the sum of a tensor of equal shape over all ranks."""
         return values
 
-    def sum_squares(self, alike: float, cut: float) -> float:
-        """Return the sum of squares over all shards.
-
-        ``alike`` comes from parameters that other ranks may have too, ``cut`` from those that were cut before FSDP
-        sharded them.
-        """
-        return alike + cut
+    def sum_squares(self, own: float) -> float:
+        """Return the sum of squares over all shards, from that of this rank's."""
+        return own
 
     def max_count(self, count: int) -> int:
         """Return the largest of a count over all ranks: the number of joint calls that each must take part in."""
@@ -141,7 +134,6 @@ class SingleDevice(Strategy):
     world_size = 1
     mesh = Mesh()
     context = None
-    tensor = None
     sharded = False
 
 
@@ -158,10 +150,9 @@ class Ranks(Strategy):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.mesh = derive_mesh(config, ranks=self.world_size)
-        shape, names = (self.mesh.parts, self.mesh.context, self.mesh.tensor), ("part", "context", "tensor")
-        alike = init_device_mesh(device.type, shape, mesh_dim_names=names) if self.mesh.alike > 1 else None
-        self.context = rank_group(ContextGroup, alike, "context")
-        self.tensor = rank_group(TensorGroup, alike, "tensor")
+        shape, names = (self.mesh.parts, self.mesh.context), ("part", "context")
+        layout = init_device_mesh(device.type, shape, mesh_dim_names=names) if self.mesh.context > 1 else None
+        self.context = None if layout is None else rank_group(ContextGroup, layout["context"])
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device
@@ -174,12 +165,10 @@ class Ranks(Strategy):
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         total = torch.tensor(counts, dtype=torch.int64, device=self._device)
         dist.all_reduce(total)
-        return tuple(count // self.mesh.alike for count in total.tolist())
+        return tuple(count // self.mesh.context for count in total.tolist())
 
     def sum_values(self, values: Tensor) -> Tensor:
         total = values.to(self._device, copy=True)
-        if self.tensor is not None and self.tensor.rank > 0:  # it has seen the same tokens
-            total.zero_()
         dist.all_reduce(total)
         return total
 
@@ -225,24 +214,19 @@ class Replicate(Ranks):
         sum_in_place([p.grad for p in parameters if p.grad is not None], device=self._device)
 
 
-def rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT | None:
-    """Return this rank's group in a dimension of the mesh, or None if it is alone in it."""
-    if mesh is None:
-        return None
-    own = mesh if mesh.ndim == 1 else mesh[name]
-    if own.size() == 1:
-        return None
-    return kind(rank=own.get_local_rank(), size=own.size(), group=own.get_group())
+def rank_group(kind: type[GroupT], mesh: DeviceMesh) -> GroupT:
+    """Return this rank's group in a mesh of one dimension."""
+    return kind(rank=mesh.get_local_rank(), size=mesh.size(), group=mesh.get_group())
 
 
 @torch.no_grad()
-def sum_in_place(tensors: Sequence[Tensor], *, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Sum tensors over the ranks of a group, or over all; several small ones travel together."""
+def sum_in_place(tensors: Sequence[Tensor], *, device: torch.device) -> None:
+    """Sum tensors over all ranks; several small ones travel together."""
     for bucket in by_size(tensors, elements=BUFFER_ELEMENTS):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
         # 16-bit sums would lose what a rank adds.
         total = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total)
         parts = total.split([tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -28,7 +28,6 @@ from lachesis.train.losses.reference import Reference
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
-from lachesis.train.model.tensor import TensorGroup
 from lachesis.train.packing import Shares
 
 T = TypeVar("T")
@@ -253,7 +252,6 @@ def build_teacher(
     plan: ForwardPlan,
     reference: Reference | None = None,
     context: ContextGroup | None = None,
-    tensor: TensorGroup | None = None,
 ) -> Teacher | None:
     """Build the teacher that the options name, or return None.
 
@@ -262,7 +260,6 @@ def build_teacher(
         student: the policy's model, and ``plan`` how it is run.
         reference: the policy's, if it is the teacher.
         context: the ranks that share the tokens of a micro-batch.
-        tensor: the ranks that share the matrices of its layers.
 
     Raises:
         ModelError: the teacher cannot be run as ``packing`` demands.
@@ -279,7 +276,7 @@ def build_teacher(
     if options.kind != "model":
         return ToldTeacher(options=options)
     assert model is not None, "load_teacher() loads it"
-    plan = plan_forward(model, packing=packing, device=device, context=context, tensor=tensor)
+    plan = plan_forward(model, packing=packing, device=device, context=context)
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lachesis.config.schema.mesh import Mesh, require_heads
+from lachesis.config.schema.mesh import require_heads
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.rank_group import RankGroup
 
@@ -84,7 +84,7 @@ class ContextGroup(RankGroup):
             ConfigError: the heads are no whole number for each rank.
         """
         heads, kv_heads = states[0].shape[1], states[1].shape[1]
-        require_heads(Mesh(context=self.size), heads=heads, kv_heads=kv_heads)
+        require_heads(self.size, heads=heads, kv_heads=kv_heads)
         return [self._to_heads(x if x.shape[1] >= self.size else _repeated(x, self.size), tokens) for x in states]
 
     def to_tokens(self, attended: Tensor) -> Tensor:

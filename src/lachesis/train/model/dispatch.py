@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lachesis.train.model.rank_group import RankGroup
-from lachesis.train.model.tensor import TensorGroup
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A rank's experts: of states [rows, H], its experts [rows, 1] and their weights [rows, 1] the results [rows, H]."""
@@ -46,19 +45,6 @@ class ExpertGroup(RankGroup):
         back = self.exchange(_computed(compute, rows, numbers), arrive, leave)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return (back.index_select(0, place).unflatten(0, (-1, each)) * weights.unsqueeze(-1)).sum(1)
-
-
-def shared_out(tensor: TensorGroup | None, compute: Compute) -> Compute:
-    """Divide the work on tokens that a tensor group holds alike: each of its ranks sends its share of them."""
-    if tensor is None:
-        return compute
-
-    def of_share(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        own = tensor.slice_of(len(states))
-        found = compute(tensor.enter(states)[own], chosen[own], tensor.enter(weights)[own])
-        return tensor.gather(found, total=len(states))
-
-    return of_share
 
 
 def _computed(compute: Compute, rows: Tensor, numbers: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ from lachesis.train.model.head import (
     token_logprobs,
 )
 from lachesis.train.model.recurrent import RunWays
-from lachesis.train.model.tensor import TensorGroup
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,8 @@ class ForwardPlan:
     ``attention``: over segments with a variable-length kernel, over segments in buckets, or over padded
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
-    ``context``: the ranks that share the tokens of a micro-batch, where there are several; ``tensor``: those that
-    share the matrices of its layers. ``recurrent``: how its recurrent layers, if any, take runs of a packed stream.
+    ``context``: the ranks that share the tokens of a micro-batch, where there are several. ``recurrent``: how its
+    recurrent layers, if any, take runs of a packed stream.
     ``told``: how the model is run, and why not faster, in a line.
     """
 
@@ -72,7 +71,6 @@ class ForwardPlan:
     head: HeadKind
     softcap: float | None = None
     context: ContextGroup | None = field(default=None, compare=False)
-    tensor: TensorGroup | None = field(default=None, compare=False)
     recurrent: RunWays | None = None
     told: str = field(default="", compare=False)
 
@@ -145,17 +143,12 @@ def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> 
     The slice tells which of the micro-batch's predictions they belong to: all, or those that this rank takes.
     """
     module = model if plan.head == "model" else model.base_model
-    values, own = _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
-    return (values, own) if plan.tensor is None else plan.tensor.deal(values, own)
+    return _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
 
 
 def _whole(own: Tensor, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
     """Gather this rank's values [m, ...] into those of all predictions, [M, ...]."""
-    total = micro.targets.numel()
-    if plan.tensor is not None:
-        dealt = slice(0, total) if plan.context is None else plan.context.slice_of(total)
-        own = plan.tensor.gather(own, total=dealt.stop - dealt.start)
-    return own if plan.context is None else plan.context.gather(own, total=total)
+    return own if plan.context is None else plan.context.gather(own, total=micro.targets.numel())
 
 
 def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
@@ -227,17 +220,15 @@ def plan_forward(
     packing: Packing,
     device: torch.device | None = None,
     context: ContextGroup | None = None,
-    tensor: TensorGroup | None = None,
 ) -> ForwardPlan:
     """Choose the fastest way of running the model that reproduces the model's own logprobs, by trying them.
 
     Args:
         device: where the model computes; where its parameters are, if unset.
         context: the ranks that are to share the tokens of a micro-batch.
-        tensor: the ranks that share the matrices of the model's layers.
 
     Raises:
-        ModelError: ``packing="packed"`` was asked for, or a ``context`` or ``tensor``, and the model cannot.
+        ModelError: ``packing="packed"`` was asked for, or a ``context``, and the model cannot.
         ConfigError: its heads cannot be shared out among the ranks of the context.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
@@ -245,25 +236,20 @@ def plan_forward(
         model.set_attn_implementation("eager")
     device = device or model.device
     with _short_reach(model):
-        return _planned(model, packing=packing, device=device, context=context, tensor=tensor)
+        return _planned(model, packing=packing, device=device, context=context)
 
 
 def _planned(
-    model: PreTrainedModel,
-    *,
-    packing: Packing,
-    device: torch.device,
-    context: ContextGroup | None,
-    tensor: TensorGroup | None,
+    model: PreTrainedModel, *, packing: Packing, device: torch.device, context: ContextGroup | None
 ) -> ForwardPlan:
     """Return the fastest way of running the model that the probe finds right; as :func:`plan_forward`."""
-    trials = _Trials(model, device, _Judge(model, device, alone=context is None and tensor is None))
+    trials = _Trials(model, device, _Judge(model, device, alone=context is None))
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     ways = recurrent.ways_of(model, device)
     if ways and context is not None:
         raise _no_context(model, ": its recurrent layers compute each token from the state after the one before")
     if packing != "padded" and (takes_attention or ways):
-        plan = trials.packed(ways, takes_attention=takes_attention, context=context, tensor=tensor)
+        plan = trials.packed(ways, takes_attention=takes_attention, context=context)
         if plan is not None:
             return trials.told(plan)
     if context is not None:
@@ -275,15 +261,9 @@ def _planned(
         )
     if packing != "padded" and not takes_attention:
         trials.differences["packed"] = "its attention cannot be replaced"
-    plan = trials.padded(tensor=tensor)
+    plan = trials.padded()
     if plan is not None:
         return trials.told(plan)
-    if tensor is not None:
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained by devices that share the matrices of its layers: its logits "
-            f"are not a product of its head's weight alone ({trials.tried()})",
-            remedy="leave distributed.tensor_parallel_size out",
-        )
     raise ModelError(
         f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({trials.tried()})",
         remedy="check that the model is a causal language model of transformers",
@@ -307,12 +287,7 @@ class _Trials:
     differences: dict[str, str] = field(default_factory=dict[str, str])
 
     def packed(
-        self,
-        ways: Sequence[RunWays],
-        *,
-        takes_attention: bool,
-        context: ContextGroup | None,
-        tensor: TensorGroup | None,
+        self, ways: Sequence[RunWays], *, takes_attention: bool, context: ContextGroup | None
     ) -> ForwardPlan | None:
         """Return the first right way of running packed sequences; without one the model is as it was."""
         before = self.model.config._attn_implementation
@@ -320,19 +295,18 @@ class _Trials:
         if takes_attention:
             attention.install(self.model)
         recurrent.install(self.model)
-        candidates = _candidates(self.model, self.device, packed=True, shared_head=tensor is not None)
+        candidates = _candidates(self.model, self.device, packed=True)
         plan = self._first_right(
-            replace(candidate, context=context, tensor=tensor, recurrent=way)
+            replace(candidate, context=context, recurrent=way)
             for candidate, way in itertools.product(candidates, ways or (None,))
         )
         if plan is None:
             self.model.set_attn_implementation(before)
         return plan
 
-    def padded(self, *, tensor: TensorGroup | None) -> ForwardPlan | None:
+    def padded(self) -> ForwardPlan | None:
         """Return the first right way of running padded rows."""
-        candidates = _candidates(self.model, self.device, packed=False, shared_head=tensor is not None)
-        return self._first_right(replace(candidate, tensor=tensor) for candidate in candidates)
+        return self._first_right(_candidates(self.model, self.device, packed=False))
 
     def _first_right(self, plans: Iterable[ForwardPlan]) -> ForwardPlan | None:
         for plan in plans:
@@ -354,12 +328,12 @@ class _Trials:
         return replace(plan, told=told)
 
 
-def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, shared_head: bool) -> list[ForwardPlan]:
-    """Return the ways of running the model, fastest first; with shared predictions only those that allow it."""
+def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -> list[ForwardPlan]:
+    """Return the ways of running the model, fastest first."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     kinds: list[AttentionKind] = _attention_kinds(model, device) if packed else ["padded"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
-    return chunked if shared_head else chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
+    return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
 
 
 def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[AttentionKind]:

@@ -54,24 +54,20 @@ class SavedRows:
             for name, parameter in model.named_parameters():
                 parts = self.parts.get(own_name(name))
                 if parts is not None:
-                    local, offset = local_part(parameter)
-                    self._read(files, parts, offset=offset, into=local)
+                    local, first = local_rows(parameter)
+                    self._read(files, parts, first=first, into=local)
 
-    def _read(
-        self, files: _Files, parts: str | tuple[tuple[str, ...], ...], *, offset: tuple[int, ...], into: Tensor
-    ) -> None:
+    def _read(self, files: _Files, parts: str | tuple[tuple[str, ...], ...], *, first: int, into: Tensor) -> None:
         if not isinstance(parts, str):
-            for row, names in zip(into, parts[offset[0] :], strict=False):
+            for row, names in zip(into, parts[first:], strict=False):
                 row.copy_(torch.cat([files.all(name) for name in names]))
         elif into.ndim == 0:
             into.copy_(files.all(parts))
         else:
-            first, *others = offset
-            beside = [slice(start, start + size) for start, size in zip(others, into.shape[1:], strict=True)]
             step = max(1, _WINDOW_BYTES // max(1, into[:1].nbytes))
             for start in range(0, len(into), step):
                 some = into[start : start + step]
-                some.copy_(files.part(parts, slice(first + start, first + start + len(some)), *beside))
+                some.copy_(files.rows(parts, first + start, first + start + len(some)))
 
 
 class _Files:
@@ -87,9 +83,9 @@ class _Files:
         """Return a tensor; it is valid until the next call."""
         return self._counted(self._file_of(name).get_tensor(name))
 
-    def part(self, name: str, *places: slice) -> Tensor:
-        """Return chosen places of each dimension of a tensor, valid until the next call."""
-        return self._counted(self._file_of(name).get_slice(name)[places])
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a tensor, valid until the next call."""
+        return self._counted(self._file_of(name).get_slice(name)[start:stop])
 
     def _file_of(self, name: str) -> Any:
         path = self._files[name]
@@ -109,13 +105,13 @@ class _Files:
         self._open = self._path = None
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a parameter, live, and its first index in each dimension."""
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's part of a parameter, live, and which row of the whole it begins with."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), (0,) * parameter.ndim
+        return parameter.detach(), 0
     local = parameter.to_local().detach()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return local, tuple(offset)
+    return local, offset[0]
 
 
 def find_rows(

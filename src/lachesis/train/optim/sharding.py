@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
-from lachesis.train.distributed.cut import cut_by
 from lachesis.train.distributed.sharded_checkpoint import NOISE, OPTIMIZER, sharded_as
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
@@ -57,12 +56,8 @@ class Shards:
 
     def norm(self) -> float:
         """Return the L2 norm of all ranks' gradients together."""
-        gradients: dict[bool, list[Tensor]] = {False: [], True: []}
-        for name, part in self.parts:
-            if part.grad is not None:
-                gradients[cut_by(self.whole[name]) is not None].append(part.grad)
-        alike, cut = (global_norm(gradients[kind]) ** 2 for kind in (False, True))
-        return self.strategy.sum_squares(alike, cut) ** 0.5
+        gradients = [part.grad for _, part in self.parts if part.grad is not None]
+        return self.strategy.sum_squares(global_norm(gradients) ** 2) ** 0.5
 
     def gather(self, like: DTensor, part: Tensor) -> Tensor:
         """Gather a tensor of which each rank has a part as of ``like``: on rank 0's CPU, empty elsewhere."""
@@ -85,7 +80,7 @@ class ShardedOptimizer(PolicyOptimizer):
     Args:
         *args, **options: of :class:`PolicyOptimizer`.
         shards: the parts.
-        seed: of the noise, which is another on each rank, but for those of a tensor group.
+        seed: of the noise, which is another on each rank.
     """
 
     def __init__(self, *args: Any, shards: Shards, seed: int, **options: Any) -> None:
@@ -109,12 +104,11 @@ class ShardedOptimizer(PolicyOptimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume as :meth:`PolicyOptimizer.load_state_dict`; ranks other than 0 give meta tensors.
 
-        A checkpoint has only rank 0's generator of stochastic rounding; other ranks begin anew, except its tensor
-        group.
+        A checkpoint has only rank 0's generator of stochastic rounding; other ranks begin anew.
         """
         self._require_fitting(state)
         super().load_state_dict(self._converted(state, lambda _, like, whole: self._shards.cut(like, whole)))
-        if self._stream > 0:
+        if self._shards.strategy.rank > 0:
             self._renew_noise()
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -169,7 +163,7 @@ class ShardedOptimizer(PolicyOptimizer):
             tensors[self._noise_name] = torch.empty_like(saved[self._noise_name], device="cpu")
         read(tensors)
         super().load_state_dict({**local, "noise": tensors[self._noise_name]} if known else local)
-        if not known and self._stream > 0:
+        if not known and self._shards.strategy.rank > 0:
             self._renew_noise()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
@@ -180,18 +174,9 @@ class ShardedOptimizer(PolicyOptimizer):
         strategy = self._shards.strategy
         return f"{NOISE}{strategy.rank} of {strategy.world_size}"
 
-    @property
-    def _stream(self) -> int:
-        """Return which noise this rank uses.
-
-        Ranks of a tensor group have some parameters alike, which have to stay so.
-        """
-        strategy = self._shards.strategy
-        return strategy.rank // strategy.mesh.tensor
-
     def _renew_noise(self) -> None:
         if self._noise is not None:
-            self._noise.manual_seed((self._seed + 1_000_003 * self._stream + self._step) % 2**63)
+            self._noise.manual_seed((self._seed + 1_000_003 * self._shards.strategy.rank + self._step) % 2**63)
 
     def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
         """Return a state whose sharded tensors are converted, in an order that is the same on all ranks."""

@@ -23,8 +23,8 @@ HTTP = {"engine": {"kind": "http"}}
         {"distributed": {"shard_size": 2}},
         {"distributed": {"replicate_size": 2}},
         {"distributed": {"context_parallel_size": 2, "shard_size": 2}},
-        {"distributed": {"context_parallel_size": 2, "tensor_parallel_size": 2}, "adapter": LORA},
-        {"distributed": {"tensor_parallel_size": 2, "expert_parallel_size": 4}, "algorithm": {"router_replay": True}},
+        {"distributed": {"context_parallel_size": 2}, "adapter": LORA},
+        {"distributed": {"expert_parallel_size": 4}, "algorithm": {"router_replay": True}},
         {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
         {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
         {"optimizer": {"kind": "adamw_cpu"}},
@@ -52,10 +52,6 @@ def test_what_several_devices_can_do(build, sections: dict[str, Any]):
         (
             {"distributed": {"context_parallel_size": 2}, "algorithm": {"router_replay": True}},
             r"router_replay gives each token of a micro-batch its experts, and 2 devices share",
-        ),
-        (
-            {"distributed": {"tensor_parallel_size": 2}, "model": {"path": "m", "matmul_dtype": "float8"}},
-            r"matmul_dtype float8 computes with whole matrices, and distributed.tensor_parallel_size is 2",
         ),
         ({"adapter": LORA, "model": {"path": "m", "quantization": "nf4"}}, r"weights in nf4 cannot be sharded"),
         (

@@ -26,11 +26,8 @@ from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, requ
         ({"context_parallel_size": 4, "replicate_size": 2}, 8, Mesh(replicate=2, context=4)),
         ({"context_parallel_size": 2, "shard_size": 2}, 8, Mesh(replicate=2, shard=2, context=2)),
         ({"context_parallel_size": 2, "strategy": "replicate"}, 8, Mesh(replicate=4, context=2, whole=True)),
-        ({"tensor_parallel_size": 2}, 8, Mesh(shard=4, tensor=2)),
-        ({"tensor_parallel_size": 2, "shard_size": 1}, 4, Mesh(replicate=2, tensor=2)),
-        ({"tensor_parallel_size": 2, "context_parallel_size": 2, "replicate_size": 2}, 8, Mesh(2, 1, 2, 2)),
         ({"expert_parallel_size": 4}, 8, Mesh(shard=8, expert=4)),
-        ({"expert_parallel_size": 4, "tensor_parallel_size": 2, "shard_size": 2}, 8, Mesh(2, 2, tensor=2, expert=4)),
+        ({"expert_parallel_size": 4, "context_parallel_size": 2, "shard_size": 2}, 8, Mesh(2, 2, 2, expert=4)),
         ({"shard_size": 8, "replicate_size": 3}, 1, Mesh()),
     ],
 )
@@ -38,7 +35,7 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
     found = derive_mesh(DistributedConfig(**sizes), ranks=ranks)
     assert found == expected
     assert found.ranks == ranks
-    assert found.cut == (1 if found.whole else ranks // found.replicate // found.tensor)
+    assert found.cut == (1 if found.whole else ranks // found.replicate)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +52,9 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
             {"context_parallel_size": 2, "shard_size": 4},
             "shard_size is 4 and there are 2 groups of 2 that share a micro-batch",
         ),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3 and 4 device\\(s\\) train: they do not make whole"),
-        (
-            {"tensor_parallel_size": 2, "context_parallel_size": 4},
-            "context_parallel_size is 4 and distributed.tensor_parallel_size is 2 and 4 device",
-        ),
         ({"expert_parallel_size": 3}, "expert_parallel_size is 3, of groups of 4 devices that have the model once"),
         ({"expert_parallel_size": 4, "shard_size": 2}, "expert_parallel_size is 4, of groups of 2 devices"),
-        (
-            {"expert_parallel_size": 2, "tensor_parallel_size": 4},
-            "expert_parallel_size is 2, of groups of 4 devices .* of which 4 share matrices",
-        ),
         ({"expert_parallel_size": 2, "strategy": "replicate"}, "expert_parallel_size is 2, and .* cuts nothing"),
-        ({"tensor_parallel_size": 2, "strategy": "replicate"}, "tensor_parallel_size is 2, and .* cuts nothing"),
     ],
 )
 def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], expected: str):
@@ -85,22 +72,14 @@ def test_one_process_cannot_share_its_sequences():
 
 @pytest.mark.parametrize(("context", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (8, 16, 1), (1, 3, 3), (3, 6, 3)])
 def test_heads_are_dealt_out_and_those_of_keys_repeated(context: int, heads: int, kv_heads: int):
-    require_heads(Mesh(context=context), heads=heads, kv_heads=kv_heads)
+    require_heads(context, heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize(("context", "heads", "kv_heads"), [(3, 4, 2), (4, 12, 6), (8, 4, 4), (6, 12, 4)])
 def test_heads_that_make_no_whole_number_are_refused(context: int, heads: int, kv_heads: int):
     with pytest.raises(ConfigError, match=f"{heads} attention heads, {kv_heads} of keys and values") as caught:
-        require_heads(Mesh(context=context), heads=heads, kv_heads=kv_heads)
+        require_heads(context, heads=heads, kv_heads=kv_heads)
     assert "divisor of" in caught.value.remedy
-
-
-def test_whoever_shares_matrices_has_heads_of_keys_of_its_own():
-    require_heads(Mesh(tensor=2, context=4), heads=8, kv_heads=4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 4, and the model has 8 attention heads, 2 of keys"):
-        require_heads(Mesh(tensor=4), heads=8, kv_heads=2)
-    with pytest.raises(ConfigError, match=r"context_parallel_size is 4.*of which each group of 4 has 6 and 3"):
-        require_heads(Mesh(tensor=2, context=4), heads=12, kv_heads=6)
 
 
 def test_one_process_has_its_experts_to_itself():
@@ -108,21 +87,19 @@ def test_one_process_has_its_experts_to_itself():
         derive_mesh(DistributedConfig(expert_parallel_size=2), ranks=1)
 
 
-def test_experts_are_shared_out_evenly_and_not_computed_by_each():
-    require_experts(Mesh(shard=4, expert=4), experts=8)
-    require_experts(Mesh(tensor=2, expert=2), experts=8)
-    require_experts(Mesh(tensor=2), experts=1)
-    for mesh, experts, expected in (
-        (Mesh(shard=3, expert=3), 8, "expert_parallel_size is 3, and the model has 8 in a layer"),
-        (Mesh(shard=2, expert=2), 1, "the model is not a mixture of experts"),
-        (Mesh(tensor=2), 8, "each of these devices would compute all 8 experts"),
+def test_experts_are_shared_out_evenly():
+    require_experts(4, experts=8)
+    require_experts(1, experts=1)
+    for ranks, experts, expected in (
+        (3, 8, "expert_parallel_size is 3, and the model has 8 in a layer"),
+        (2, 1, "the model is not a mixture of experts"),
     ):
         with pytest.raises(ConfigError, match=expected) as caught:
-            require_experts(mesh, experts=experts)
+            require_experts(ranks, experts=experts)
         assert caught.value.remedy
 
 
-@pytest.mark.parametrize("mesh", [Mesh(replicate=2, context=2), Mesh(shard=2, tensor=2)])
+@pytest.mark.parametrize("mesh", [Mesh(replicate=2, context=2), Mesh(shard=2, context=2)])
 def test_ranks_that_compute_together_have_one_part(mesh: Mesh):
     assert mesh.of_ranks("ab") == ["a", "a", "b", "b"]
     assert mesh.of_parts([1, 2, 3, 4]) == [1, 3]
@@ -131,7 +108,7 @@ def test_ranks_that_compute_together_have_one_part(mesh: Mesh):
 def test_two_dimensions_have_words():
     assert Mesh(replicate=2, shard=4).words == "replicate 2 x shard 4"
     assert Mesh(context=2).words == "context 2"
-    assert Mesh(shard=4, tensor=2).words == "shard 4 x tensor 2"
+    assert Mesh(shard=4, context=2).words == "shard 4 x context 2"
     assert Mesh(shard=8, expert=4).words == "shard 8, experts over 4"
     assert not Mesh(replicate=4).words
     assert not Mesh(shard=4).words

@@ -150,11 +150,17 @@ def test_two_names_of_one_size_have_to_agree():
     assert not problems(2)
 
 
-def test_processes_that_share_matrices_have_one_batch():
-    keys = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "tensor_parallel_size": 2}
+def test_processes_that_share_sequences_have_one_batch():
+    keys = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "context_parallel_size": 2}
     found = translated(AXOLOTL, 4, **keys).document.data
-    assert found["distributed"]["tensor_parallel_size"] == 2
+    assert found["distributed"]["context_parallel_size"] == 2
     assert found["batch"]["prompts_per_step"] == 4 * 2 * 2 // 4
+
+
+def test_matrices_split_over_devices_are_refused_with_what_to_use_instead():
+    (problem,) = translated(AXOLOTL, 4, micro_batch_size=4, tensor_parallel_size=2).document.problems
+    assert "tensor_parallel_size" in problem and "dp_shard_size" in problem
+    assert not translated(AXOLOTL, 4, micro_batch_size=4, tensor_parallel_size=1).document.problems
 
 
 def test_no_file_and_a_broken_one(tmp_path):

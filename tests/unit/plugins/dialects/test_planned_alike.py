@@ -192,7 +192,6 @@ CASES = [
         devices=2,
     ),
     Case("shared sequences", "distributed: {context_parallel_size: 2}", "context_parallel_size: 2", devices=2),
-    Case("shared matrices", "distributed: {tensor_parallel_size: 2}", "tensor_parallel_size: 2", devices=2),
     Case(
         "vLLM over both cards",
         f"{TWO}\nbridge: {{kind: broadcast}}\n"

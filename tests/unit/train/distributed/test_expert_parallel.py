@@ -25,11 +25,11 @@ NOBODY: Any = None
 def cut(monkeypatch: pytest.MonkeyPatch):
     """Cuts a model's experts as rank 1 of two does, without ranks: parts are plain parameters."""
 
-    def part_of(parameter: Any, dimension: int, *, rank: int, mesh: Any) -> torch.nn.Parameter:
-        return torch.nn.Parameter(parameter.detach().chunk(2, dim=dimension)[rank].clone())
+    def own_experts(parameter: Any, *, rank: int, mesh: Any) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone())
 
-    monkeypatch.setattr(expert_parallel, "part_of", part_of)
-    return lambda model: ExpertCut(model, mesh=NOBODY, group=ExpertGroup(1, 2, NOBODY), tensor=None)
+    monkeypatch.setattr(expert_parallel, "own_experts", own_experts)
+    return lambda model: ExpertCut(model, mesh=NOBODY, group=ExpertGroup(1, 2, NOBODY))
 
 
 def test_a_rank_keeps_its_experts_and_knows_how_many_there_are(cut):
