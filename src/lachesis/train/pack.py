@@ -24,7 +24,7 @@ def pack_rollouts(groups: Sequence[Group], *, config: LachesisConfig, policy: Po
 
 
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
-    """Pack groups as the section ``batch`` asks; a sequence is left out only where that changes no gradient."""
+    """Pack groups as the section ``batch`` asks; leave a sequence out only if that changes no gradient."""
     algorithm = config.algorithm
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
     # Bounds such as GSPO's are closer than two 16-bit passes over the same weights: there the engine's rounding would

@@ -1,8 +1,8 @@
 """Packing of samples: trees of shared prefixes, distributed over passes with a budget.
 
-A group is one tree as long as nothing is gained by cutting it. If groups leave room that no whole one fits into, they
-are split between passes, and prefixes shared across the split are computed in both: only if all passes together cost
-less then, each for its tokens and for itself.
+A group stays one tree unless cutting it helps. If no whole group fits into the remaining room, groups are split between
+passes, and prefixes shared across a split are computed in both, provided that all passes together cost less, counting
+tokens and a fixed cost a pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Sample
 
 OldLogprobs = Literal["sampler", "trainer"]
-"""Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
+"""Old policy of the importance ratio: the samples' own logprobs, or the trainer's at first use."""
 # What a pass costs beside its tokens, in tokens: weights are read twice, gradients added to, kernels launched. At 1.5B
 # on an H200 it was as much as 360 to 650 tokens (benchmarks/RESULTS.md: one step in 1, 2, 4 and 8 passes); for larger
 # models it is 210 to 300 by 12 bytes a weight at the memory's speed, over 6 FLOP a weight and token.
@@ -58,7 +58,7 @@ class Inputs:
 
 
 class Part(NamedTuple):
-    """Sequence in a unit, and how many of its first inputs the one before it there shares."""
+    """Sequence in a unit, and the number of first inputs that it shares with its predecessor."""
 
     sequence: Inputs
     shared: int
@@ -87,7 +87,7 @@ class Unit:
 
 @dataclass(slots=True)
 class _Pass:
-    """Inputs that go through the model together, while they are collected."""
+    """Inputs collected for one pass through the model."""
 
     units: list[Unit] = field(default_factory=list[Unit])
     tokens: int = 0
@@ -135,14 +135,14 @@ def arrange(
 ) -> list[list[Unit]]:
     """Return the units of each pass, for all trees of ``whole``, in the cheapest of a few ways.
 
-    The ways are whole groups, and groups that are split where room is left. For several ranks, of which one that has no
-    pass of its own would idle, both are also tried with smaller budgets, by which all ranks have equally much to do.
+    The ways are whole groups, and groups that are split where room is left. For several ranks both are also tried with
+    smaller budgets that give every rank equal work, so that none idles.
 
     Args:
         max_tokens: inputs of a pass at most; a sequence that is longer goes alone.
         max_rows: sequences of a pass at most.
         share_prefixes: ``False`` makes each sample a unit of its own, with its whole sequence.
-        ranks: that take a pass each, at the same time.
+        ranks: number of ranks, each with one pass at a time.
     """
 
     def ways(tokens: int) -> list[list[_Pass]]:
@@ -178,10 +178,10 @@ def _even_budget(passes: Sequence[_Pass], ranks: int) -> int:
 def _filled(units: Sequence[Unit], *, budget: _Budget, split: bool) -> list[_Pass]:
     """Pack by first-fit decreasing, by inputs (and rows).
 
-    The longest first: sequences of one length meet, and the last pass is the fullest it can be.
+    The longest come first, so that sequences of one length meet and the last pass is as full as possible.
 
     Args:
-        split: of a unit that fits nowhere as many sequences as there is room for go to the pass with the most room.
+        split: a unit that fits nowhere gives as many sequences as fit to the pass with the most room.
     """
     passes: list[_Pass] = []
     waiting = deque(sorted(units, key=lambda unit: unit.num_inputs, reverse=True))
@@ -201,9 +201,9 @@ def _filled(units: Sequence[Unit], *, budget: _Budget, split: bool) -> list[_Pas
 
 
 def _split(unit: Unit, *, tokens: int, rows: float) -> tuple[Unit, Unit] | None:
-    """Split a unit into as many sequences as there is room for, and the others; ``None`` if that is of no use.
+    """Split a unit into as many sequences as fit, and the others; ``None`` if that gains nothing.
 
-    It is of no use if more is computed again than is moved, or more than a pass costs beside its tokens.
+    It gains nothing if more is recomputed than is moved, or more than a pass's fixed cost.
     """
     ends = accumulate(part.new for part in unit.parts)
     count = sum(number < rows and end <= tokens for number, end in enumerate(ends))
@@ -222,7 +222,7 @@ def flat(tree: Unit) -> Iterator[Unit]:
 
 
 def _cut(tree: Unit, *, budget: _Budget) -> Iterator[Unit]:
-    """Yield the tree in units that a pass can take, cut also where nothing is shared."""
+    """Yield the tree in units that fit a pass, cut also where nothing is shared."""
     kept: list[Part] = []
     inputs = 0
     for part in tree.parts:
@@ -236,7 +236,7 @@ def _cut(tree: Unit, *, budget: _Budget) -> Iterator[Unit]:
 
 
 class Branch(NamedTuple):
-    """Place of a sequence in a prefix tree: its ``index``, and how many first tokens it shares with the one before."""
+    """Place of a sequence in a prefix tree: its ``index``, and its number of tokens shared with its predecessor."""
 
     index: int
     shared: int
@@ -245,9 +245,9 @@ class Branch(NamedTuple):
 def branches(sequences: Sequence[Tokens]) -> list[Branch]:
     """Return the sequences in lexicographic order, which is a depth-first order of their prefix tree.
 
-    In that order ``shared`` is all that a sequence has in common with any before it, so that Σ(length - shared) is the
-    number of nodes of the tree: of distinct tokens, where a token is one with all that comes before it. One that is the
-    beginning of another comes before it.
+    In that order ``shared`` is the longest prefix that a sequence shares with any earlier one, so Σ(length - shared) is
+    the number of nodes of the tree: of tokens that differ, or follow different ones. A sequence comes before those that
+    it is a prefix of.
     """
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     before = [(), *(sequences[index] for index in order)]

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOptimizer]
-"""Makes the optimizer over the parameters that are trained."""
+"""Function that makes the optimizer over the trained parameters."""
 
 
 class StepCounts(NamedTuple):
@@ -80,7 +80,7 @@ class Policy(PolicyState):
         max_completion_length: as ``sampling.max_completion_length``; ``dr_grpo`` divides by it.
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
-        custom_loss: takes the place of the loss type's loss of a token.
+        custom_loss: replaces the loss type's loss of a token.
         teacher: the model that ``options.teacher`` names, loaded and frozen, not yet placed.
 
     Raises:
@@ -144,7 +144,7 @@ class Policy(PolicyState):
         )
 
     def _place(self, second: PreTrainedModel | None, teacher: PreTrainedModel | None) -> None:
-        """Place the models where the strategy has them, and read the base weights that were not loaded yet."""
+        """Place the models as the strategy says, and read the base weights that were not loaded yet."""
         for model in (self.transformer, second, teacher):
             if model is not None:
                 self.strategy.place(model)
@@ -187,7 +187,7 @@ class Policy(PolicyState):
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
         """Return the current logprobs of each sample's completion tokens, by group: float [tokens], on the CPU.
 
-        They are those of log-softmax(logits / temperature) with the sample's temperature, as the loss takes them.
+        They come from log-softmax(logits / temperature) at the sample's temperature, as in the loss.
 
         Raises:
             TrainingError: no sample has a token.
@@ -202,7 +202,7 @@ class Policy(PolicyState):
     def divergences(self, groups: Sequence[Group]) -> list[list[Tensor]]:
         """Return log π_old - log π_ref of each sample's counted tokens, by group: float [tokens], on the CPU.
 
-        π_old is that of the importance ratio (:mod:`lachesis.train.iterations`), so mostly the sampler.
+        π_old is the importance ratio's (:mod:`lachesis.train.iterations`), so usually the sampler.
 
         Raises:
             TrainingError: no sample has a token to learn from.
@@ -213,7 +213,7 @@ class Policy(PolicyState):
         return [[mine - theirs for mine, theirs in zip(*pair, strict=True)] for pair in each]
 
     def save(self, directory: str | Path) -> None:
-        """Save the model where transformers loads it from, or the adapter where peft does, with the tokenizer.
+        """Save the model as transformers loads it, or the adapter as peft does, with the tokenizer.
 
         Raises:
             CheckpointError: the disk is full, or the directory holds something else.
@@ -236,9 +236,9 @@ class Policy(PolicyState):
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """Run forward and backward over all micro-batches; gradients add up, nothing is updated.
 
-        The gradient is that of the loss over the whole batch, whatever the split into micro-batches, and over
-        all ranks. A batch of several iterations is given once for each, in order. Where no rank has a
-        micro-batch there is no gradient, and the optimizer leaves the weights alone.
+        The gradient is that of the loss over the whole batch, whatever the split into micro-batches, and over all
+        ranks. A batch of several iterations is passed once for each, in order. If no rank has a micro-batch, there is
+        no gradient, and the optimizer leaves the weights unchanged.
         """
         micro_batches = self._passes(batch)
         self._old.begin(batch, num_passes=len(micro_batches))
@@ -283,7 +283,7 @@ class Policy(PolicyState):
         """Clip, update, advance the schedule, clear the gradients.
 
         Raises:
-            TrainingError: the gradient is not finite, once too often; the weights are as before.
+            TrainingError: the gradient was not finite too many times in a row; the weights are unchanged.
         """
         rate = self.optimizer.learning_rate
         self.strategy.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
@@ -296,7 +296,7 @@ class Policy(PolicyState):
         return metrics | self.kl_weight.take_metrics()
 
     def make_room(self) -> None:
-        """Release GPU memory that the allocator holds without need, for an engine beside the policy."""
+        """Release the allocator's unused GPU memory for an engine beside the policy."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -307,7 +307,7 @@ class Policy(PolicyState):
     def weight_digests(self, *, quantized: Collection[str] = ()) -> dict[str, int]:
         """Return digests of all weights as an engine holds them: adapter merged, ``quantized`` in 8 bits with scales.
 
-        Ranks that have parts of the weights read those, and gather nothing where the digests of parts add up.
+        Ranks with parts of the weights read those, and gather nothing if the digests of parts add up.
         """
         if not self.strategy.sharded:
             return full_digests(self.model, quantized=quantized)
@@ -336,7 +336,7 @@ class Policy(PolicyState):
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
 
     def score_reference(self, batch: Batch) -> Batch:
-        """Return the batch with log π_ref in the place of log π_old; all ranks call it together."""
+        """Return the batch with log π_ref in place of log π_old; all ranks call it together."""
         with self.alone(), self.loaded.float8.on():
             scored = [(micro, self._reference_logprobs(micro.to(self.device))) for micro in self._passes(batch)]
         found = [replace(micro, old_logprobs=values.cpu()) for micro, values in scored if values is not None]
@@ -345,8 +345,8 @@ class Policy(PolicyState):
     def _passes(self, batch: Batch) -> Sequence[MicroBatch]:
         """Return the batch's micro-batches, and idle ones up to the number of the busiest rank.
 
-        Each rank decides by itself which rows are left out for want of an advantage; the number of passes
-        is agreed on by all, before the first collective.
+        Each rank leaves out rows without an advantage by itself; all agree on the number of passes before the first
+        collective.
         """
         idle = self.strategy.max_count(len(batch.micro_batches)) - len(batch.micro_batches)
         # As they are, where nothing is added: the first is worked on before the second is made.
@@ -377,7 +377,7 @@ class Policy(PolicyState):
     def _covariance(
         self, batch: Batch, micro_batches: Sequence[MicroBatch], *, logprobs: Sequence[Tensor]
     ) -> CovarianceCut:
-        """Return what chooses tokens of the whole step by covariance, given the current logprobs of its own."""
+        """Return the statistics for choosing the step's tokens by covariance, given this rank's current logprobs."""
         olds = [
             self._old.known(batch, index, micro.to(self.device), current=current)
             for index, (micro, current) in enumerate(zip(micro_batches, logprobs, strict=True))
@@ -402,7 +402,7 @@ class Policy(PolicyState):
     def _num_inputs(self, batch: Batch) -> int:
         """Return the tokens of the step that go through the model, over all ranks.
 
-        0 if nothing is normalized by them.
+        Returns 0 if nothing is normalized by them.
         """
         if self.routing is None or not self.routing.coefficient:
             return 0
@@ -412,7 +412,7 @@ class Policy(PolicyState):
     def _routed(self, micro: MicroBatch, *, num_inputs: int) -> Iterator[list[Tensor]]:
         """Watch the experts of a mixture; the yielded list has their auxiliary loss after the block, if any.
 
-        An idle pass counts for nothing.
+        An idle pass does not count.
         """
         auxiliary: list[Tensor] = []
         if self.routing is None or not micro.row.numel():
@@ -465,7 +465,7 @@ class Policy(PolicyState):
     def _alignment(self, current: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
         """Measure the difference of trainer and sampler: (sum, count) [2], and the largest (-inf without tokens).
 
-        Only tokens sampled by the current weights count: others differ because of later learning.
+        Only tokens sampled by the current weights count; others differ because of later updates.
         """
         fresh = (micro.versions == self.optimizer.steps_taken)[micro.row]
         difference = torch.where(fresh, (current - micro.sampling_logprobs).abs(), torch.nan)
@@ -526,7 +526,7 @@ def _numbered(groups: Sequence[Group], *, masked: bool) -> list[Group]:
     """Return the groups with each sample's number, from 0, as its version, and every token counted if not ``masked``.
 
     The number identifies a packed row: packing changes the order, and merges equal completions. No sample is left out
-    for want of an advantage.
+    for lack of an advantage.
     """
     number = count()
 

@@ -1,4 +1,4 @@
-"""State of a policy to save and resume: its tensors, whole or in the parts that ranks have, and its states."""
+"""State of a policy to save and resume: its tensors, whole or in the ranks' parts, and its other states."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class PolicyState:
     _host_memory: HostMemory
 
     def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield these parameters of the model whole, even if they are sharded over ranks; not to be written to.
+        """Yield these parameters of the model whole, even if sharded over ranks; they are read-only.
 
-        They come on demand, and few are in memory at a time if the caller keeps none. Ranks are busy with it until the
-        last has come, or the caller closes the iterator, and can do nothing else meanwhile.
+        They come on demand, few in memory at a time if the caller keeps none. All ranks are busy until the last has
+        come or the caller closes the iterator.
         """
         return self.strategy.gather([parameter.detach() for parameter in parameters])
 
@@ -86,10 +86,7 @@ class PolicyState:
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`optimizer_state` returned.
-
-        Raises CheckpointError if it is of another optimizer.
-        """
+        """Restore the result of :meth:`optimizer_state`. Raises CheckpointError for another optimizer's."""
         self.optimizer.load_state_dict(dict(state))
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,11 +111,10 @@ class PolicyState:
 
         Args:
             directory: the same for all ranks.
-            copied: what is written is a copy in host memory, and training may go on. Without, it may not, until
-                all is written.
+            copied: write from a copy in host memory while training continues; otherwise it must wait for the write.
 
         Returns:
-            The states of optimizer and reference with names in the places of tensors.
+            The states of optimizer and reference, with names in place of tensors.
         """
         if copied:
             self._host_memory.wait()
@@ -146,13 +142,13 @@ class PolicyState:
         return saving.finish()
 
     def load_parts(self, directory: str, state: Mapping[str, Any]) -> None:
-        """Resume from the parts of a checkpoint, of which each rank reads what it keeps.
+        """Resume from the parts of a checkpoint, of which each rank reads its own.
 
         Args:
             state: as :meth:`begin_parts` returned it.
 
         Raises:
-            CheckpointError: they are of another optimizer or reference, or cannot be read.
+            CheckpointError: they belong to another optimizer or reference, or cannot be read.
         """
         read, saved = partial(read_parts, Path(directory)), saved_tensors(Path(directory))
         if self.reference is not None:

@@ -82,7 +82,7 @@ class SaveInParts(Save):
 
     Args:
         manager, policy, step: what is saved.
-        state, meta: what is whole.
+        state, meta: content that is saved whole.
         copied: as :meth:`Policy.begin_parts`.
     """
 
@@ -133,13 +133,13 @@ class SaveInParts(Save):
 class Budget:
     """Time budget of checkpoints, so that saving takes at most a share of the run's time.
 
-    The next checkpoint is due when the seconds for which the last one held up training are at most ``share`` of those
-    since it, and with all before at most ``share`` of the whole time: the cost of the first is estimated from its size,
-    and a slow disk takes several times that.
+    The next checkpoint is due once the last one's delay of training is at most ``share`` of the time since then, and
+    all delays together at most ``share`` of the whole time. The first one's cost is estimated from its size; a slow
+    disk takes several times that.
 
     Args:
-        share: of the time; 0 where there are none.
-        clock: seconds that have passed, from any start.
+        share: largest share of the time; 0 without checkpoints.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, share: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,7 +161,7 @@ class Budget:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure the cost of a checkpoint, which is saved in the block."""
+        """Measure the cost of a checkpoint that the block saves."""
         began = self._clock()
         yield
         self._since = self._clock()
@@ -183,11 +183,11 @@ class RunCheckpoints:
     """Checkpoints of a run, which save and restore weights, optimizer, schedule, random generators and data position.
 
     Args:
-        manager: where they go.
-        policy, feed: whose state it is.
-        every_steps: how often; 0 only when the run is asked to stop, or as ``max_share`` allows.
-        max_share: largest share of the time that saving may take, if that decides how often; else 0.
-        asked: whether a checkpoint is requested now.
+        manager: writer of the checkpoints.
+        policy, feed: sources of the state.
+        every_steps: interval in steps; 0 saves only on a stop, or as ``max_share`` allows.
+        max_share: largest share of the time for saving, if that sets the interval; else 0.
+        asked: returns True if a checkpoint is requested now.
         asynchronous: continue training as soon as there is a copy in host memory.
         whole: let one process write everything, even if the policy is sharded.
     """
@@ -210,7 +210,7 @@ class RunCheckpoints:
         self._host_memory, self._reserved = HostMemory(), False
 
     def require_shared_disk(self) -> None:
-        """Raise ConfigError if ranks are to write into one directory, and do not share one."""
+        """Raise ConfigError if ranks must write into one directory but do not share it."""
         if not self._in_parts:
             return
         seen = self.manager.directory.parent.absolute() / f".seen-by-ranks-{secrets.token_hex(4)}"
@@ -230,10 +230,10 @@ class RunCheckpoints:
         Args:
             step: the last one that is done.
             stopping: the run ends with it.
-            recorded: called before anything is saved; it returns once all is written that the run records of steps.
+            recorded: called before saving; returns once all records of the run's steps are written.
 
         Raises:
-            CheckpointError: it could not be written, or the one before could not; the last one is untouched.
+            CheckpointError: this checkpoint or the one before could not be written; the last good one is untouched.
         """
         due = step % self.every_steps == 0 if self.every_steps > 0 else self._budget.due(self._num_bytes)
         wanted = self.asked() or stopping or due
@@ -295,7 +295,7 @@ class RunCheckpoints:
         """Complete the current save after the block, also after an error if possible.
 
         Raises:
-            CheckpointError: it cannot be one.
+            CheckpointError: it cannot be completed.
         """
         try:
             yield
@@ -308,7 +308,7 @@ class RunCheckpoints:
         self.wait()
 
     def take_metrics(self) -> dict[str, MetricValue]:
-        """Return metrics of a checkpoint that was finished beside training since the last call."""
+        """Return metrics of a checkpoint that was finished in the background since the last call."""
         seconds, self._write_time = self._write_time, None
         return {} if seconds is None or not self.asynchronous else {"checkpoint_write_time": Mean(seconds)}
 
@@ -332,8 +332,7 @@ class RunCheckpoints:
         """Load the newest good checkpoint and return its step; 0 if there is none.
 
         Raises:
-            CheckpointError: it belongs to another model, or its place in the data is one of another source; or every
-                checkpoint is damaged.
+            CheckpointError: it belongs to another model or another source of data, or every checkpoint is damaged.
         """
         step = self.manager.newest()
         if step is None:
@@ -379,7 +378,7 @@ def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _copied(content: Any) -> Any:
-    """Return the content with copies of all tensors in host memory; a tensor in several places is copied once."""
+    """Return the content with copies of all tensors in host memory; repeated tensors are copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:

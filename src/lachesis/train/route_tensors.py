@@ -1,4 +1,4 @@
-"""Experts that engines used for the inputs of a micro-batch, as a tensor."""
+"""Tensors of the experts that engines used for the inputs of a micro-batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Stretch(NamedTuple):
 
 
 def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
-    """Return int16 [T, L, K] of the inputs in their order, -1 where they are unknown; ``None`` if all are.
+    """Return the experts of the inputs, int16 [T, L, K], -1 where unknown; ``None`` if all are.
 
     Raises:
-        TrainingError: sequences have those of different models.
+        TrainingError: sequences have experts of different models.
     """
     shapes = {stretch.routed.chosen.shape[1:] for stretch in stretches if stretch.routed is not None}
     if not shapes:
@@ -49,7 +49,7 @@ def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
 
 
 def require_routed(groups: Sequence[Group]) -> None:
-    """Raise TrainingError if a sample lacks the experts that it was sampled with."""
+    """Raise TrainingError if a sample lacks its experts."""
     missing = sum(sample.routed is None for group in groups for sample in group.samples)
     if missing:
         raise TrainingError(

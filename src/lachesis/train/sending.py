@@ -36,7 +36,7 @@ class SendsWeights:
     def share(self, senders: Sequence[int], *, saved: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank sends as one of ``senders``, in order, by a checkpoint's names if ``saved``.
 
-        It has to be taken to its end: ranks gather for one another.
+        Consume all of it, because ranks gather for one another.
         """
         parts = deal(weight_sizes(self.model), senders=senders)
         tensors = dealt_weights(self.model, parts, rank=self.strategy.rank, gather=self.strategy.gather_to)
@@ -46,8 +46,8 @@ class SendsWeights:
         """Take part in a transfer as a rank other than 0; failures of the engines are part of the answer.
 
         Args:
-            step: ``listen`` for new channels, where they are in the answer, or ``send`` over them.
-            told: what rank 0 says of it.
+            step: ``listen`` for new channels, with addresses in the answer, or ``send`` over them.
+            told: rank 0's arguments.
         """
         if step == "listen":
             return self._listen(told)

@@ -1,6 +1,6 @@
 """SFT warm start: batches of given answers, followed by those of the feed that generates.
 
-The loop knows nothing of it. Weights travel to the engine after these steps too.
+The loop is unaware of it, so weights travel to the engine after these steps too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lachesis.train.batch import Batch
 def demonstrations(
     problems: Sequence[Prompt], *, column: str, encode: Callable[[str], list[int]], end: int, longest: int
 ) -> list[Group]:
-    """Return a group of one sample for each problem: its answer and the end token, all of which is learned.
+    """Return a group of one sample for each problem: its answer and the end token, all trained on.
 
     Args:
         column: of the answer.
-        encode: a text to its tokens, without special ones.
+        encode: converts a text to tokens, without special ones.
         end: the end token.
-        longest: tokens that the model takes.
+        longest: the model's limit of tokens.
 
     Raises:
         DataError: a problem has no answer, or one that is too long.
@@ -60,7 +60,7 @@ class StartedFeed(FeedBefore[Batch]):
     Args:
         feed: feed after the start.
         answers: data of the start.
-        steps: batches of it.
+        steps: number of its batches.
         batch_size: answers in each.
         pack: makes a batch of groups.
         seed: of the order.

@@ -22,8 +22,8 @@ def keep_activations(model: PreTrainedModel, which: Activations) -> None:
     """Set which activations of the layers are kept for the backward pass.
 
     ``selective`` keeps the results of attention beside the layers' inputs, ``recompute`` their inputs alone, on their
-    device, and ``offload`` the inputs in the host's memory. All else is computed again in the backward pass. Attention
-    costs the square of a sequence's length, so that in a long one it is most of a layer's work, and its result the
+    device, and ``offload`` the inputs in the host's memory. Everything else is recomputed in the backward pass.
+    Attention costs the square of a sequence's length: in a long one it is most of a layer's work, and its result the
     least of a layer's memory. ``auto``, which a run has resolved before (:mod:`lachesis.run.parts`), keeps all.
     """
     setattr(model, _SPARES, which in SPARING)
@@ -46,7 +46,7 @@ def _offloading(memory: HostMemory, checkpointed: Any, *args: Any) -> Any:
 
 
 def spares_memory(model: nn.Module) -> bool:
-    """Return True if the model's layers keep less than all, so that code beside them should not keep much either."""
+    """Return True if the model's layers discard activations, so that code beside them should keep little too."""
     return getattr(model, _SPARES, False)
 
 

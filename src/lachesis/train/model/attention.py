@@ -109,13 +109,13 @@ def install(model: PreTrainedModel) -> None:
 
 @cache
 def _keeps_to_itself(layer: type[torch.nn.Module]) -> bool:
-    """Return True for a decoder layer that does not tell its attention what a pass is told (StableLM, Nemotron)."""
+    """Return True for a decoder layer that does not pass keyword arguments to its attention (StableLM, Nemotron)."""
     call = re.search(r"self\.self_attn\((.*?)\n\s*\)", inspect.getsource(layer.forward), re.DOTALL)
     return call is not None and "**kwargs" not in call[1]
 
 
 def _hand_on(layer: torch.nn.Module, inner: Any) -> None:
-    """Have a layer's attention be told what the pass is told."""
+    """Make a layer pass its keyword arguments to its attention."""
     inner.told = {}
 
     def hear(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -134,8 +134,8 @@ def packing_arguments(
     """Return the keyword arguments that make a forward pass attend within the micro-batch's segments.
 
     ``flash`` uses a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The 4-d attention
-    mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a ``context`` the pass is
-    of this rank's run of the tokens. ``recurrent`` is for a model with recurrent layers.
+    mask is a placeholder: it keeps transformers from building a [T, T] mask. With a ``context`` the pass covers this
+    rank's run of the tokens. ``recurrent`` is for a model with recurrent layers.
     """
     placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
     arguments: dict[str, Any] = {"attention_mask": placeholder}
@@ -176,7 +176,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: query [1, H, T, D], key and value [1, Hkv, T, D].
 
-    With a ``packed_context`` these are of a run of the ``packed_tokens`` alone; other arguments are those of
+    With a ``packed_context`` these cover only a run of the ``packed_tokens``; other arguments are those of
     :func:`packing_arguments` and of the layer.
 
     Returns the output as [1, T, H, D], and no weights.
@@ -214,7 +214,7 @@ def _attend(
         s_aux: [H], the logit of each head's attention sink.
 
     Raises:
-        ValueError: a packed pass of a layer that asks for something that the kernel does not do.
+        ValueError: a layer needs something in a packed pass that the kernel does not do.
     """
     if (packed_plan is not None or cu_seq_lens_q is not None) and (unknown := _unknown(kwargs)):
         raise ValueError(f"packed attention does not know {', '.join(unknown)} of {type(module).__name__}")
@@ -282,7 +282,7 @@ def _unknown(keywords: Mapping[str, Any]) -> list[str]:
 def chunk_size(module: torch.nn.Module) -> int | None:
     """Return the chunk within which an attention layer attends (Llama 4), or None where it sees all before it.
 
-    transformers builds it into the mask of the pass alone, which a packed pass does not have.
+    transformers builds it into the pass's mask, which a packed pass does not have.
     """
     config: Any = getattr(module, "config", None)
     size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
@@ -323,7 +323,7 @@ def bucketed_attention(
 
     Args:
         sinks: [H], logits of keys that have no value.
-        chunk: each query sees the keys of its own chunk of so many positions only.
+        chunk: number of positions in a chunk; each query sees only the keys of its chunk.
     """
     heads = query.shape[1]
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -363,8 +363,8 @@ def plan_buckets(micro: MicroBatch) -> BucketPlan:
 def _cut(len_q: Tensor, len_k: Tensor) -> list[Tensor]:
     """Divide segments into buckets, sorted by their keys or by their queries, whichever wastes less.
 
-    If prompts are shared, the first completion of each has its prompt among its queries and the others have not, so
-    that segments with equally many keys differ in their queries.
+    If prompts are shared, only the first completion of each has its prompt among its queries, so segments with equally
+    many keys differ in their queries.
     """
     by_keys = torch.argsort(len_k * (int(len_q.max()) + 1) + len_q, descending=True, stable=True)
     by_queries = torch.argsort(len_q * (int(len_k.max()) + 1) + len_k, descending=True, stable=True)
@@ -374,7 +374,7 @@ def _cut(len_q: Tensor, len_k: Tensor) -> list[Tensor]:
 
 
 def _cut_in_order(order: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[list[Tensor], int]:
-    """Divide wherever padding to the longest would waste too much; return the parts, and their work with padding."""
+    """Divide where padding to the longest would waste too much; return the parts, and their work with padding."""
     q, k = len_q.tolist(), len_k.tolist()
     cuts, total, first, real, max_q, max_k = [], 0, 0, 0, 0, 0
     ids = order.tolist()

@@ -1,11 +1,10 @@
 """Context parallelism: several ranks compute one micro-batch together, each a run of its tokens (Ulysses).
 
-Embeddings, norms, linear layers and experts need no other token than their own. Attention does: around it each rank
-gives the others their heads of its own tokens and gets its own heads of all tokens (DeepSpeed-Ulysses, arXiv
-2309.14509), so that what attends to what, shared prompts included, is written down as it is on one rank. Of the
-predictions, which may all stand at the end of the stream, each rank takes as many through the head; logprobs, a number
-each, are then put together, and each rank computes the whole loss. Its gradient goes back through a rank's own numbers
-alone, so that the gradients of all ranks add up to that of one.
+Embeddings, norms, linear layers and experts need only their own tokens. Attention needs all: around it each rank
+exchanges its tokens' heads for its own heads of all tokens (DeepSpeed-Ulysses, arXiv 2309.14509), so segments, shared
+prompts included, are described as on one rank. The predictions, which may all stand at the end of the stream, are
+divided evenly for the head; then the ranks gather the logprobs, and each computes the whole loss. Its gradient flows
+back only through a rank's own logprobs, so that the gradients of all ranks add up to that of one.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Share(NamedTuple):
 
     Attributes:
         input_ids, position_ids: int64 [n]; beyond the end of the stream they are 0.
-        places: int64 [p], where in ``input_ids`` the predictions of all ranks stand that are made of these tokens.
-        sent: how many of ``places`` each rank takes, in the order of ranks.
-        received: how many predictions this rank gets from each.
-        order: int64 [m], where each of the rank's predictions is among those that it gets.
-        predictions: which of the micro-batch's are the rank's.
+        places: int64 [p], positions in ``input_ids`` whose predictions any rank takes.
+        sent: number of ``places`` that each rank takes, in the order of ranks.
+        received: number of predictions that this rank gets from each.
+        order: int64 [m], position of each of the rank's predictions among the received ones.
+        predictions: the rank's among the micro-batch's.
     """
 
     input_ids: Tensor
@@ -71,7 +70,7 @@ class ContextGroup(RankGroup):
         return self.exchange(values, share.sent, share.received).index_select(0, share.order)
 
     def holds(self, tokens: int) -> Tensor:
-        """Return which places of a rank's run are tokens of the stream, not beyond its end: bool [n]."""
+        """Return which places of a rank's run hold tokens, not padding beyond the stream's end: bool [n]."""
         run = self.part(tokens)
         return torch.arange(self.rank * run, (self.rank + 1) * run) < tokens
 
@@ -81,7 +80,7 @@ class ContextGroup(RankGroup):
         Where there are fewer heads of keys and values than ranks, each is given to several.
 
         Raises:
-            ConfigError: the heads are no whole number for each rank.
+            ConfigError: the heads do not divide evenly among the ranks.
         """
         heads, kv_heads = states[0].shape[1], states[1].shape[1]
         require_heads(self.size, heads=heads, kv_heads=kv_heads)

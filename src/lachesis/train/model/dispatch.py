@@ -1,7 +1,7 @@
 """Expert parallelism: each rank has some experts of every layer, and tokens travel to their experts.
 
 As in GShard (arXiv 2006.16668), without a capacity: a rank sends each of its tokens once to each of the experts that
-its router has chosen, computes its own experts for whatever arrives, and weights the results that come back.
+its router has chosen, computes its own experts for whatever arrives, and weights the returned results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from lachesis.train.model.rank_group import RankGroup
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A rank's experts: of states [rows, H], its experts [rows, 1] and their weights [rows, 1] the results [rows, H]."""
+"""Function of a rank's experts: from states [rows, H], experts [rows, 1] and weights [rows, 1] to results [rows, H]."""
 
 
 class ExpertGroup(RankGroup):
@@ -51,7 +51,7 @@ def _computed(compute: Compute, rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the experts' unweighted outputs.
 
     If no token has arrived, a row of zeros is computed and left out: in the backward pass others wait for this rank's
-    gradients, those of its experts and those that travel back.
+    gradients.
     """
     given = rows if len(rows) else rows.sum(0, keepdim=True)
     chosen = numbers if len(rows) else numbers.new_zeros(1)

@@ -1,4 +1,4 @@
-"""Load of a mixture's experts: its measurement, and the auxiliary loss that evens it out.
+"""Load of a mixture's experts: its measurement, and the auxiliary loss that balances it.
 
 Routers and experts are found as transformers describes them: every architecture's routers by the recordable outputs of
 its class, its experts by their stacked weights.
@@ -26,7 +26,7 @@ def watch_experts(model: PreTrainedModel, *, coefficient: float | Literal["model
     """Return a recorder of a mixture's routing; ``None`` for a model without experts.
 
     Raises:
-        ModelError: such a model has a weight for its routers' loss; or as :class:`ExpertRouting`.
+        ModelError: a model without experts has a weight for a router loss; or as :class:`ExpertRouting`.
     """
     if stacked_experts(model):
         return ExpertRouting(model, coefficient=coefficient)
@@ -58,7 +58,7 @@ class ExpertRouting:
         coefficient: as ``algorithm.router_aux_loss_coef``.
 
     Raises:
-        ModelError: an auxiliary loss is asked for, and the model's routers are not known.
+        ModelError: an auxiliary loss is wanted, and the model's routers are unknown.
     """
 
     def __init__(self, model: PreTrainedModel, *, coefficient: float | Literal["model"] | None = None) -> None:
@@ -112,7 +112,7 @@ class ExpertRouting:
         """Return the pass's part of the auxiliary loss, times its coefficient.
 
         ``share`` is the share of the step's tokens in this pass. Evenness is measured over a micro-batch, as in Switch
-        Transformers: a mean over smaller ones is another loss.
+        Transformers: averaging smaller batches gives another loss.
         """
         loss = load_balancing_loss(routed.logits, top_k=self.top_k, valid=valid)
         self._loss = self._loss.merge(Mean(float(loss.detach()) * share, share))
@@ -169,7 +169,7 @@ def expert_load(chosen: Tensor, *, valid: Tensor | None, experts: int) -> Tensor
 
 
 def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor | None = None) -> Tensor:
-    """Return ``experts * sum_e(f_e * P_e)``, which is 1 * top_k where all experts are alike.
+    """Return ``experts * sum_e(f_e * P_e)``, which is top_k for a perfectly even load.
 
     The formula is eq. 4 to 6 of Switch Transformers (Fedus et al., arXiv 2101.03961). f is the share of tokens that
     chose an expert, P the mean probability that its router gave it, both over the tokens of all layers, as in
@@ -178,7 +178,7 @@ def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor |
     Args:
         logits: [tokens, experts] of each layer.
         top_k: experts of a token.
-        valid: [tokens], which are no padding; all if unset.
+        valid: [tokens], False for padding; all True if unset.
     """
     kept = [layer if valid is None else layer[valid] for layer in logits]
     together = torch.cat([*kept])

@@ -1,4 +1,4 @@
-"""First layers of a model in float32, on which ways of running it are told apart where 16 bits would blur them."""
+"""First layers of a model in float32, which tell ways of running it apart that look alike in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lachesis.train.distributed.strategy import decoder_list
 
 @contextmanager
 def first_layers_in_float32(model: PreTrainedModel, *, vocab_size: int) -> Iterator[None]:
-    """Have a model of 16 bits be its first layers alone, in float32; afterwards it is what it was, bit for bit.
+    """Reduce a 16-bit model to its first layers, in float32, within the block; restore it bit for bit.
 
-    They are as many as it takes to have one of each kind. What is held in addition is these layers in float32, and of
-    embeddings and head the rows of the first ``vocab_size`` tokens.
+    They include one layer of each kind. The additional memory is these layers in float32, and the rows of embeddings
+    and head for the first ``vocab_size`` tokens.
     """
     layers = decoder_list(model)
     rest = list(layers)[_enough(model) :]
@@ -43,7 +43,7 @@ def first_layers_in_float32(model: PreTrainedModel, *, vocab_size: int) -> Itera
 
 
 def has_float32(model: PreTrainedModel) -> bool:
-    """Return True if a process can compute with a model of 16 bits in float32: none is cut or quantized."""
+    """Return True if a process can compute a 16-bit model in float32: no weight is cut or quantized."""
 
     def is_plain(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.element_size() >= 2 and not isinstance(tensor, DTensor)
@@ -52,12 +52,12 @@ def has_float32(model: PreTrainedModel) -> bool:
 
 
 def _is_table(module: nn.Module | None) -> TypeGuard[nn.Embedding | nn.Linear]:
-    """Return True for embeddings or a head with a row for each token, and nothing added to it by an adapter."""
+    """Return True for embeddings or a head with a row for each token and without an adapter."""
     return isinstance(module, nn.Embedding | nn.Linear)
 
 
 def _enough(model: PreTrainedModel) -> int:
-    """Return how many of the first layers have one of each kind among them."""
+    """Return the smallest number of first layers that include one of each kind."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     seen: dict[Hashable, int] = {}
     for index, layer in enumerate(decoder_list(model)):
@@ -67,7 +67,7 @@ def _enough(model: PreTrainedModel) -> int:
 
 
 def _traits(module: nn.Module) -> Hashable:
-    """Return what tells a module from those of another kind of layer: its type, its words, and what is set in it."""
+    """Return a key of a module's kind: its type, its texts and its settings."""
     public = sorted((name, value) for name, value in vars(module).items() if not name.startswith("_"))
     return type(module), *((name, _trait(value)) for name, value in public)
 

@@ -1,17 +1,16 @@
 """Float8 matrix products in the linear layers while training, by torchao.
 
 Weights, gradients and everything between the layers stay in the model's dtype, under the same names and in the same
-storage: each product alone rounds its two factors to float8, times a scale that brings the largest value of a
-tensor (``float8``) or of each of its rows (``float8_rowwise``) to the format's largest. Weights and activations
-take e4m3; incoming gradients take e5m2, or e4m3 by rows (Micikevicius et al. 2022, arXiv 2209.05433). It makes
-large layers faster, most by rows, where no pass looks for a tensor's largest value, and takes no less memory.
+storage: only the products round their two factors to float8, times a scale that brings the largest value of a tensor
+(``float8``) or of each of its rows (``float8_rowwise``) to the format's largest. Weights and activations take e4m3;
+incoming gradients take e5m2, or e4m3 by rows (Micikevicius et al. 2022, arXiv 2209.05433). It speeds up large layers,
+most of all by rows, which need no pass for a tensor's largest value; it saves no memory. Only passes of the loss use
+it: the policy's, its old logprobs and a reference. The canary, probes and generation in this process use the unrounded
+network, so that the comparison with an engine does not depend on it. (Generation in another thread during a loss is in
+float8 as well, with the logprobs of what it sampled from.)
 
-Only passes of the loss run so: the policy's, its old logprobs and a reference. The canary, probes and generation in
-this process see the network as it is, so that what an engine is compared with does not depend on it. (Generation in
-another thread during a loss is in float8 as well, with the logprobs of what it sampled from.)
-
-A row or tensor of zeros, as padding or an advantage of 0 make them, has no largest value to divide by, and kernels
-that do so all the same give NaN. torchao's scale counts it as 1e-12 at least, so zeros stay zeros.
+A row or tensor of zeros, from padding or an advantage of 0, would be divided by 0 and give NaN. torchao's scale uses at
+least 1e-12, so zeros stay zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _ROUTERS = ("gate", "router")
 class Float8Switch:
     """Switch of a model's float8 layers, shared with copies of the model.
 
-    Copies of the model hang on the same switch.
+    All copies use the same switch.
     """
 
     def __init__(self) -> None:
@@ -67,8 +66,8 @@ class Float8Switch:
 def compute_in_float8(model: PreTrainedModel, scaling: Float8Scaling) -> Float8Switch:
     """Convert the linear layers of a model in place, and return the switch, which is off.
 
-    Parameters stay the same objects. Left out are the LM head, routers, and layers with a size that is no multiple
-    of 16. A CPU has no such products: there factors are rounded alike and multiplied in float32.
+    Parameters stay the same objects. The LM head, routers, and layers with a size that is not a multiple of 16 are left
+    out. A CPU lacks such products, so factors are rounded the same way and multiplied in float32.
 
     Raises:
         DependencyError: torchao is not installed.

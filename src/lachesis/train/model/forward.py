@@ -59,12 +59,11 @@ _PROBED_REACH = 6
 class ForwardPlan:
     """Way of running a model.
 
-    ``attention``: over segments with a variable-length kernel, over segments in buckets, or over padded
-    rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
-    computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
-    ``context``: the ranks that share the tokens of a micro-batch, where there are several. ``recurrent``: how its
-    recurrent layers, if any, take runs of a packed stream.
-    ``told``: how the model is run, and why not faster, in a line.
+    ``attention``: over segments with a variable-length kernel, over segments in buckets, or over padded rows. ``head``:
+    ``chunked`` where the logits are a linear map of the last hidden state, else the model computes them itself, at the
+    chosen positions only. ``softcap``: what the head does to its logits. ``context``: the ranks that share the tokens
+    of a micro-batch, where there are several. ``recurrent``: how its recurrent layers, if any, take runs of a packed
+    stream. ``told``: a line on how the model is run, and why not faster.
     """
 
     attention: AttentionKind
@@ -94,7 +93,7 @@ def target_logprobs(
     """Return logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures.
 
     Args:
-        read: makes something of the whole distributions, too.
+        read: computes a further result from the whole distributions.
     """
     return run_within(model, partial(_target_logprobs, model, micro, plan=plan, read=read))
 
@@ -228,8 +227,8 @@ def plan_forward(
         context: the ranks that are to share the tokens of a micro-batch.
 
     Raises:
-        ModelError: ``packing="packed"`` was asked for, or a ``context``, and the model cannot.
-        ConfigError: its heads cannot be shared out among the ranks of the context.
+        ModelError: ``packing="packed"`` or a ``context`` is wanted, and the model cannot do it.
+        ConfigError: its heads do not divide among the ranks of the context.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # transformers' SDPA leaves the softcap out, which makes another model of it.
@@ -279,7 +278,7 @@ def _no_context(model: PreTrainedModel, reason: str) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """Ways of running a model that were tried on the probe; ``differences`` has the words of each, empty if right."""
+    """Ways of running a model that were tried on the probe; ``differences`` describes each one's, empty if right."""
 
     model: PreTrainedModel
     device: torch.device
@@ -289,7 +288,7 @@ class _Trials:
     def packed(
         self, ways: Sequence[RunWays], *, takes_attention: bool, context: ContextGroup | None
     ) -> ForwardPlan | None:
-        """Return the first right way of running packed sequences; without one the model is as it was."""
+        """Return the first right way of running packed sequences; without one restore the model."""
         before = self.model.config._attn_implementation
         assert before is not None, "transformers chooses one when it makes a model"
         if takes_attention:
@@ -316,7 +315,7 @@ class _Trials:
         return None
 
     def tried(self) -> str:
-        """Return what was wrong with the ways that were tried."""
+        """Describe the deviations of the tried ways."""
         return "; ".join(f"{words}: {difference}" for words, difference in self.differences.items() if difference)
 
     def told(self, plan: ForwardPlan) -> ForwardPlan:
@@ -345,7 +344,7 @@ def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[Atten
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Groups with the model's own logprobs, and the tolerance for another way of running it."""
+    """Probe: groups with the model's own logprobs, and the tolerance for another way of running it."""
 
     groups: list[Group]
     tolerance: float
@@ -354,12 +353,12 @@ class _Probe:
 class _Judge:
     """Judge of the ways of running a model.
 
-    In 16 bits two correct ways differ by rounding, and on some models by more than a wrong one does on others: Gemma 3
-    270M by 0.6, and positions that are one off change SmolLM2-135M by 0.2. A way whose kernels compute in float32, too,
-    is therefore tried in float32, on the model's first layers: there correct ones differ by 0.00003 on both, and such
-    positions make 2 to 5 nats. The model as it is then has to run that way at all. What has no float32 (flash
-    attention, the scans of flash-linear-attention, quantized weights) or no whole layers (weights cut over ranks) is
-    judged in 16 bits.
+    In 16 bits two correct ways differ by rounding, on some models by more than a wrong way on others: Gemma 3 270M by
+    0.6, while positions that are off by one change SmolLM2-135M by 0.2. A way whose kernels can compute in float32 is
+    therefore tried in float32, on the model's first layers: there correct ways differ by 0.00003 on both, and wrong
+    positions by 2 to 5 nats. The unchanged model then only has to run that way. Ways without float32 (flash attention,
+    the scans of flash-linear-attention, quantized weights) or without whole layers (weights cut over ranks) are judged
+    in 16 bits.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, *, alone: bool) -> None:
@@ -394,12 +393,11 @@ class _Judge:
 def _probe(model: PreTrainedModel, device: torch.device, *, least: float) -> _Probe:
     """Return a probe of groups whose samples share a prompt, each sequence run by itself.
 
-    How far logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many rows
-    matrices are multiplied in another order, and 4-bit ones by another kernel. With more bits than 16
-    nobody asks.
+    The effect of rounding is measured by running a sequence beside copies of itself: with more rows matrices are
+    multiplied in another order, and 4-bit ones by another kernel. Above 16 bits this is skipped.
 
     Args:
-        least: the least that another way may differ by.
+        least: lower bound of the tolerance.
     """
     vocab_size = min(_VOCABULARY, model.config.get_text_config().vocab_size)
     ids = tuple((5 * i + 3) % vocab_size for i in range(64))
@@ -461,7 +459,7 @@ def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device
 
 @contextmanager
 def _training(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model in training mode, but for dropout, of which adapters may have some that is meant."""
+    """Set training mode within the block, without dropout, which an adapter may have."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -475,7 +473,7 @@ def _training(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_reach(model: PreTrainedModel) -> Iterator[None]:
-    """Have windows, chunks and blocks of attention so short that the probe's sequences are longer."""
+    """Shorten windows, chunks and blocks of attention below the length of the probe's sequences."""
     owners = [model.config, model.config.get_text_config(), *model.modules()]
     lowered = [
         (owner, name, value)

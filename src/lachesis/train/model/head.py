@@ -27,16 +27,16 @@ _KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
 
 
 Logits = Callable[[Tensor, Tensor], Tensor]
-"""From what a model gives of C predictions [C, ·] and inverse temperatures [C]: logits / temperature [C, V]."""
+"""Map a model's output for C predictions [C, ·] and inverse temperatures [C] to logits / temperature [C, V]."""
 
 Read = Callable[[Tensor, slice], Tensor]
-"""From log-probabilities [C, V] of the predictions in a slice to something of each of them, [C, ...]."""
+"""Map log-probabilities [C, V] of the predictions in a slice to a result for each, [C, ...]."""
 
 
 class TokenLogprobs(NamedTuple):
     """Logprobs [M] of the targets and entropies [M] of their distributions, both at temperature.
 
-    ``read`` [M, ...] is what a :data:`Read` made of the distributions, where one was asked for.
+    ``read`` [M, ...] is the result of a :data:`Read`, if one was given.
     """
 
     logprobs: Tensor
@@ -63,7 +63,7 @@ def token_logprobs(
         inverse_temperature: float32 [M].
         bias: [V].
         softcap: logits are softcap·tanh(logits / softcap) where the architecture does so (Gemma 2).
-        keep: keep what the gradient of the weight is made of, which is up to 2.7 GB on a GPU, or make it again.
+        keep: keep the derivatives for the weight's gradient, up to 2.7 GB on a GPU, or recompute them.
 
     Differentiable in hidden, weight and bias, through both results.
     """
@@ -101,7 +101,7 @@ def read_distributions(
     Args:
         values: [M, ·], as ``logits`` takes them.
         inverse_temperature: float32 [M].
-        vocab: V, which makes chunks as large as those of the other results.
+        vocab: V, for chunks as large as those of the other results.
 
     Returns:
         [M, ...], differentiable in the values and in the tensors that ``logits`` holds.

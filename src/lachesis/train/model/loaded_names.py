@@ -19,10 +19,10 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
     """Compare the loaded tensors with those of the files.
 
     Args:
-        info: transformers' loading info. Tied weights and what a class declares as optional are no part of it.
+        info: transformers' loading info. It excludes tied weights and those that a class declares as optional.
         model: the name of the model's class.
         total: how many tensors the model has.
-        left_out: the checkpoint has more than this model, by its architecture: then others are no error.
+        left_out: the checkpoint's architecture has more than this model, so surplus tensors are not an error.
 
     Raises:
         ModelError: tensors are missing, have other shapes, or are unknown to the model.
@@ -53,7 +53,7 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
 
 
 def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
-    """Name what hides the missing tensors, if the words of wrappers do: before their names, or in the midst of them."""
+    """Name the wrappers' words, before or inside names, that hide the missing tensors, if any."""
     names = {*unknown}
     for prefix in _PREFIXES:
         if missing and all(f"{prefix}{name}" in names for name in missing):

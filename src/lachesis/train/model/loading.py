@@ -88,12 +88,11 @@ class WeightSource(Protocol):
 class LoadedModel:
     """Model ready to be wrapped by a policy.
 
-    ``model`` is the part that is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
-    ``float8`` switches its linear layers to float8, if ``model.matmul_dtype`` says so; else it does nothing.
-    ``unread`` fills in base weights that were not loaded, once the model is sharded; until then they are undefined.
-    ``whole`` is the checkpoint that the model is a part of, where it has more, such as a tower for images.
-    ``continued``: the adapter is one that was trained before, so that the model which training starts from has it.
-    ``processors``: files that are saved with the model, where it is shown images.
+    ``model`` is the part that is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it. ``float8``
+    switches its linear layers to float8, if ``model.matmul_dtype`` says so. ``unread`` fills in base weights that were
+    not loaded, once the model is sharded; until then they are undefined. ``whole`` is the checkpoint around the model,
+    if it has more, such as a tower for images. ``continued``: the adapter was trained before, so the model that
+    training starts from includes it. ``processors``: files that are saved with a model that sees images.
     """
 
     model: PreTrainedModel | PeftModel
@@ -106,7 +105,7 @@ class LoadedModel:
     processors: tuple[Path, ...] = ()
 
     def writer(self) -> Callable[[Path], None] | None:
-        """Return the writer of the checkpoint that the model is a part of; None if the model is all of it."""
+        """Return the writer of the checkpoint around the model; None if the model is all of it."""
         whole = self.whole
         if whole is None or self.model is not self.transformer:
             return None
@@ -120,10 +119,10 @@ def write_whole(
     weights: Iterable[tuple[str, Tensor]],
     directory: Path,
 ) -> None:
-    """Write a checkpoint of these weights, within the one that the model is a part of, if there is such.
+    """Write a checkpoint of these weights, within the checkpoint around the model, if any.
 
     Raises:
-        CheckpointError: a tensor that was read back is not what was to be saved.
+        CheckpointError: a tensor that was read back differs from the saved one.
     """
     saved, contents = as_saved(model, weights), dict[str, Content]()
     write_checkpoint(directory, noting(saved if whole is None else whole.tensors(saved), contents))
@@ -141,14 +140,13 @@ def load_model(
     With ``weights`` nothing is loaded: the parameters are those tensors.
 
     Args:
-        sharded: it will be: it stays in CPU memory, in the dtype that it has on its device, and where the files
-            allow it each rank reads its own rows afterwards (:attr:`LoadedModel.unread`).
+        sharded: the model will be sharded: it stays in CPU memory, in its final dtype, and each rank reads only its own
+            rows afterwards if the files allow it (:attr:`LoadedModel.unread`).
 
     Raises:
         ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, or no
             float8 products.
-        DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
-            float8, and torchao is not.
+        DependencyError: quantization lacks bitsandbytes, or float8 products lack torchao.
     """
     _require_no_adapter(config.path)
     tokenizer = load_tokenizer(config)
@@ -178,7 +176,7 @@ def load_model(
 
 
 def processor_source(config: ModelConfig) -> str:
-    """Return where a model's processor is: beside ``model.tokenizer`` if there is one, else beside the model."""
+    """Return the place of a model's processor: that of ``model.tokenizer`` if set, else the model's."""
     own = config.tokenizer
     return own if own is not None and processor_files(Path(own)) else config.path
 
@@ -214,7 +212,7 @@ def load_teacher(
     """Load the frozen teacher of a policy of ``config``, in its dtype and on its device, never quantized.
 
     Args:
-        tokenizer: the policy's; the teacher is shown its token ids.
+        tokenizer: the policy's, whose token ids the teacher reads.
         on_cpu: as for :func:`load_model`.
 
     Raises:
@@ -299,7 +297,7 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
 
 
 def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows] | None:
-    """Return the model without its weights and their location, or None if it has to be loaded whole."""
+    """Return the model without weights, and their location, or None if it must be loaded whole."""
     if config.quantization != "none" or config.matmul_dtype != "auto" or saved_quantization(config) is not None:
         return None
     with load_errors(config.path):
@@ -324,10 +322,10 @@ def _dtype(config: ModelConfig) -> str:
 
 
 def saved_quantization(config: ModelConfig) -> Quantization | None:
-    """Return how the weights of a checkpoint are quantized already, as those of ``*-bnb-4bit``; None if they are not.
+    """Return the quantization that a checkpoint has already, such as a ``*-bnb-4bit`` one; None without any.
 
     Raises:
-        ModelError: in other bits than ``model.quantization`` says.
+        ModelError: its bits differ from ``model.quantization``.
         DependencyError: bitsandbytes is not installed.
     """
     of = _saved_in(config)
@@ -350,7 +348,7 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
 
 
 def _saved_in(config: ModelConfig) -> Mapping[str, Any]:
-    """Return how a checkpoint says that its weights are quantized; empty if they are not."""
+    """Return a checkpoint's quantization config; empty without one."""
     with load_errors(config.path):
         saved: Any = getattr(_read_config(config), "quantization_config", None)
     return saved if isinstance(saved, dict) else {} if saved is None else saved.to_dict()
@@ -410,8 +408,7 @@ def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrain
 def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """Return the causal language model of ``config.path`` with all parameters on the meta device, ties kept.
 
-    Buffers, such as the frequencies of rotary embeddings, are computed for real, on the CPU: they are in no
-    checkpoint, and nothing would bring them later.
+    Buffers, such as the frequencies of rotary embeddings, are computed for real, on the CPU: no checkpoint has them.
 
     Raises:
         ModelError: there is no such model.
@@ -437,13 +434,13 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
 
 
 def _is_part(model: PreTrainedModel, config: ModelConfig) -> bool:
-    """Return True if the checkpoint has more than this language model, such as a tower for images."""
+    """Return True if the checkpoint has more than the language model, such as a tower for images."""
     found = _read_config(config)
     return found.get_text_config() is not found and type(model).__name__ not in (found.architectures or ())
 
 
 def whole_checkpoint(model: PreTrainedModel, config: ModelConfig) -> WholeCheckpoint | None:
-    """Return the checkpoint of ``config.path`` where the model is a part of it, else None.
+    """Return the checkpoint of ``config.path`` if the model is only a part of it, else None.
 
     Raises:
         ModelError: not all of the model's tensors are found in it.
@@ -456,13 +453,13 @@ def whole_checkpoint(model: PreTrainedModel, config: ModelConfig) -> WholeCheckp
 
 
 def mend_generation_config(model: PreTrainedModel, path: str) -> None:
-    """Have the model's generation config be one that transformers writes, since it is saved with the model.
+    """Repair the model's generation config, so that transformers can save it with the model.
 
-    Checkpoints of the hub have files that transformers reads and refuses to write: sampling parameters beside
-    ``do_sample: false``. Nothing that is trained depends on it.
+    Some checkpoints on the hub have files that transformers reads but refuses to write: sampling parameters beside
+    ``do_sample: false``. Training does not depend on it.
 
     Raises:
-        ModelError: it cannot be mended.
+        ModelError: it cannot be repaired.
     """
     generation: Any = model.generation_config
     if generation is None or not (reason := _refusal(generation)):
@@ -534,7 +531,7 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
     """Copy the weights of a saved adapter into the one that is trained.
 
     Raises:
-        ModelError: there is no such adapter, or it is of another kind, of other sizes or of other layers.
+        ModelError: there is no such adapter, or its kind, sizes or layers differ.
     """
     from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
 
@@ -568,7 +565,7 @@ def takes_images(config: ModelConfig) -> bool:
     """Return True if the model of ``config`` can be shown images.
 
     Raises:
-        ConfigError: it cannot, and ``model.vision`` says that it is.
+        ConfigError: it cannot, but ``model.vision`` asks for it.
     """
     with load_errors(config.path):
         able = can_see(_read_config(config))
@@ -581,7 +578,7 @@ def takes_images(config: ModelConfig) -> bool:
 
 
 def context_length(config: ModelConfig) -> int:
-    """Return the number of tokens that fit into the model, a very large number if there is no such limit.
+    """Return the model's limit of tokens, a very large number if it has none.
 
     Raises:
         ModelError: there is no model.
@@ -626,7 +623,7 @@ def _require_no_adapter(path: str) -> None:
 
 
 def freeze_other_senses(model: PreTrainedModel) -> None:
-    """Freeze what a model for images and text has beside its language model."""
+    """Freeze all but the language model of a model for images and text."""
     part, head = text_part(model), model.get_output_embeddings()
     if part is model:
         return
@@ -691,7 +688,7 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
 
 
 def _adaptable(model: PreTrainedModel, layers: Sequence[nn.Module]) -> set[str]:
-    """Return the last names of the linear layers in ``layers`` that an adapter can be put on: no router among them."""
+    """Return the last names of the linear layers in ``layers`` that can have an adapter, so not routers."""
     of_routers = {inner for _, router in routers(model) for inner in router.modules()}
     found = {
         name.rpartition(".")[2]
@@ -708,7 +705,7 @@ def _returns_more(module: nn.Module) -> bool:
 
 
 def _refused_by_peft(model: PreTrainedModel) -> frozenset[str]:
-    """Return the layers of Mamba models that are read by their weights alone, where an adapter is lost."""
+    """Return the layers of Mamba models whose weights are read directly, bypassing an adapter."""
     kind = getattr(model.config, "model_type", None)
     if kind == "jamba":
         return frozenset({"dt_proj"})
@@ -718,7 +715,7 @@ def _refused_by_peft(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _refuse_tied_embeddings(model: PreTrainedModel, adapter: LoraAdapterConfig) -> None:
-    """Refuse an adapter on embeddings whose weight is the head's as well, by a ModelError."""
+    """Raise ModelError for an adapter on embeddings that share the head's weight."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embeddings.weight or adapter.targets == "all-linear":
         return

@@ -1,8 +1,8 @@
 """Offloading of saved tensors to host memory until the backward pass needs them.
 
-Autograd hands over the tensors it keeps (``saved_tensors_hooks``). On a GPU they leave by a separate stream, beside the
-computation, and return while the layer above runs backward. So the GPU holds two of them at a time, the one in use and
-the one that travels, however many layers there are. Copies are waited for on the GPU, by events, never by the host.
+Autograd hands over the tensors it keeps (``saved_tensors_hooks``). On a GPU a separate stream copies them out beside
+the computation, and back while the layer above runs backward. So the GPU holds two of them at a time, one in use and
+one in transit, however many layers there are. Events on the GPU wait for copies; the host never does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostMemory:
-    """Host memory for the saved tensors of one model, which are fetched in the reverse of their order of arrival."""
+    """Host memory for the saved tensors of one model, which are fetched in reverse order."""
 
     def __init__(self) -> None:
         self._newest: Callable[[], _Away | None] = _nothing
 
     def keeping(self) -> saved_tensors_hooks:
-        """Keep here what autograd saves within the block."""
+        """Store here the tensors that autograd saves within the block."""
         return saved_tensors_hooks(self._take, self._give_back)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
@@ -48,7 +48,7 @@ class HostMemory:
 
 
 class _Away:
-    """Saved CPU tensor, of which a copy is kept; ``before`` is the one kept before it, while there is one."""
+    """Saved CPU tensor, kept as a copy; ``before`` is the one kept before it, if it still exists."""
 
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         self.before: Callable[[], _Away | None] = _nothing if before is None else weakref.ref(before)
@@ -60,7 +60,7 @@ class _Away:
         """Release the tensor on its device."""
 
     def fetch(self) -> None:
-        """Begin to fetch the tensor, because it will be needed on its device soon."""
+        """Begin to fetch the tensor, which is needed on its device soon."""
 
     def arrived(self) -> Tensor:
         """Return the tensor on its device."""
@@ -68,7 +68,7 @@ class _Away:
 
 
 class _AwayFromGpu(_Away):
-    """Saved GPU tensor in pinned memory; ``_near`` is it on the GPU, until it has left and from fetch to use."""
+    """Saved GPU tensor in pinned memory; ``_near`` is its GPU copy before it has left and from fetch to use."""
 
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         super().__init__(tensor, before)

@@ -45,10 +45,10 @@ def require_bitsandbytes(what: str) -> None:
 def settle(model: PreTrainedModel) -> None:
     """Make quantized layers compute in the model's dtype, and alike in training and evaluation.
 
-    On a CPU bitsandbytes does not do the latter, and ratios would compare two networks. Linear8bitLt rounds its inputs
-    to 8 bits in evaluation, and not in training. Linear4bit, on a processor with bf16 instructions, rearranges its
-    weights at the first pass in evaluation and has no gradient from then on. Both are kept to their behaviour in
-    training. On a GPU the two agree.
+    On a CPU bitsandbytes computes differently in evaluation, so ratios would compare two networks. Linear8bitLt rounds
+    its inputs to 8 bits in evaluation, and not in training. Linear4bit, on a processor with bf16 instructions,
+    rearranges its weights at the first pass in evaluation and has no gradient from then on. Both are kept to their
+    behaviour in training. On a GPU the two agree.
 
     Raises:
         ModelError: int8 in float32 on a GPU, where inputs are rounded to 8 bits.

@@ -25,13 +25,13 @@ class RankGroup:
     def gather(self, own: Tensor, *, total: int) -> Tensor:
         """Gather all of ``total`` values that are dealt out evenly and in order, from this rank's own.
 
-        Differentiable in the own ones, by the gradient that they have in a loss which each rank computes as a whole.
+        Differentiable in this rank's own values, for a loss that each rank computes as a whole.
         """
         whole: Any = _Gather.apply(own, total, self)
         return whole
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows [rows, ...], ``sent`` and ``received`` counted by rank; gradients go the way back."""
+        """Exchange rows [rows, ...], with numbers ``sent`` and ``received`` by rank; gradients travel back."""
         return _exchange(rows, [*sent], [*received], self.group)
 
     def part(self, number: int) -> int:
@@ -39,7 +39,7 @@ class RankGroup:
         return -(-number // self.size)
 
     def slice_of(self, number: int) -> slice:
-        """Return which of a number of items are this rank's, dealt out evenly and in order."""
+        """Return this rank's share of a number of items that are dealt out evenly and in order."""
         part = self.part(number)
         return slice(min(self.rank * part, number), min((self.rank + 1) * part, number))
 

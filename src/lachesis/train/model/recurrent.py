@@ -5,8 +5,8 @@ inside. Each run starts from the state at the end of the run that it continues, 
 once and its completions continue from its state, with gradients through it. Runs are scanned a level of the tree at a
 time. A convolution sees the few tokens before a run in its own sequence, which are copied in front of it.
 
-Layers stay transformers' own. They call functions of their modeling file, which are replaced there by functions that
-do the above where a pass has a ``seq_idx`` of our kind, and are what they were where it has none.
+Layers stay transformers' own. They call functions of their modeling file; replacements there do the above if a pass has
+our kind of ``seq_idx``, and otherwise call the originals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rows:
 
     Attributes:
         index: int64 [B * L], stream positions, and 0 where a row has ended.
-        held: bool [B * L], which of them are tokens; ``None`` where all are.
+        held: bool [B * L], which of them are tokens; ``None`` if all are.
         shape: B and L; 1 and their number for runs that stand end to end.
         bounds: int64 [B + 1], where runs that stand end to end begin and end, else ``None``.
         parents: int64 [B], the runs before, counted in the order of scanning; ``None`` for runs that start anew.
@@ -65,10 +65,10 @@ class RecurrentPlan:
     """Way of running recurrent layers over a micro-batch of T tokens.
 
     Attributes:
-        rows: what is scanned together, in order: runs come after the ones that they continue.
-        unscan: int64 [T], where each token is in the output of all rows.
+        rows: sets of runs that are scanned together, in order: each run comes after the one that it continues.
+        unscan: int64 [T], position of each token in the output of all rows.
         tailed: int64 [T + runs * tail], the stream with the tokens before each run in front of it; T stands for zeros.
-        untail: int64 [T], where each token is in there.
+        untail: int64 [T], position of each token in ``tailed``.
     """
 
     rows: tuple[Rows, ...]
@@ -82,7 +82,7 @@ class RunWays:
     """Form in which a model's recurrent layers take runs.
 
     Attributes:
-        tail: how many tokens before a run its convolutions see.
+        tail: number of tokens before a run that its convolutions see.
         end_to_end: scans take runs of any lengths in one row, as those of flash-linear-attention do.
     """
 
@@ -95,7 +95,7 @@ class RunWays:
 
 
 def ways_of(model: PreTrainedModel, device: torch.device) -> tuple[RunWays, ...]:
-    """Return the ways in which recurrent layers may take runs, fastest first; none for a model without such layers."""
+    """Return the forms in which recurrent layers may take runs, fastest first; none for a model without such layers."""
     layers = [layer for layer in model.modules() if _replaceable(layer)]
     if not layers:
         return ()
@@ -246,7 +246,7 @@ def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None, bool], tu
 
 
 def plan_runs(micro: MicroBatch, *, ways: RunWays) -> RecurrentPlan:
-    """Cut a micro-batch into runs and say in what order they are scanned."""
+    """Cut a micro-batch into runs, and order them for scanning."""
     device, total = micro.input_ids.device, micro.num_inputs
     starts, before = _runs(micro)
     lengths = torch.cat([starts, torch.tensor([total])]).diff()
@@ -284,7 +284,7 @@ def _runs(micro: MicroBatch) -> tuple[Tensor, list[int]]:
 
 
 def _rows(starts: Tensor, lengths: Tensor, *, parents: Tensor | None, end_to_end: bool) -> tuple[Rows, Tensor]:
-    """Return runs as rows, and which of their places are tokens, int64."""
+    """Return runs as rows, int64, and which of their places are tokens."""
     if end_to_end:
         bounds = pad(lengths.cumsum(0), (1, 0))
         index = torch.repeat_interleave(starts - bounds[:-1], lengths) + torch.arange(int(bounds[-1]))
@@ -297,7 +297,7 @@ def _rows(starts: Tensor, lengths: Tensor, *, parents: Tensor | None, end_to_end
 
 
 def _tails(starts: Tensor, before: Sequence[int], lengths: Tensor, *, tail: int, total: int) -> tuple[Tensor, Tensor]:
-    """Return the stream with each run's ``tail`` tokens in front of it, and where its own tokens are in there."""
+    """Return the stream with each run's ``tail`` tokens in front of it, and the positions of its own tokens there."""
     previous = torch.arange(-1, total)  # of the position ``total``, that of zeros, it is never asked
     previous[starts] = torch.tensor([place if place >= 0 else total for place in before])
     previous[total] = total

@@ -1,6 +1,6 @@
 """Repeatable passes of a model, without dropout, router noise and batch-dependent rotary factors.
 
-Ratios would compare two networks otherwise, and a sample's logprobs would depend on its neighbours in the batch.
+Otherwise ratios would compare two networks, and a sample's logprobs would depend on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lachesis.common.errors import ConfigError
 
 
 def make_repeatable(model: PreTrainedModel) -> None:
-    """Have the model compute the same in every pass: in training and sampling, alone and beside other sequences."""
+    """Make the model compute the same in every pass: in training and sampling, alone and beside other sequences."""
     switch_off_dropout(model)
     switch_off_router_noise(model)
     fix_rotary_factors(model)
@@ -38,9 +38,9 @@ def _in_evaluation(module: nn.Module, arguments: tuple[Any, ...]) -> None:
 def fix_rotary_factors(model: PreTrainedModel) -> None:
     """Choose the rotary factors once, for sequences of all lengths, as vLLM does.
 
-    Of longrope (Phi 3.5, Phi 4 mini) these are the long ones, of ``dynamic`` those of the original context.
-    transformers chooses by the largest position of a pass, which is that of whatever else is in the pack or batch, and
-    in cached generation changes them in the midst of a sequence.
+    For longrope (Phi 3.5, Phi 4 mini) these are the long ones, for ``dynamic`` those of the original context.
+    transformers chooses by the largest position of a pass, which depends on the other sequences of a pack or batch, and
+    in cached generation changes them in the middle of a sequence.
     """
     modules: list[Any] = [*model.modules()]
     for module in modules:
@@ -60,7 +60,7 @@ def require_long_factors(model: PreTrainedModel, max_model_len: int | None) -> N
         max_model_len: longest sequence of a vLLM engine, by which it chooses; the model's own if None.
 
     Raises:
-        ConfigError: it would take the short ones.
+        ConfigError: it would choose the short ones.
     """
     parameters: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings")

@@ -1,8 +1,9 @@
 """Router replay: routers choose the experts that an engine has used (R3, Ma et al. 2025, arXiv:2510.11370).
 
 Engine and trainer compute the same router with other kernels: if two experts have nearly equal scores they may choose
-differently, and from that layer on run another network. Replayed, a token goes through the experts that it was sampled
-with, weighted by the router's present scores, so that the router learns through its weights of the chosen experts.
+differently, and compute different networks from that layer on. Replayed, a token goes through the experts that it was
+sampled with, weighted by the router's present scores, so that the router learns through its weights of the chosen
+experts.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _FORMULAS: tuple[Weigh, ...] = (_softmax_of_chosen, _softmax, _sigmoid_of_chosen
 class _Router:
     """Router of a layer.
 
-    ``weigh`` computes the weights of the ``k`` chosen experts, as found by observation. ``weigh`` is how it weighs the
+    ``weigh`` computes the weights of its ``k`` chosen experts, by an observed formula. ``weigh`` is how it weighs the
     ``k`` that it chooses, found where it was seen to do so.
     """
 
@@ -73,7 +74,7 @@ class RouterReplay:
         model: a mixture of experts; hooks are added to its routers, and do nothing at other times.
 
     Raises:
-        ModelError: it is none, or transformers does not say where its routers are.
+        ModelError: the model has no experts, or transformers does not name its routers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,7 +98,7 @@ class RouterReplay:
         """Learn from a pass in the block how each router weights the experts that it chooses.
 
         Raises:
-            ModelError: in a way that is not known here; or one was not seen, as the model is no mixture there.
+            ModelError: a router uses an unknown formula, or did not run.
         """
         self._learning = True
         try:
@@ -114,10 +115,10 @@ class RouterReplay:
         Args:
             routed: int16 [tokens, layers, k] in the order in which the routers see tokens; -1 leaves the choice to
                 the router. Everywhere, if unset.
-            counting: whether what differs is counted for :meth:`take`.
+            counting: count differing choices for :meth:`take`.
 
         Raises:
-            TrainingError: they are of another model.
+            TrainingError: the experts belong to another model.
         """
         if routed is not None:
             self._require_own(routed)

@@ -26,7 +26,7 @@ class Content(NamedTuple):
 
 
 def content_of(tensor: Tensor) -> Content:
-    """Return what identifies a tensor, bit for bit, whatever device it is on."""
+    """Return a tensor's content, bit for bit, regardless of its device."""
     values: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return Content(tensor.dtype, tuple(tensor.shape), hashlib.blake2b(values, digest_size=16).digest())
 
@@ -39,7 +39,7 @@ def noting(weights: Iterable[tuple[str, Tensor]], contents: dict[str, Content]) 
 
 
 def contents_to_save(model: object, weights: Mapping[str, Tensor] | None = None) -> dict[str, Content] | None:
-    """Return what ``save_pretrained`` is to write; None for a model that is neither of transformers nor of peft.
+    """Return the tensors that ``save_pretrained`` should write; None for a model of neither transformers nor peft.
 
     Args:
         weights: whole tensors by the model's names, if its own parameters are sharded.
@@ -63,7 +63,7 @@ def check_saved(directory: Path, expected: Mapping[str, Content]) -> None:
     """Compare the safetensors files in a directory with the model in memory, one tensor at a time.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected or different; it is named.
+        CheckpointError: a tensor is missing, unexpected or different; the message names it.
     """
     missing = set(expected)
     for path in sorted(directory.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Loading a model by rows: each rank reads only its own, so that none ever has all of it in memory.
+"""Loading of a model by rows: each rank reads only its own, so that none ever has the whole in memory.
 
 The model is built with untouched memory, which costs addresses only. Sharding keeps a rank's rows of each parameter,
 and only then are they read from the checkpoint's files.
@@ -40,8 +40,8 @@ class SavedRows:
 
     Attributes:
         files: the file of each tensor of the checkpoint.
-        parts: the tensors that a parameter is made of: itself; or, of each of its rows, as those of stacked experts,
-            what is put together in the first dimension.
+        parts: the tensors that a parameter consists of: itself; or, for each row of stacked experts, those that are
+            concatenated in the first dimension.
     """
 
     files: Mapping[str, Path]
@@ -71,7 +71,7 @@ class SavedRows:
 
 
 class _Files:
-    """Reader of files that keeps one open at a time, and not for long."""
+    """Reader of files that keeps one open at a time, for a short while."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -119,11 +119,11 @@ def find_rows(
 ) -> SavedRows | None:
     """Locate the parameters of a model in the safetensors files of ``path``, and read its buffers from there.
 
-    Returns ``None``, with a log message, if any of them is not stored there unchanged, or others are: then the model
-    has to be loaded whole, which says what is wrong.
+    Returns ``None``, with a log message, if any of them is not stored there unchanged, or others are; loading the whole
+    model then reports what is wrong.
 
     Args:
-        left_out: the checkpoint has more than this model, by its architecture.
+        left_out: the checkpoint's architecture has more than this model.
     """
     changed = [o for c in get_model_conversion_mapping(model, add_legacy=False) for o in getattr(c, "operations", ())]
     if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
@@ -196,7 +196,7 @@ def _fits(parts: str | tuple[tuple[str, ...], ...], shape: Shape, shapes: Mappin
 
 
 def tensor_files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | None:
-    """Return the file of each tensor, downloaded if need be; None where these are no safetensors files."""
+    """Return the file of each tensor, downloaded if necessary; None without safetensors files."""
     options: dict[str, Any] = dict(revision)
     look = {**options, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **look)

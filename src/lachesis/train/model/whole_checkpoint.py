@@ -1,8 +1,8 @@
 """Checkpoint around a language model, whose towers for images and sound are not trained but kept when saving.
 
-transformers loads the text part of many a checkpoint by itself, under names of its own (``model.layers.0`` for
-``model.language_model.layers.0``). What is saved of it has the checkpoint's own names, architecture and remaining
-tensors, so that it loads wherever the original did.
+transformers loads the text part of many checkpoints alone, under other names (``model.layers.0`` for
+``model.language_model.layers.0``). Saved models have the checkpoint's names, architecture and remaining tensors, so
+that they load wherever the original did.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class WholeCheckpoint:
 def find_whole(
     own: Iterable[str], *, path: str, files: Mapping[str, Path] | None, revision: Mapping[str, str]
 ) -> WholeCheckpoint:
-    """Find the checkpoint that a language model is a part of.
+    """Find the checkpoint around a language model.
 
     Args:
         own: names of the tensors that the language model saves.
-        files: the file of each tensor of the checkpoint; None where these are no safetensors.
+        files: the file of each tensor of the checkpoint; None without safetensors files.
 
     Raises:
         ModelError: the checkpoint has no safetensors files, or lacks a tensor of the language model.

@@ -1,6 +1,6 @@
 """Custom optimizers and schedules, named by import path.
 
-Around them all stays: clipping, the precision of updates, warm-up, skipped steps, checkpoints. Any class of
+Everything around them stays: clipping, the precision of updates, warm-up, skipped steps, checkpoints. Any class of
 ``torch.optim`` that takes groups of parameters is one::
 
     optimizer: {function: {function: torch.optim.SGD, kwargs: {momentum: 0.9}}}
@@ -28,12 +28,12 @@ class CustomOptimizer(Protocol):
     def __call__(
         self, params: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> Optimizer:
-        """Return the optimizer; it may be made several times, for parts of the parameters.
+        """Return the optimizer; called several times if the parameters are split.
 
         Args:
             params: groups of parameters, each a dictionary with ``params`` and ``weight_decay``. ``lr`` is set in each
-                before each step. With weights that are sharded over devices a parameter is this device's part of its
-                elements, in a shape of its own: what is done has to be done element by element.
+                before each step. If weights are sharded, a parameter is this device's part, in another shape, so the
+                optimizer must work element by element.
             lr: the peak rate.
             betas, eps: ``optimizer.betas`` and ``optimizer.eps``.
         """
@@ -47,9 +47,9 @@ class CustomSchedule(Protocol):
         """Return the factor on the peak learning rate, at least 0; warm-up is left to the function.
 
         Args:
-            step: the optimizer step, counted from 0. It is asked for the same step several times.
+            step: the optimizer step, counted from 0. The function may be asked for the same step several times.
             total_steps: of the whole run.
-            warmup_steps: as ``optimizer.warmup_steps`` or ``warmup_ratio`` say.
+            warmup_steps: from ``optimizer.warmup_steps`` or ``warmup_ratio``.
             min_lr_ratio: ``optimizer.min_lr_ratio``.
         """
         ...
@@ -64,7 +64,7 @@ def custom_optimizer_factory(
 ) -> Callable[[list[dict[str, Any]]], Optimizer]:
     """Return a factory of ``optimizer.function`` over groups of parameters. Raises ConfigError if it is missing.
 
-    A changed ``optimizer.betas`` or ``eps`` that the function does not take is logged.
+    Logs a changed ``optimizer.betas`` or ``eps`` that the function does not take.
     """
     assert config.function is not None
     part = load_part(config.function, OPTIMIZER)

@@ -1,4 +1,4 @@
-"""Optimizer step: clip, update in enough precision, advance the schedule."""
+"""Optimizer step: clip the gradients, update the weights precisely, advance the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Precision = Literal["in_place", "fp32_master", "stochastic_rounding"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Parameters with the way updates get into them, and the optimizer over their slots."""
+    """Parameters with their weight update, and the optimizer over their slots."""
 
     names: tuple[str, ...]
     update: WeightUpdate
@@ -50,7 +50,7 @@ class Start(NamedTuple):
 class PolicyOptimizer:
     """Optimizer over all trained parameters. Made by :func:`build_optimizer`.
 
-    Weights keep their storage: whoever reads it (an engine in single-copy mode) sees the update.
+    Weights keep their storage, so that its readers (an engine in single-copy mode) see the update.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class PolicyOptimizer:
     def step(self) -> float:
         """Clip the gradients to ``max_grad_norm``, update the weights, advance the schedule.
 
-        Where the norm is not finite the weights and states stay, and only the schedule advances; that may happen
-        ``max_skipped_steps`` times in a row. Parameters without a gradient are left as they are; if none has one,
-        only the schedule advances. The gradients' values are undefined afterwards: call :meth:`zero_grad`.
+        If the norm is not finite, weights and states stay, and only the schedule advances; that may happen
+        ``max_skipped_steps`` times in a row. Parameters without a gradient stay unchanged; if none has one, only the
+        schedule advances. The gradients' values are undefined afterwards: call :meth:`zero_grad`.
 
         Returns:
             The L2 norm of all gradients together, before clipping (0 if there are none).
 
         Raises:
-            TrainingError: the norm is not finite, once too often. Weights, states and schedule are as before.
+            TrainingError: the norm was not finite too many times in a row. Weights, states and schedule are as before.
         """
         gradients = [p.grad for _, p in self._named_parameters if p.grad is not None]
         norm = self._norm(gradients)
@@ -145,7 +145,7 @@ class PolicyOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume exactly, loadable with ``torch.load(weights_only=True)``.
+        """Return the state for an exact resume, loadable with ``torch.load(weights_only=True)``.
 
         Tensors are references to the live state, not copies: save them before the next step.
         """
@@ -160,7 +160,7 @@ class PolicyOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where :meth:`state_dict` was taken; with float32 masters, this also sets the weights.
+        """Restore the result of :meth:`state_dict`; with float32 masters, this also sets the weights.
 
         Raises:
             CheckpointError: the state is of another kind of optimizer or of other parameters.
@@ -206,7 +206,7 @@ class PolicyOptimizer:
                     group["lr"] = rate
 
     def _signature(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a state to fit."""
+        """Return the properties that a fitting state must share."""
         first = type(self._parts[0].optimizer)
         own = self._config.function is not None  # whose module is named after its content, which may change
         return {
@@ -249,9 +249,9 @@ def build_optimizer(
         learning_rate: the peak rate.
         total_steps: optimizer steps after the start, if there is one; where ``linear`` and ``cosine`` end.
         seed: of the noise of stochastic rounding.
-        make_policy_optimizer: called with what :class:`PolicyOptimizer` is made of.
-        sizes: elements of each parameter by name, where those that are given are parts of them: which of them are
-            updated together, and saved so, does not depend on how they are cut.
+        make_policy_optimizer: called with the arguments of :class:`PolicyOptimizer`.
+        sizes: elements of each whole parameter by name, if the given ones are parts, so that the grouping in updates
+            and checkpoints does not depend on the cut.
 
     Raises:
         ModelError: nothing to train.
@@ -281,7 +281,7 @@ def build_optimizer(
 
 
 def _families(trained: Sequence[Named], config: OptimizerConfig) -> dict[str, list[Named]]:
-    """Return the parameters by the kind of their optimizer, which is one for all but with ``muon``."""
+    """Return the parameters by the kind of their optimizer; only ``muon`` has two."""
     if config.kind != "muon" or config.function is not None:
         return {config.kind: list(trained)}
     matrices = [pair for pair in trained if pair[1].ndim == 2 and not _VOCABULARY.search(pair[0])]
@@ -295,7 +295,7 @@ _VOCABULARY = re.compile(r"embed|lm_head|\bw[tp]e\b")
 
 
 def _slots_on(config: OptimizerConfig, device: torch.device) -> torch.device | None:
-    """Return the device of the optimizer's copies of the parameters, if it is another one."""
+    """Return the device of the optimizer's copies of the parameters, if it differs."""
     offloads = config.kind == "adamw_cpu" and config.function is None
     return torch.device("cpu") if offloads and device.type != "cpu" else None
 
@@ -310,7 +310,7 @@ def _trained(named_parameters: Iterable[Named]) -> list[Named]:
 def _weight_update(
     parameters: Sequence[Parameter], precision: Precision, *, noise: torch.Generator, slots_on: torch.device | None
 ) -> WeightUpdate:
-    """Return the way updates get into ``parameters``; its slots lie on ``slots_on``, if not beside them."""
+    """Return the weight update of ``parameters``; its slots lie on ``slots_on``, or beside them if unset."""
     if precision == "stochastic_rounding":
         return StochasticRounding(parameters, generator=noise, device=slots_on)
     if precision == "fp32_master" or slots_on is not None:
@@ -336,7 +336,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 def _partition(
     trained: Sequence[Named], config: OptimizerConfig, *, offload: bool, sizes: Mapping[str, int] | None
 ) -> list[tuple[list[Named], Precision]]:
-    """Group parameters that are updated alike.
+    """Group parameters that are updated together.
 
     Only slots that cost memory during the step come in buckets.
     """
@@ -394,7 +394,7 @@ def _optimizer_factory(
       Jordan's Muon as scaled in arXiv 2502.16982), and AdamW for embeddings, the LM head, stacked experts and vectors.
       4 bytes of state a parameter of a matrix.
 
-    ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
+    ``config.function`` replaces all of them: :mod:`lachesis.train.optim.custom`.
 
     Raises:
         DependencyError: the kind needs a package that is not installed.
@@ -479,7 +479,7 @@ class Phases:
 def warmup_length(*, steps: int, ratio: float, total_steps: int) -> int:
     """Return the steps of warm-up, at most all.
 
-    These are ``ratio`` of all steps, rounded up, or ``steps`` if no ratio is given.
+    They are ``ratio`` of all steps, rounded up, or ``steps`` without a ratio.
     """
     return min(total_steps, math.ceil(round(ratio * total_steps, 9)) if ratio else steps)
 

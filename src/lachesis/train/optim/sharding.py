@@ -1,7 +1,7 @@
 """Optimizer of a sharded model: each rank updates its own rows.
 
-These optimizers work element by element, so that updating the parts is updating the whole; only the norm of the
-gradient is shared by all ranks. States are saved whole, or in the parts that ranks have, and fit any number of ranks.
+These optimizers work element by element, so ranks can update their parts independently; they share only the norm of the
+gradient. States are saved whole, or in the ranks' parts, and fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Shards:
         return self.strategy.sum_squares(global_norm(gradients) ** 2) ** 0.5
 
     def gather(self, like: DTensor, part: Tensor) -> Tensor:
-        """Gather a tensor of which each rank has a part as of ``like``: on rank 0's CPU, empty elsewhere."""
+        """Gather a tensor that is cut as ``like`` is: on rank 0's CPU, empty elsewhere."""
         whole = self.strategy.whole(sharded_as(like, part))
         return whole.cpu() if self.strategy.rank == 0 else part.new_empty(0)
 
@@ -139,15 +139,15 @@ class ShardedOptimizer(PolicyOptimizer):
     ) -> None:
         """Resume from a checkpoint saved by :meth:`parts`, of which this rank reads its own part.
 
-        Where other ranks have saved it, there is no noise of this one: it begins anew.
+        If other ranks saved the state, this rank's noise starts fresh.
 
         Args:
             state: with names in the places of tensors.
-            saved: what there is, on the meta device.
+            saved: the saved tensors, on the meta device.
             read: fills tensors by name.
 
         Raises:
-            CheckpointError: it is of another optimizer or of other parameters.
+            CheckpointError: it belongs to another optimizer or to other parameters.
         """
         self._require_fitting(state)
         tensors: dict[str, Tensor] = {}
@@ -179,7 +179,7 @@ class ShardedOptimizer(PolicyOptimizer):
             self._noise.manual_seed((self._seed + 1_000_003 * self._shards.strategy.rank + self._step) % 2**63)
 
     def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
-        """Return a state whose sharded tensors are converted, in an order that is the same on all ranks."""
+        """Return a state with sharded tensors converted, in the same order on all ranks."""
         whole = self._shards.whole
         parts = []
         for number, (part, saved) in enumerate(zip(self._parts, state["parts"], strict=True)):
@@ -206,7 +206,7 @@ class ShardedOptimizer(PolicyOptimizer):
 
 
 def _is_cut(value: Any) -> bool:
-    """Return True if a value is a tensor that ranks have parts of, or the name of one; scalars are alike on all."""
+    """Return True if a value is a sharded tensor, or the name of one; scalars are equal on all ranks."""
     return value.ndim > 0 if isinstance(value, Tensor) else isinstance(value, str) and value.startswith(OPTIMIZER)
 
 

@@ -48,7 +48,7 @@ def stochastic_round_(target: Tensor, value: Tensor, *, generator: torch.Generat
 
 
 class WeightUpdate(ABC):
-    """Parameters, and the slots that an optimizer updates in their stead (one for each, in order).
+    """Parameters, and the slots that an optimizer updates in their place (one for each, in order).
 
     A step is ``stage``, then ``ready``, then the optimizer's own step over ``slots``, then ``commit``.
     """
@@ -68,7 +68,7 @@ class WeightUpdate(ABC):
         """Write the slots back into the parameters' own storage."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tensors needed to resume exactly, beyond the parameters themselves: references, not copies."""
+        """Return references to the tensors, besides the parameters, that an exact resume needs."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def buckets(
 ) -> list[list[tuple[str, Parameter]]]:
     """Split in order into runs of at most :data:`BUCKET_ELEMENTS` elements; a larger parameter goes alone.
 
-    ``sizes`` has the elements by name, if they differ from the parameter's own.
+    ``sizes`` has whole parameters' elements by name, if the given ones are parts.
     """
     result: list[list[tuple[str, Parameter]]] = []
     room = 0
