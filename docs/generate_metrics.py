@@ -11,8 +11,6 @@ from lachesis.metrics.names import (
     BY_ENVIRONMENT,
     BY_SOURCE,
     GENERATION_OF,
-    GPU_MEMORY_IN_USE,
-    GPU_UTILIZATION,
     PREFIX_HITS_OF,
     RECEIVING_OF,
     SENDING_OF,
@@ -47,8 +45,6 @@ FAMILIES = (
     f"{RECEIVING_OF}HOST:PORT",
     f"{SENDING_OF}N",
     f"{SENT_BY}N",
-    f"{GPU_UTILIZATION}N",
-    f"{GPU_MEMORY_IN_USE}N",
 )
 
 HEALTH = """

@@ -646,7 +646,7 @@ def main() -> None:
     def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]
         same_bits_again(name=data["case"])
-        make = partial(FollowingPolicy, control=control, room=SharedRoom(device), gpus=dict)
+        make = partial(FollowingPolicy, control=control, room=SharedRoom(device))
         return build(case, backend_of(case), device=device, make=make), 0
 
     init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)

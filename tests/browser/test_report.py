@@ -161,9 +161,9 @@ def test_no_label_of_an_axis_is_cut_off(page: Page, report: Path, width: int) ->
     assert page.ask(outside) == []
 
 
-def test_each_gpu_and_environment_has_a_line_that_looks_like_no_other(page: Page) -> None:
+def test_each_rank_and_environment_has_a_line_that_looks_like_no_other(page: Page) -> None:
     for chart, names in (
-        ("gpu_utilization/0", [f"GPU {gpu}" for gpu in range(7)]),
+        ("train_time/0", [f"rank {rank}" for rank in range(7)]),
         ("reward_of_environment/code_0", ["code_0", "gsm8k_0"]),
     ):
         card = f"document.querySelector('[data-chart=\"{chart}\"]')"

@@ -242,12 +242,12 @@ def test_it_shows_what_was_held_out_logged_and_measured_and_gives_it_as_csv(page
     assert len(held_out) == sum(len(group["samples"]) for group in kept)
     assert "digits" in page.text("#samples"), "values of log_extra"
     titles = page.ask("[...document.querySelectorAll('.chart h3')].map((title) => title.firstChild.data)")
-    assert {"letters", "Rewards by environment", "Staleness", "GPU utilization", "GPU memory in use"} <= set(titles)
+    assert {"letters", "Rewards by environment", "Staleness", "Training by rank"} <= set(titles)
     assert page.ask("document.querySelectorAll('#spread rect').length") > 0
     href = page.ask("byId('csv').href")
     rows = [*csv.DictReader(httpx.get(href).text.splitlines())]
     assert len(rows) == len(read_metrics(runs[0] / "metrics.jsonl").steps)
-    assert {"reward_metrics/letters", "gpu_utilization/6", "reward_of_environment/gsm8k_0"} <= rows[0].keys()
+    assert {"reward_metrics/letters", "train_time/6", "reward_of_environment/gsm8k_0"} <= rows[0].keys()
 
 
 def test_without_the_token_it_only_shows(page: Page, address: str, runs: list[Path]):

@@ -140,13 +140,11 @@ class HubTelemetry:
         hub: the sinks and the health rules.
         reward_names: names of the reward functions, in the order of ``Sample.rewards``.
         device_memory: bytes (allocated at peak, reserved) since the last call; ``None`` without a GPU.
-        gpus: what else is known of GPUs since the last call.
     """
 
     hub: MetricsHub
     reward_names: Sequence[str]
     device_memory: Callable[[], tuple[int, int]] | None = None
-    gpus: Callable[[], Metrics] = dict
 
     def __post_init__(self) -> None:
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="telemetry")
@@ -171,7 +169,7 @@ class HubTelemetry:
         Raises as :meth:`flush`.
         """
         self.flush()
-        measured = [metrics, self.gpus()]  # what is read later is the next step's
+        measured: list[Metrics] = [metrics]
         if self.device_memory is not None:
             allocated, reserved = self.device_memory()
             measured.append({"gpu_memory_gb": Mean(allocated / 1e9), "gpu_memory_reserved_gb": Mean(reserved / 1e9)})

@@ -19,8 +19,6 @@ PREFIX_HITS = "prefix_cache_hit_rate"
 PREFIX_HITS_OF = f"{PREFIX_HITS}/"
 # Of transfers: how long each of several engines received, and how long, and how much, each of several ranks sent.
 RECEIVING_OF, SENDING_OF, SENT_BY = "receive_time/", "send_time/", "sent_gb/"
-# Prefixes of the metrics of one GPU; its number on its machine follows, as in nvidia-smi.
-GPU_UTILIZATION, GPU_MEMORY_IN_USE = "gpu_utilization/", "gpu_memory_in_use_gb/"
 
 
 def reward_functions(values: Mapping[str, float]) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +17,7 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, Prompt
 from lachesis.config.custom import custom_parts
 from lachesis.config.rules import learning_rate
-from lachesis.config.schema import EmbeddedServerConfig, LachesisConfig, VllmEngineConfig
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import rollout_steps, total_steps
 from lachesis.engines.base import Engine
 from lachesis.engines.build import ENGINE
@@ -44,9 +43,6 @@ from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.pack import pack_batch
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-
-if TYPE_CHECKING:
-    from lachesis.metrics.gpu_meter import GpuMeter
 
 logger = logging.getLogger("lachesis")
 
@@ -183,45 +179,6 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
     decided = decide_activations(config, card_gb=card_gb, devices=devices)
     logger.info("[TRAIN] model.activations auto is %s on %.0f GB", decided.model.activations, card_gb)
     return decided
-
-
-def run_meter(config: LachesisConfig, device: torch.device) -> GpuMeter | None:
-    """Return the meter of the trainer's and the engine's GPUs, to be closed; None without a GPU."""
-    visible = [_name(number) for number in range(torch.cuda.device_count())] if device.type == "cuda" else []
-    own = [] if device.index is None or not visible else [visible[device.index]]
-    return gpu_meter([*own, *_engine_gpus(config, visible)])
-
-
-def gpu_meter(gpus: Sequence[str], *, machine: str = "") -> GpuMeter | None:
-    """Return a meter of GPUs named as in ``CUDA_VISIBLE_DEVICES``; None if there are none or NVML is missing."""
-    if not gpus:
-        return None
-    try:
-        from lachesis.metrics.gpu_meter import open_meter  # only runs on a GPU need what it imports
-    except ImportError as error:
-        logger.warning("what GPUs do is not measured (%s); pip install nvidia-ml-py", error)
-        return None
-    return open_meter(gpus, machine=machine)
-
-
-def rank_meter(device: torch.device, *, machine: str) -> GpuMeter | None:
-    """Return the meter of a follower's GPU."""
-    return gpu_meter([_name(device.index)] if device.type == "cuda" else [], machine=machine)
-
-
-def _engine_gpus(config: LachesisConfig, visible: Sequence[str]) -> Sequence[str]:
-    """Return the GPUs of servers that the run starts; without ``engine.devices`` each sees the trainer's."""
-    engine = config.engine
-    if isinstance(engine, VllmEngineConfig):
-        if engine.devices is not None:
-            return [gpu.strip() for gpu in engine.devices.split(",")]
-        return visible[: engine.tensor_parallel_size]
-    return visible[:1] if isinstance(engine, EmbeddedServerConfig) else ()
-
-
-def _name(number: int) -> str:
-    """Return the name of torch's device of this number, which counts the visible ones only."""
-    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 
 # Rewards have their own names, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lachesis.config.rules.distributed import require_colocatable, require_distr
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.serving.backend import TransferKind
 from lachesis.run.launch import set_up
-from lachesis.run.parts import build_policy, rank_meter
+from lachesis.run.parts import build_policy
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,
@@ -126,13 +125,9 @@ def _build(
     """Build the policy of a follower and return it with the run's seed; ``closing`` closes what it opens."""
     config = schema_of(data).model_validate(data)
     set_up(config)
-    # On the leader's machine a GPU is known by its number alone, as there is one machine for most.
-    machine = "" if world.rank == world.local_rank else f"{socket.gethostname()}:"
-    device = rank_device(world, wanted=config.model.device)
-    meter = rank_meter(device, machine=machine)
-    room = SharedRoom(device)
+    room = SharedRoom(rank_device(world, wanted=config.model.device))
     closing.callback(room.close)
-    make = partial(FollowingPolicy, control=control, room=room, gpus=dict if meter is None else meter.take)
+    make = partial(FollowingPolicy, control=control, room=room)
     return _build_policy(config, world, job, make=make), config.run.seed
 
 

@@ -31,7 +31,6 @@ from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.plugins import load
 from lachesis.process.garbage import freeze, thaw
@@ -57,7 +56,6 @@ from lachesis.run.parts import (
     build_policy,
     check_custom_parts,
     compiles,
-    run_meter,
     with_activations,
 )
 from lachesis.run.pulse import Pulse, pulses_felt
@@ -188,9 +186,6 @@ def _train_once(
                 leadership.job.note_begun(run.path)
             run.update(owner=parts.place.owner, model=how)
             parts.side.keep_log(run.files["logs"] / "engine.log")
-            meter = run_meter(config, parts.policy.device)
-            if meter is not None:
-                closing.callback(meter.close)
             trainer, start = build_trainer(
                 config,
                 run=run,
@@ -199,7 +194,6 @@ def _train_once(
                 consoles=[context.console, log],
                 stop_requested=stop_requested,
                 pause=RequestedPause(run, watch=context.raise_if_stopped),
-                gpus=dict if meter is None else meter.take,
             )
             closing.callback(trainer.telemetry.close)
             if companions is not None:
@@ -263,7 +257,6 @@ def build_trainer(
     consoles: Sequence[Console | None],
     stop_requested: Callable[[], bool],
     pause: RequestedPause,
-    gpus: Callable[[], Metrics] = dict,
 ) -> tuple[Trainer, int]:
     """Build the loop over the parts of a run, and return it with its first step."""
     policy = parts.policy
@@ -282,7 +275,6 @@ def build_trainer(
         hub=hub,
         reward_names=parts.reward_names,
         device_memory=_device_memory if policy.device.type == "cuda" else None,
-        gpus=gpus,
     )
     trainer = Trainer(
         policy=policy,

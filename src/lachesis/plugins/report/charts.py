@@ -16,8 +16,6 @@ from lachesis.metrics.names import (
     BY_ENVIRONMENT,
     BY_SOURCE,
     GENERATION_OF,
-    GPU_MEMORY_IN_USE,
-    GPU_UTILIZATION,
     PREFIX_HITS,
     PREFIX_HITS_OF,
     RECEIVING_OF,
@@ -94,11 +92,7 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
         ChartPlan(_beginning_with(RECEIVING_OF, log), title="Transfer by engine", floor=0.0),
         ChartPlan(_beginning_with(SENDING_OF, log), title="Transfer by rank", floor=0.0),
     )
-    gpus = (
-        ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),
-        ChartPlan(_beginning_with(GPU_MEMORY_IN_USE, log), title="GPU memory in use", floor=0.0),
-    )
-    parts = (plan for plan in (*processes, *gpus) if plan.names)
+    parts = (plan for plan in processes if plan.names)
     plans = (*CHARTS[:2], *several, *CHARTS[2:], *parts, *logged_charts(log))
     if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
         plans = tuple(plan for plan in plans if "staleness" not in plan.names)

@@ -15,8 +15,6 @@ from lachesis.metrics.names import (
     BY_ENVIRONMENT,
     BY_SOURCE,
     GENERATION_OF,
-    GPU_MEMORY_IN_USE,
-    GPU_UTILIZATION,
     PREFIX_HITS_OF,
     RECEIVING_OF,
     SENDING_OF,
@@ -61,7 +59,7 @@ def _described() -> Iterator[Metric]:
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
 
 
-# Title, unit and explanation of metrics of one engine, rank or GPU, which the rest of the name says.
+# Title, unit and explanation of metrics of one engine or rank, which the rest of the name says.
 _FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
     GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests under way."),
     PREFIX_HITS_OF: ("{}", "share", "Share of the tokens of prompts that the engine {} had in its prefix cache."),
@@ -69,12 +67,6 @@ _FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
     RECEIVING_OF: ("{}", "s", "Time in which the engine {} received new weights and loaded them."),
     SENDING_OF: ("rank {}", "s", "Time in which rank {} gathered weights for senders, and sent its own."),
     SENT_BY: ("rank {}", "GB", "Weights that rank {} sent to the engines."),
-    GPU_UTILIZATION: (
-        "GPU {}",
-        "share",
-        "Share of the time in which GPU {} computed anything, by NVML.",
-    ),
-    GPU_MEMORY_IN_USE: ("GPU {}", "GB", "Memory of this GPU that all its processes take together, at most, by NVML."),
 }
 
 
@@ -83,8 +75,7 @@ def describe(name: str) -> Metric:
 
     ``rewards/NAME/mean|std``, ``source/NAME/METRIC``, ``staleness/N``, ``reward_of_environment/NAME``,
     ``generation_time/HOST:PORT``, ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``,
-    ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK``, ``gpu_utilization/N``,
-    ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
+    ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
     if known is not None:

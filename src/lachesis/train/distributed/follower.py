@@ -17,7 +17,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
 from lachesis.engines.serving.backend import TransferKind
 from lachesis.metrics.names import TRAINING_OF
-from lachesis.metrics.values import Mean, Metrics, MetricValue
+from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
@@ -41,27 +41,23 @@ class ToldLeader(TrainingError):
 
 
 class FollowingPolicy(Policy, SendsWeights):
-    """Policy of a follower, which also reports how long a turn took and the use of its GPU.
+    """Policy of a follower, which also reports how long a turn took.
 
     Args:
         *args, **options: of :class:`Policy`.
         control: all ranks.
         room: memory where an engine's worker on this rank's device reads weights.
-        gpus: meters of the GPU since the last call.
     """
 
-    def __init__(
-        self, *args: Any, control: ControlGroup, room: SharedRoom, gpus: Callable[[], Metrics], **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, control: ControlGroup, room: SharedRoom, **options: Any) -> None:
         super().__init__(*args, **options)
         self._control = control
         self._room = room
-        self._gpus = gpus
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         began = time.perf_counter()
         metrics = super().accumulate(batch)
-        return {**metrics, f"{TRAINING_OF}{self._control.rank}": Mean(time.perf_counter() - began), **self._gpus()}
+        return {**metrics, f"{TRAINING_OF}{self._control.rank}": Mean(time.perf_counter() - began)}
 
     def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool) -> None:
         """Pack this rank's part of :meth:`LeadingPolicy.pack_buckets`."""

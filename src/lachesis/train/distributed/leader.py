@@ -20,7 +20,7 @@ from lachesis.bridges.senders import exhaust
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, TrainingError, first_line
 from lachesis.engines.serving.backend import TransferKind
-from lachesis.metrics.names import GPU_MEMORY_IN_USE, GPU_UTILIZATION, TRAINING_OF
+from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
@@ -40,8 +40,6 @@ _BEAT_S = 5.0
 _NEWS_S = 5.0
 _SETTLE_S = 0.2
 _ABORT_S = 1.0
-# Beginnings of metrics that each rank has of itself.
-_OF_A_RANK = (TRAINING_OF, GPU_UTILIZATION, GPU_MEMORY_IN_USE)
 
 
 class Leader:
@@ -248,9 +246,9 @@ class LeadingPolicy(Policy, SendsWeights):
             metrics = super().accumulate(own)
             time_of_this = {f"{TRAINING_OF}0": Mean(time.perf_counter() - began)}
         ranks = [metrics | time_of_this, *answers]
-        # What ranks of one part have learned is alike; their times and GPUs are their own.
+        # What ranks of one part have learned is alike; their times are their own.
         beside = [
-            {name: value for name, value in answer.items() if name.startswith(_OF_A_RANK)}
+            {name: value for name, value in answer.items() if name.startswith(TRAINING_OF)}
             for rank, answer in enumerate(ranks)
             if rank % self._mesh.context
         ]

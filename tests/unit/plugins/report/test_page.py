@@ -350,15 +350,14 @@ def test_environments_and_staleness_have_their_charts(tmp_path: Path) -> None:
         assert "Staleness" not in {chart["title"] for chart in data_of(write_report(run))["charts"]}
 
 
-def test_each_gpu_has_a_line(tmp_path: Path) -> None:
-    values = {f"gpu_utilization/{gpu}": 0.5 for gpu in ("0", "10", "2", "node-b:0")} | {"gpu_memory_in_use_gb/0": 61.0}
+def test_each_engine_has_a_line(tmp_path: Path) -> None:
+    values = {f"prefix_cache_hit_rate/{engine}": 0.5 for engine in ("b:0", "b:10", "b:2")}
     charts = {
         chart["title"]: chart for chart in data_of(write_report(write_run(tmp_path, steps=1, values=values)))["charts"]
     }
-    found = charts["GPU utilization"]
-    assert [line["label"] for line in found["series"]] == ["GPU 0", "GPU 2", "GPU 10", "GPU node-b:0"]
+    found = charts["Prefix cache hits"]
+    assert [line["label"] for line in found["series"]] == ["b:0", "b:2", "b:10"]
     assert (found["unit"], found["floor"], found["ceiling"]) == ("share", 0.0, 1.0)
-    assert charts["GPU memory in use"]["series"][0]["y"][0] == 61.0
 
 
 def test_long_runs_are_cut_to_size(tmp_path: Path, make_group: MakeGroup) -> None:
