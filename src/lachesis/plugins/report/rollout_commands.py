@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -14,7 +12,6 @@ import typer
 from rich.text import Text
 
 from lachesis.cli.base import app, console
-from lachesis.common.errors import ConfigError
 from lachesis.plugins.report.openenv_traces import trace_of
 from lachesis.plugins.report.rollout_search import (
     Hit,
@@ -26,43 +23,35 @@ from lachesis.plugins.report.rollout_search import (
     read_steps,
     search,
 )
-from lachesis.web.tokens import colour
-
-# The colours of tokens on the pages, from likely to unlikely, as terminals have them.
-_COLOURS = ("", "green", "cyan", "blue", "yellow", "magenta", "red", "bold red")
 
 
 @app.command()
 def rollouts(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     place: Annotated[str | None, typer.Argument(help="STEP:GROUP:NUMBER of one to read turn by turn.")] = None,
-    find: Annotated[str | None, typer.Option(help="Regular expression in prompt or completion.")] = None,
+    find: Annotated[str, typer.Option(help="Text in prompt or completion.")] = "",
     steps: Annotated[str | None, typer.Option(help="A step, or FIRST-LAST.")] = None,
     least: Annotated[float | None, typer.Option(help="Least reward.")] = None,
     most: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Id of a prompt.")] = None,
-    finish: Annotated[str | None, typer.Option(help="How it ended: stop, length or abort.")] = None,
     environment: Annotated[str | None, typer.Option(help="Its environment, by name or number, or source.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
-    cause: Annotated[str | None, typer.Option(help="With --failed: of this cause only.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,
     traces: Annotated[
         Path | None, typer.Option(help="Write all of --steps there, as OpenEnv's TrainingTraces.")
     ] = None,
 ) -> None:
     """Search a run's rollouts, or read one turn by turn."""
-    if cause is not None and not failed:
-        raise ConfigError("--cause is of failed rollouts", remedy="add --failed")
     if traces is not None:
         console.print(f"{_write_traces(run_dir, traces, steps=steps)} rollouts written to {traces}")
     elif place is not None:
         hit, turns = read_sample(run_dir, place)
         _show(hit, turns)
     elif failed:
-        _show_failures(run_dir, cause=cause, limit=limit)
+        _show_failures(run_dir, limit=limit)
     else:
         first, last = read_steps(steps)
-        query = Query(_pattern(find), first, last, least, most, prompt, finish, environment)
+        query = Query(find, first, last, least, most, prompt, environment)
         _list(run_dir, query, limit=limit)
 
 
@@ -95,44 +84,18 @@ def _show(hit: Hit, turns: list[SearchedTurn]) -> None:
         style="bold",
     )
     for turn in turns:
-        note = "" if turn.sequence is None or not turn.sampled else _probability(turn)
-        console.print(f"\n[{turn.role}{note}]", style="bold cyan" if turn.sampled else "bold")
-        console.print(_coloured(turn))
+        console.print(f"\n[{turn.role}]", style="bold cyan" if turn.sampled else "bold")
+        console.print(Text(turn.text, style="" if turn.sampled else "dim"))
 
 
-def _coloured(turn: SearchedTurn) -> Text:
-    if turn.sequence is None or not turn.sampled:
-        return Text(turn.text, style="" if turn.sampled else "dim")
-    pairs = zip(turn.sequence["pieces"], turn.sequence["logprobs"], strict=True)
-    return Text.assemble(*((text, "" if p is None else _COLOURS[int(colour(p)[1:])]) for text, p in pairs))
-
-
-def _probability(turn: SearchedTurn) -> str:
-    known = [value for value in (turn.sequence or {})["logprobs"] if value is not None]
-    if not known:
-        return ""
-    return f", {len(known)} tokens, mean probability {math.exp(sum(known) / len(known)):.2f}, least likely " + (
-        f"{math.exp(min(known)):.2g}"
-    )
-
-
-def _show_failures(run_dir: Path, *, cause: str | None, limit: int) -> None:
-    found = failures(run_dir, cause=cause)
+def _show_failures(run_dir: Path, *, limit: int) -> None:
+    found = failures(run_dir)
     counts = Counter(one.cause for one in found)
     words = ", ".join(f"{name} {count}" for name, count in counts.most_common())
     console.print(f"{len(found)} failed rollouts{': ' + words if words else ''}", style="bold")
     for one in found[:limit]:
         step = "not yet in a step" if one.step is None else f"step {one.step}"
         console.print(f"{step:<10} {one.cause:<10} {one.prompt_id:<12} {one.message}")
-
-
-def _pattern(words: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if words is None else re.compile(words, re.IGNORECASE)
-    except re.error as error:
-        raise ConfigError(
-            f"--find {words} is not a regular expression: {error}", remedy="escape its signs by \\"
-        ) from error
 
 
 def _number(value: float | None) -> str:

@@ -26,16 +26,16 @@ _ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*
 class Query:
     """Search conditions; all that are set have to hold.
 
-    ``text`` is searched in prompts and completions. ``environment`` may also be the name of one of several sources.
+    ``text`` is searched in prompts and completions, in upper or lower case alike. ``environment`` may also be the name
+    of one of several sources.
     """
 
-    text: re.Pattern[str] | None = None
+    text: str = ""
     first_step: int | None = None
     last_step: int | None = None
     least: float | None = None
     most: float | None = None
     prompt_id: str | None = None
-    finish: str | None = None
     environment: str | None = None
 
 
@@ -108,10 +108,11 @@ def _hits(step: int, group: int, line: Mapping[str, Any], query: Query) -> Itera
     names = (None, str(columns.get("env_id")), columns.get("environment"), prompt.get("source"))
     if query.environment not in names:
         return
-    in_prompt = query.text is not None and query.text.search(prompt["text"]) is not None
+    text = query.text.lower()
+    in_prompt = text in prompt["text"].lower()
     for number, sample in enumerate(line["samples"], start=1):
-        found = None if query.text is None else query.text.search(sample["text"])
-        if (query.text is None or in_prompt or found) and _fits(sample, query):
+        found = sample["text"].lower().find(text)
+        if (in_prompt or found >= 0) and _fits(sample, query):
             yield Hit(
                 step=step,
                 group=group,
@@ -122,7 +123,7 @@ def _hits(step: int, group: int, line: Mapping[str, Any], query: Query) -> Itera
                 finish=sample["finish_reason"],
                 versions=(sample["versions"][0], sample["versions"][1]),
                 tokens=len(sample["completion_ids"]),
-                excerpt=_excerpt(sample["text"], found.start() if found else 0),
+                excerpt=_excerpt(sample["text"], max(0, found)),
             )
 
 
@@ -130,8 +131,7 @@ def _fits(sample: Mapping[str, Any], query: Query) -> bool:
     reward = sample["reward"]
     if (query.least is not None or query.most is not None) and reward is None:
         return False
-    at_least = query.least is None or reward >= query.least
-    return at_least and (query.most is None or reward <= query.most) and query.finish in (None, sample["finish_reason"])
+    return (query.least is None or reward >= query.least) and (query.most is None or reward <= query.most)
 
 
 def _excerpt(text: str, at: int) -> str:
@@ -140,8 +140,8 @@ def _excerpt(text: str, at: int) -> str:
     return ("… " if start else "") + part + (" …" if start + _EXCERPT < len(text) else "")
 
 
-def failures(run_dir: Path, *, cause: str | None = None) -> list[FailedRollout]:
-    """Return the failed rollouts that a run has stored, the latest first, optionally of one cause.
+def failures(run_dir: Path) -> list[FailedRollout]:
+    """Return the failed rollouts that a run has stored, the latest first.
 
     Raises:
         DataError: a line of failures.jsonl has another form.
@@ -162,7 +162,7 @@ def failures(run_dir: Path, *, cause: str | None = None) -> list[FailedRollout]:
             raise DataError(
                 f"{paths['failures']}, line {number}: no failed rollout ({error})", remedy="remove the line"
             ) from error
-    return [one for one in reversed(found) if cause in (None, one.cause)]
+    return found[::-1]
 
 
 def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:

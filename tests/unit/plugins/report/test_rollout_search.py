@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -75,12 +74,11 @@ def test_rollouts_are_written_as_traces_of_openenv(run_dir: Path, tmp_path: Path
     ("query", "places"),
     [
         (Query(), ["2:1:1", "2:1:2", "2:2:1", "1:1:1", "1:1:2", "1:2:1"]),
-        (Query(text=re.compile("tool_call")), ["2:1:1", "1:1:1"]),
-        (Query(text=re.compile(r"1\+1")), ["2:2:1", "1:2:1"]),
+        (Query(text="Tool_Call"), ["2:1:1", "1:1:1"]),
+        (Query(text="1+1"), ["2:2:1", "1:2:1"]),
         (Query(least=0.25, most=0.5), ["2:1:1", "1:1:1"]),
         (Query(last_step=1, prompt_id="b"), ["1:2:1"]),
         (Query(first_step=2, most=0.0), ["2:1:2"]),
-        (Query(finish="length"), ["2:2:1"]),
         (Query(environment="4", least=0.5), ["2:1:1"]),
         (Query(environment="5"), []),
     ],
@@ -131,7 +129,7 @@ def test_failures_have_the_step_in_whose_time_they_were(run_dir: Path):
     lines = [{"time": at, "cause": cause, "prompt": "a", "message": f"at {at}"} for at, cause in told]
     (run_dir / "failures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": ')
     assert [(one.step, one.cause) for one in failures(run_dir)] == [(None, "crash"), (2, "timeout"), (1, "crash")]
-    assert [one.message for one in failures(run_dir, cause="crash")] == ["at 25.0", "at 5.0"]
+    assert [one.message for one in failures(run_dir)] == ["at 25.0", "at 15.0", "at 5.0"]
     (run_dir / "failures.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"line 1: no failed rollout"):
         failures(run_dir)

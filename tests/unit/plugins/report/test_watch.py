@@ -173,7 +173,7 @@ def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
     assert [hit["place"] for hit in everything["hits"]] == ["2:1:1", "1:1:1"], "the text as it stands, no pattern"
     one = client(run_dir).get("/rollout", params={"place": "1:1:2"}).json()
     assert [turn["text"] for turn in one["turns"]] == ["2+2=", "5"]
-    assert client(run_dir).get("/rollouts", params={"finish": "failed"}).json() == {"failures": []}
+    assert client(run_dir).get("/rollouts", params={"failed": "on"}).json() == {"failures": []}
 
 
 @pytest.mark.parametrize(
