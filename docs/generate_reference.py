@@ -57,7 +57,7 @@ ADVANCED = {
     "rewards": "text_completions special_tokens num_workers on_error model_device model_batch_size",
     "sampling": "min_p repetition_penalty stop_token_ids min_tokens presence_penalty frequency_penalty guided_regex "
     "generation_kwargs",
-    "engine": "host port quorum enforce_eager kv_cache_dtype devices extra_args takeover function wait_s",
+    "engine": "host port enforce_eager kv_cache_dtype devices extra_args takeover function wait_s",
     "bridge": "pause config_path keep_last init_method transport staging senders function",
     "algorithm": "advantage ref_mixup_alpha ref_sync_steps use_bias_correction_kl sampler_correction_min "
     "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage "
@@ -69,7 +69,7 @@ ADVANCED = {
     "optimizer": "function scale_parameter betas eps max_skipped_steps schedule_function stable_steps decay_steps "
     "decay min_lr_ratio",
     "distributed": "reshard_after_forward shard_size replicate_size",
-    "deadlines": "generation_s batch_s sync_s engine_start_s teacher_s progress_s quorum_s ranks_s",
+    "deadlines": "generation_s batch_s sync_s engine_start_s teacher_s progress_s ranks_s",
     "checkpoint": "max_share asynchronous format",
     "logging": "report_groups report_every_steps health_rules",
     "services.api": "max_queued_tokens max_body_mb ack_timeout_s env_timeout_s",

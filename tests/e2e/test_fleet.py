@@ -261,7 +261,7 @@ def test_an_engine_joins_a_run_and_another_leaves_it(tmp_path: Path, monkeypatch
     with engines(directory, sessions=sessions, number=2) as (first, second):
         change(
             config,
-            engine={"kind": "http", "urls": [f"file:{servers}"], "wait_s": LONG_S, "quorum": 1},
+            engine={"kind": "http", "urls": [f"file:{servers}"], "wait_s": LONG_S},
             bridge={"kind": "reload"},
         )
         write_atomic(servers, f"{first.url}\n")

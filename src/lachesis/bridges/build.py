@@ -19,7 +19,6 @@ from lachesis.config.schema import (
     ChannelBridgeConfig,
     CustomBridgeConfig,
     EmbeddedServerConfig,
-    HttpEngineConfig,
     InProcessBridgeConfig,
     LachesisConfig,
     LoraBroadcastBridgeConfig,
@@ -111,12 +110,9 @@ def _servers(
     slices_of = None if weights is None else lambda: weights.slices
     proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of, prompt=parts.canary_prompt)
     start_s = config.deadlines.engine_start_s if config.bridge.capabilities.owns_engine else 0.0
-    engine = config.engine
     return Servers(
         engine=parts.engine,
         members=parts.members,
-        quorum=engine.quorum if isinstance(engine, HttpEngineConfig | VllmEngineConfig) else None,
-        quorum_s=config.deadlines.quorum_s,
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
         trains_in_engine=weights is not None,

@@ -35,8 +35,6 @@ _LOOK_S = 0.05
 _GREETING_S = 2.0
 # One that has answered so lately is thought to live: a transfer finds out.
 _QUIET_S = 1.0
-# Fewer than the quorum are looked at so often.
-_QUORUM_LOOK_S = 1.0
 
 
 class OwnedEngine:
@@ -192,8 +190,6 @@ class Servers(Generic[PolicyT]):
             host, at level 2 they are dropped, because new ones come in any case; at 0 they do not sleep.
         make_room: has the trainer give back what its allocators keep without need, on each GPU on which servers wake.
         members: returns the addresses of the wanted servers, if they may change; a LachesisError changes nothing.
-        quorum: number of servers that must live before a transfer, within ``quorum_s`` seconds; without it one, at
-            once.
         sync_s, every_steps, pause_mode: as in :class:`Bridge`.
     """
 
@@ -204,8 +200,6 @@ class Servers(Generic[PolicyT]):
     sleep_level: Literal[0, 1, 2] = 0
     make_room: Callable[[PolicyT], None] = empty_cache
     members: Callable[[], Sequence[str]] | None = None
-    quorum: int | None = None
-    quorum_s: float | None = None
     sync_s: float | None = None
     every_steps: int = 1
     pause_mode: PauseMode = "keep"
@@ -234,27 +228,16 @@ class ExternalBridge(Bridge[PolicyT]):
         return self._policy
 
     def _assemble(self) -> None:
-        """Find out which servers have come and gone, and wait until there are enough.
+        """Find out which servers have come and gone.
 
         Raises:
             EngineUnreachable: none lives.
-            DeadlineExceeded: fewer than the quorum do, for too long.
         """
         if self.capabilities.owns_engine or self.capabilities.shares_storage:
             return
-        servers, fleet = self._servers, self.engine.fleet
-        patience = Deadline("the wait for a quorum of engines", servers.quorum_s, "deadlines.quorum_s")
-        with patience.waiting():
-            while True:
-                self._update_members()
-                if len(self.engine.urls) > 1 or servers.quorum is not None:
-                    self._meet()
-                living = len(self.engine.living)
-                if servers.quorum is None or living >= servers.quorum:
-                    return
-                gone = "; ".join(f"{url}: {fleet.reason(url) or fleet.state(url)}" for url in self._absent())
-                patience.check(f"{living} of {servers.quorum} live; {gone or 'no others are in engine.urls'}")
-                time.sleep(_QUORUM_LOOK_S)
+        self._update_members()
+        if len(self.engine.urls) > 1:
+            self._meet()
 
     def _absent(self) -> tuple[str, ...]:
         return self.engine.fleet.having(State.DEAD, State.STARTING)
@@ -275,7 +258,7 @@ class ExternalBridge(Bridge[PolicyT]):
     def _meet(self) -> None:
         """Replace dead servers, and admit those that came or came back."""
         engine = self.engine
-        engine.look(needed=self._servers.quorum is None, quiet_s=_QUIET_S)
+        engine.look(quiet_s=_QUIET_S)
         for url in self._replaced() if self._owned is not None else self._absent():
             try:
                 engine.greet(url, deadline=Deadline(f"an answer of {url}", _GREETING_S))
@@ -309,19 +292,10 @@ class ExternalBridge(Bridge[PolicyT]):
     def recover(self, error: EngineError) -> None:
         """Restart one of the run's own engines that died, once for each version, and bring it the weights.
 
-        Engines that others start are waited for if a quorum is required.
-
         Raises:
             EngineError: ``error``, if the engine lives or is not the run's; or if the weights were in its memory, or it
                 died twice with these weights.
-            DeadlineExceeded: as :meth:`_assemble`.
         """
-        if self._owned is None and self._servers.quorum is not None and self._recovered != self.version:
-            self._recovered = self.version
-            logger.warning("the engine is gone and waited for: %s", error.message)
-            self.renew()
-            self.sync(self.version)
-            return
         if self._owned is None or not self._owned.died():
             raise error
         if self._servers.trains_in_engine:

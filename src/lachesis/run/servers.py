@@ -111,7 +111,7 @@ def _claim(
     if launched.processes:
         meanwhile()
     launched.wait_ready(deadline=deadline)
-    engine.connect_when_up(wait_s=wait_s, quorum=None if given is None else given.quorum, deadline=deadline)
+    engine.connect_when_up(wait_s=wait_s, deadline=deadline)
     engine.claim(owner, takeover=given is not None and given.takeover, deadline=deadline)
     if not launched.processes:
         check_model(config, engine, deadline=deadline)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from lachesis.bridges import external
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.model_files import adapter_config
 from lachesis.bridges.saved import AdapterWriter, SavedBridge, load_adapter
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, StaleWeights
+from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.fleet import State
 from tests.unit.bridges.fake_engine import (
@@ -332,50 +331,6 @@ def test_members_that_cannot_be_learned_change_nothing(tmp_path, caplog: pytest.
     bridge.prepare(lambda: FakePolicy(lora=True))
     bridge.sync(0)
     assert engine.fleet.admitted == engine.urls and "the engines are unchanged" in caplog.text
-    bridge.close()
-
-
-def test_fewer_than_the_quorum_are_waited_for_by_name(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(external, "_QUORUM_LOOK_S", 0.01)
-    servers = [FakeServer(), FakeServer(number=1)]
-    engine = FakeHttpEngine(*servers)
-    bridge = adapters_to(engine, tmp_path, quorum=2, quorum_s=0.05)
-    policy = bridge.prepare(lambda: FakePolicy(lora=True))
-    bridge.sync(0)
-    servers[1].die()
-    with pytest.raises(DeadlineExceeded) as raised, bridge.update_to(1):
-        policy.step()
-    assert "the wait for a quorum of engines took longer than 0.05 s" in str(raised.value)
-    assert "1 of 2 live; http://127.0.0.1:50001: " in str(raised.value)
-    assert "deadlines.quorum_s" in raised.value.remedy
-    assert servers[0].version == 0
-
-    came_back = threading.Timer(0.05, servers[1].restarted)
-    bridge = adapters_to(engine, tmp_path, quorum=2, quorum_s=LONG_S)
-    bridge.prepare(lambda: policy)
-    came_back.start()
-    bridge.sync(1)
-    assert [server.version for server in servers] == [1, 1]
-    bridge.close()
-
-
-def test_the_only_server_is_waited_for_where_a_quorum_is_asked_for(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(external, "_QUORUM_LOOK_S", 0.01)
-    server = FakeServer()
-    engine = FakeHttpEngine(server)
-    bridge = adapters_to(engine, tmp_path, quorum=1, quorum_s=LONG_S)
-    bridge.prepare(lambda: FakePolicy(lora=True))
-    bridge.sync(0)
-    server.die()
-    threading.Timer(0.05, server.restarted).start()
-
-    def call() -> str:
-        if server.gone or engine.fleet.session(server.url) != server.session_id:
-            raise EngineUnreachable("the engine does not answer")
-        return "answer"
-
-    assert bridge.retry(call) == "answer"
-    assert engine.fleet.admitted == engine.urls
     bridge.close()
 
 

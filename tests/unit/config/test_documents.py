@@ -60,7 +60,7 @@ def test_the_quick_start(load, tmp_path, monkeypatch):
     assert config.rewards.functions == ["rewards.accuracy_reward", "rewards.format_reward"]
     assert config.rewards.weights == [1.0, 0.5]
     assert config.engine.model_dump() == {
-        "kind": "http", "urls": ["http://127.0.0.1:8000"], "wait_s": 300, "takeover": False, "quorum": None,
+        "kind": "http", "urls": ["http://127.0.0.1:8000"], "wait_s": 300, "takeover": False,
     }  # fmt: skip
     assert config.deadlines.generation_s == 300
     assert (config.bridge.kind, config.sampling.temperature) == ("lora_only", 0.7)

@@ -12,7 +12,6 @@ from lachesis.config.schema import (
     SERVERS_DNS,
     SERVERS_FILE,
     ChannelBridgeConfig,
-    HttpEngineConfig,
     LachesisConfig,
     VllmEngineConfig,
 )
@@ -131,7 +130,6 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
         yield note("engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield from _copies(config, engine)
-    yield from _quorum(config)
     every = getattr(config.bridge, "every_steps", 1)
     if config.run.steps is not None and every > config.run.steps:
         yield warning(
@@ -139,26 +137,6 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
             "during the run"
         )
     yield from _context(config)
-
-
-def _quorum(config: LachesisConfig) -> Iterator[Said]:
-    """Check that the quorum is not above the number of servers."""
-    engine = config.engine
-    if not isinstance(engine, HttpEngineConfig | VllmEngineConfig) or engine.quorum is None:
-        return
-    if config.bridge.capabilities.shares_storage or config.bridge.capabilities.owns_engine:
-        yield problem(
-            f"engine.quorum counts engines that may be left out, and bridge.kind {config.bridge.kind} needs its "
-            "engine; remove it"
-        )
-    if isinstance(engine, VllmEngineConfig):
-        key, most = "engine.data_parallel_size", engine.data_parallel_size
-    else:
-        key, most = "engine.urls", len(engine.urls)
-        if any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
-            return
-    if engine.quorum > most:
-        yield problem(f"engine.quorum {engine.quorum} is more than the servers of {key}, {most}; lower it")
 
 
 def _sleep(config: LachesisConfig) -> Iterator[Said]:

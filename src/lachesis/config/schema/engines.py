@@ -22,12 +22,6 @@ Host = Annotated[str, Field(pattern=HOST)]
 SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 
-_QUORUM = Field(
-    default=None,
-    description="Servers that must answer at the start and before each transfer. Unset: all at the start, one later.",
-)
-
-
 class EmbeddedEngineConfig(BaseEngineConfig):
     """Generation in the trainer's process with transformers, on the trainer's own weights."""
 
@@ -71,7 +65,6 @@ class VllmEngineConfig(BaseEngineConfig):
     data_parallel_size: PositiveInt = Field(
         default=1, description="Copies of the model that share the requests: servers on the ports from `port` on."
     )
-    quorum: PositiveInt | None = _QUORUM
     enforce_eager: bool = Field(
         default=False, description="Run without CUDA graphs: much slower, and needed by none of the bridges."
     )
@@ -144,7 +137,6 @@ class HttpEngineConfig(BaseEngineConfig):
         "a server at each address of that name, `file:PATH` one a line; both are looked up again before each "
         "transfer.",
     )
-    quorum: PositiveInt | None = _QUORUM
     wait_s: NonNegativeFloat = Field(
         default=0.0, description="Longest wait for servers that are not up yet, in seconds; 0 waits for none."
     )

@@ -35,9 +35,6 @@ class DeadlinesConfig(Section):
         default=120.0,
         description="Of several engines one that is at work generating nothing; after as long again it is given up.",
     )
-    quorum_s: PositiveFloat = Field(
-        default=900.0, description="Of several engines fewer than `engine.quorum` being there before a transfer."
-    )
     ranks_s: PositiveFloat = Field(
         default=600.0, description="With several devices: one waiting for another, or for a sign of life of the leader."
     )

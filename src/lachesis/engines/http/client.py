@@ -92,36 +92,22 @@ class HttpEngine(Engine):
     def _client(self, url: str) -> ServerControl:
         return ServerControl(url, token=self._token)
 
-    def connect(self, *, quorum: int | None = None, deadline: Deadline) -> tuple[ServerInfo, ...]:
+    def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
         """Learn the servers' sessions, and insist on these sessions from now on.
-
-        Args:
-            quorum: number of servers that is enough; servers that give no answer are dead. All are needed if unset.
-            deadline: of their answers.
 
         Raises:
             EngineError: a server does not answer, or they serve different models.
         """
         controls = self.controls
-        answers = self._on(controls, lambda server: _info_or_silence(server, deadline))
-        infos = tuple(answer for answer in answers if isinstance(answer, ServerInfo))
-        silent = [answer for answer in answers if isinstance(answer, EngineUnreachable)]
-        if silent and len(infos) < (quorum or len(controls)):
-            raise silent[0]
+        infos = tuple(self._on(controls, lambda server: server.info(deadline=deadline)))
         for info in infos[1:]:
             _check_same_model(infos[0], info)
-        for control, answer in zip(controls, answers, strict=True):
-            if isinstance(answer, ServerInfo):
-                self.fleet.met(control.url, answer.session_id)
-            else:
-                logger.warning("the engine at %s is not there, others begin: %s", control.url, answer.message)
-                self.fleet.died(control.url, answer.message)
+        for control, info in zip(controls, infos, strict=True):
+            self.fleet.met(control.url, info.session_id)
         return infos
 
-    def connect_when_up(
-        self, *, wait_s: float, quorum: int | None = None, deadline: Deadline
-    ) -> tuple[ServerInfo, ...]:
-        """:meth:`connect`, asking again for ``wait_s`` seconds while a server that is needed gives no answer.
+    def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
+        """:meth:`connect`, asking again for ``wait_s`` seconds while a server gives no answer.
 
         Raises:
             EngineError: as :meth:`connect`; of a server without an answer once that time is over.
@@ -136,7 +122,7 @@ class HttpEngine(Engine):
         with patience.waiting():
             while True:
                 try:
-                    return self.connect(quorum=quorum, deadline=deadline)
+                    return self.connect(deadline=deadline)
                 except EngineUnreachable as error:
                     if not patience.remaining_s():
                         raise
@@ -261,16 +247,16 @@ class HttpEngine(Engine):
             self.fleet.died(control.url, reason)
         return bool(silent)
 
-    def look(self, *, needed: bool = True, quiet_s: float = 0.0) -> None:
+    def look(self, *, quiet_s: float = 0.0) -> None:
         """Check the servers that are believed to be alive: one that gives no answer is dead.
 
         Servers that have answered anything within the last ``quiet_s`` seconds are not asked.
 
         Raises:
-            EngineUnreachable: one is ``needed`` and none is left.
+            EngineUnreachable: none is left.
         """
         self._on([server for server in self.living if server.quiet_s >= quiet_s], lambda s: visit(self.fleet, s))
-        if needed and not self.living:
+        if not self.living:
             raise nobody_serves(self.fleet)
 
     def greet(self, url: str, *, deadline: Deadline) -> None:
@@ -485,13 +471,6 @@ class HttpEngine(Engine):
                 remedy="a transfer did not reach all of them; look at their logs",
             )
         return readings
-
-
-def _info_or_silence(server: ServerControl, deadline: Deadline) -> ServerInfo | EngineUnreachable:
-    try:
-        return server.info(deadline=deadline)
-    except EngineUnreachable as error:
-        return error
 
 
 def _check_same_model(one: ServerInfo, other: ServerInfo) -> None:

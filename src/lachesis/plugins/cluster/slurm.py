@@ -71,7 +71,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         layout=layout,
         servers=layout.servers,
         own_copies=isinstance(engine, VllmEngineConfig) and engine.data_parallel_size > 1,
-        http_keys=_http_keys(config),
+        wait_s=config.deadlines.engine_start_s,
         master_port=job.master_port,
         notice_s=job.notice_s,
         passing=_PASSING,
@@ -111,12 +111,6 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
     if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
         raise ConfigError(f"{wrong[0]!r} is not an option of sbatch", remedy="write it as in --sbatch=--qos=high")
     return [*words, "--exclusive", "--requeue", *job.more]
-
-
-def _http_keys(config: LachesisConfig) -> str:
-    """Return the keys of `engine` for servers that the job starts, except their addresses, as YAML between braces."""
-    quorum = getattr(config.engine, "quorum", None)
-    return f"wait_s: {config.deadlines.engine_start_s}" + ("" if quorum is None else f", quorum: {quorum}")
 
 
 @functools.cache

@@ -87,11 +87,11 @@ class LateServers(HttpEngine):
 
     absent = 0
 
-    def connect(self, *, quorum: int | None = None, deadline: Deadline) -> tuple[ServerInfo, ...]:
+    def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
         if self.absent:
             self.absent -= 1
             raise self.controls[0].unreachable(ConnectionRefusedError("nobody listens"))
-        return super().connect(quorum=quorum, deadline=deadline)
+        return super().connect(deadline=deadline)
 
 
 class TestServersThatAreNotUpYet:
