@@ -1,61 +1,88 @@
 """Held-out accuracy of SmolLM2-135M-Instruct by step, for several settings and seeds, a few runs at a time.
 
     PYTHONPATH=src python benchmarks/curves.py [--only NAME ...] [--seeds 0 1 2] [--rate 1e-5] [--steps 60]
-                                               [--at-once 5] [--work DIR] [--out FILE.json] [--tiny]
+                                               [--at-once 5] [--set KEY=VALUE ...] [--work DIR] [--out FILE.json]
+                                               [--tiny]
     PYTHONPATH=src python benchmarks/curves.py --read FILE.json ... [--svg FILE.svg]
 
 `on policy`, `4 behind` and `4 behind, corrected` train on the sums of `examples/smollm2`: synchronously, on samples
 that are four weight versions old with the loss's clip alone, and on such samples with the default correction for their
-age. `equation` is the example of that name. The runs share one GPU, each with a vLLM server on a port of its own.
-``--read`` prints the table of earlier results, and draws them. ``--tiny`` takes the embedded engine and two steps of
-one seed, also on a CPU.
+age. `all problems` and `by pass rate` train on a mixture of such sums, of sums that the model solves already, and of
+products that it never solves: as they come, and with `data.curriculum: pass_rate`. `equation` is the example of that
+name, `gsm8k` the recipe. Rate and steps are those of the file if unset. The runs share one GPU, each with a vLLM server
+on a port of its own. ``--read`` prints the table of earlier results, and draws them. ``--tiny`` takes the embedded
+engine and two steps of one seed, also on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
 from lachesis.metrics.sinks.jsonl import read_metrics
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples/smollm2"
+ROOT = Path(__file__).resolve().parents[1]
+SUMS = ROOT / "examples/smollm2/full.yaml"
 PORT = 9001
 PORTS_BETWEEN = 20
 KV_CACHE_BYTES = 4_000_000_000  # said, as vLLM cannot measure what is free while other runs start
-BEHIND: dict[str, object] = {"pipeline.async_prefetch": True, "pipeline.prefetch_depth": 4, "pipeline.max_staleness": 4}
-SETTINGS: dict[str, tuple[str, Mapping[str, object]]] = {
-    "on policy": ("full.yaml", {}),
-    "4 behind": ("full.yaml", BEHIND | {"algorithm.sampler_correction": "none"}),
-    "4 behind, corrected": ("full.yaml", BEHIND),
-    "equation": ("equation.yaml", {}),
+STEPS: dict[str, object] = {"run.steps": 60, "batch.prompts_per_step": 16}
+BEHIND = STEPS | {"pipeline.async_prefetch": True, "pipeline.prefetch_depth": 4, "pipeline.max_staleness": 4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A file, and the keys that differ from it."""
+
+    file: Path
+    keys: Mapping[str, object]
+    mixed: bool = False  # train on `mixture`
+
+
+SETTINGS = {
+    "on policy": Setting(SUMS, STEPS),
+    "4 behind": Setting(SUMS, BEHIND | {"algorithm.sampler_correction": "none"}),
+    "4 behind, corrected": Setting(SUMS, BEHIND),
+    "all problems": Setting(SUMS, STEPS, mixed=True),
+    "by pass rate": Setting(SUMS, STEPS | {"data.curriculum": "pass_rate"}, mixed=True),
+    "equation": Setting(SUMS.with_name("equation.yaml"), {}),
+    "gsm8k": Setting(ROOT / "recipes/gsm8k/smollm2-135m.yaml", {}),
 }
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of a run by step."""
+    """Held-out accuracy of a run by step.
+
+    Attributes:
+        rate: the learning rate; None if it is the file's.
+        tokens: sampled for training until each of these steps.
+    """
 
     name: str
-    rate: float
+    rate: float | None
     seed: int
     accuracy: dict[int, float]
+    tokens: dict[int, int] = field(default_factory=dict[int, int])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rate", type=float, default=1e-5, help="learning rate")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rate", type=float, help="learning rate")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--at-once", type=int, default=5, help="runs at a time")
+    parser.add_argument("--set", nargs="+", default=[], help="further keys, as KEY=VALUE in JSON")
     parser.add_argument("--work", type=Path, default=Path(".bench/curves"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", nargs="+", type=Path, default=[])
@@ -75,7 +102,10 @@ def main() -> None:
 def read(file: Path) -> list[Curve]:
     """Return the curves that ``--out`` wrote; JSON's keys are texts, and steps are numbers."""
     rows = json.loads(file.read_text())
-    return [Curve(**row | {"accuracy": {int(step): v for step, v in row["accuracy"].items()}}) for row in rows]
+    numbered = [
+        {k: {int(step): x for step, x in v.items()} for k, v in row.items() if isinstance(v, dict)} for row in rows
+    ]
+    return [Curve(**row | numbers) for row, numbers in zip(rows, numbered, strict=True)]
 
 
 def measured(options: argparse.Namespace) -> list[Curve]:
@@ -98,24 +128,54 @@ def measured(options: argparse.Namespace) -> list[Curve]:
 
 def train(name: str, seed: int, *, port: int, options: argparse.Namespace) -> Curve:
     """Run ``lachesis train``, and return its evaluations. Raises SystemExit where the run fails."""
-    file, settings = SETTINGS[name]
-    run = f"{name.replace(', ', '-').replace(' ', '-')}-{options.rate:g}-{seed}"
+    setting = SETTINGS[name]
+    run = "-".join([*name.replace(",", "").split(), *([f"{options.rate:g}"] if options.rate else []), str(seed)])
     keys: dict[str, object] = {
-        **settings, **engine(port, tiny=options.tiny), "run.name": run, "run.dir": str(options.work.resolve()),
-        "run.seed": seed, "run.steps": options.steps, "batch.prompts_per_step": 16,
-        "optimizer.learning_rate": options.rate,
+        **setting.keys, **engine(port, tiny=options.tiny),
+        "run.name": run, "run.dir": str(options.work.resolve()), "run.seed": seed,
     }  # fmt: skip
+    if options.steps:
+        keys["run.steps"] = options.steps
+    if options.rate:
+        keys["optimizer.learning_rate"] = options.rate
+    if setting.mixed:
+        keys["data.path"] = str(mixture(options.work.resolve() / "mixture.jsonl"))
     if options.tiny:
         keys |= {"batch.prompts_per_step": 2, "evaluation.max_problems": 4}
-    command = [sys.executable, "-m", "lachesis", "train", str(EXAMPLES / file), "--overwrite"]
-    command += [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    pairs = [f"{key}={json.dumps(value)}" for key, value in keys.items()] + options.set
+    command = [sys.executable, "-m", "lachesis", "train", setting.file.name, "--overwrite"]
+    command += [word for pair in pairs for word in ("--set", pair)]
     log = options.work / f"{run}.log"
     with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, cwd=setting.file.parent, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
         raise SystemExit(f"{run} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}")
-    evaluations = read_metrics(options.work / run / "metrics.jsonl").evaluations
-    return Curve(name, options.rate, seed, {one.step: round(one.accuracy, 4) for one in evaluations})
+    return curve(options.work / run / "metrics.jsonl", name=name, rate=options.rate, seed=seed)
+
+
+def curve(metrics: Path, *, name: str, rate: float | None, seed: int) -> Curve:
+    """Read a run's evaluations, and the tokens that were sampled until each."""
+    read_lines = read_metrics(metrics)
+    accuracy = {one.step: round(one.accuracy, 4) for one in read_lines.evaluations}
+    sampled = {one.step: int(one.values["tokens_generated"]) for one in read_lines.steps}
+    tokens = {until: sum(count for step, count in sampled.items() if step <= until) for until in accuracy}
+    return Curve(name, rate, seed, accuracy, tokens)
+
+
+def mixture(path: Path) -> Path:
+    """Write 300 problems: a third each that the model solves nearly always, sometimes and never."""
+    draw_from = random.Random(0)
+    rows: list[dict[str, object]] = []
+    for index in range(300):
+        kind = index % 3
+        least, most = ((1, 3), (1, 20), (100, 999))[kind]
+        a, b = draw_from.randint(least, most), draw_from.randint(least, most)
+        question, answer = (f"What is {a} * {b}?", a * b) if kind == 2 else (f"What is {a} + {b}?", a + b)
+        rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(answer)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def engine(port: int, *, tiny: bool) -> dict[str, object]:
@@ -137,7 +197,7 @@ def table(curves: list[Curve]) -> str:
         group = [curve.accuracy for curve in curves if (curve.name, curve.rate) == (name, rate)]
         cells = [[100 * one[step] for one in group if step in one] for step in steps]
         shown = [f"{statistics.mean(v):.0f} ({min(v):.0f}–{max(v):.0f})" if v else "" for v in cells]
-        lines.append(f"| {name} | {rate:g} | {len(group)} | " + " | ".join(shown) + " |")
+        lines.append(f"| {name} | {rate or 'file'} | {len(group)} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
@@ -145,7 +205,7 @@ def draw(curves: list[Curve], path: Path) -> None:
     """Draw each rate in a panel of its own: the mean of a setting's seeds, and their range as a band."""
     from matplotlib import pyplot
 
-    rates = sorted({curve.rate for curve in curves})
+    rates = sorted({curve.rate for curve in curves}, key=lambda rate: rate or 0)
     figure, panels = pyplot.subplots(1, len(rates), figsize=(4.2 * len(rates), 3.4), sharey=True, squeeze=False)
     for panel, rate in zip(panels[0], rates, strict=True):
         for name in dict.fromkeys(curve.name for curve in curves if curve.rate == rate):
@@ -156,7 +216,7 @@ def draw(curves: list[Curve], path: Path) -> None:
             panel.fill_between(
                 steps, [min(v) for v in values], [max(v) for v in values], alpha=0.15, color=line.get_color()
             )
-        panel.set(title=f"learning rate {rate:g}", xlabel="step", ylim=(0, 100))
+        panel.set(title=f"learning rate {rate:g}" if rate else "", xlabel="step", ylim=(0, 100))
     panels[0][0].set_ylabel("held-out accuracy, %")
     panels[0][0].legend(loc="lower right", frameon=False)
     figure.tight_layout()

@@ -8,9 +8,10 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def problem(row):
-    """Return a row of openai/gsm8k as a question to the model and its answer."""
+    """Return a row of openai/gsm8k as a question, its answer, and the solution that a supervised start learns."""
     question = f"{row['question']}\nThink step by step, and end with the answer as a number."
-    return {"prompt": [{"role": "user", "content": question}], "answer": number(row["answer"])}
+    prompt = [{"role": "user", "content": question}]
+    return {"prompt": prompt, "answer": number(row["answer"]), "solution": row["answer"]}
 
 
 def right(completions, answer, **columns) -> list[float]:
