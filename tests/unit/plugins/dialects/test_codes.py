@@ -30,7 +30,7 @@ def test_each_exit_code_has_a_page_and_is_in_the_list_of_them():
 
 
 def test_jobs_are_said_to_stay_ended_with_the_codes_that_they_do():
-    said = re.search(r"start nothing anew that ended with ([\d, or]+), as", (DOCS / "errors.md").read_text())
+    said = re.search(r"do not restart after codes ([\d, and]+), because", (DOCS / "errors.md").read_text())
     assert said is not None and [int(code) for code in re.findall(r"\d+", said[1])] == FINAL
 
 
