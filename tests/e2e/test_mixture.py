@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from lachesis.rollouts.base import prompt_key
 from tests.e2e.runs import metrics, run_here
 from tests.e2e.test_agents import PLAIN
 from tests.e2e.test_agents import write_run as write_agent_run
-from tests.paths import EXAMPLES
+from tests.paths import EXAMPLES, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +112,92 @@ def test_agents_rollout_functions_and_datasets_share_a_run(tmp_path: Path, ahead
         assert line.values.get("source/function/completion_length/max", 0.0) <= 4
         assert ahead or line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled"
     assert min(trained.values()) > 0, "a slow source holds up its own groups, and not for ever"
+
+
+MCP_CALCULATOR = """
+from mcp.server.mcpserver import MCPServer
+
+from calculator import calculate
+
+server = MCPServer("calculator", log_level="WARNING")
+server.tool()(calculate)
+server.run()
+"""
+# Two turns; the more digits the model says, the better. A few tasks, so that their second epoch comes soon.
+SAYS_DIGITS = """
+import verifiers.v1 as vf
+
+__all__ = ["DigitsEnv", "DigitsTaskset"]
+
+
+class DigitsTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def digits(self, trace: vf.Trace) -> float:
+        said = "".join(message.content or "" for message in trace.assistant_messages)
+        return sum(map(str.isdigit, said)) / max(len(said), 1)
+
+
+class DigitsTaskset(vf.Taskset[DigitsTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(2, 8):
+            yield DigitsTask(vf.TaskData(prompt=f"{number}*{number}"), self.config.task)
+
+
+class DigitsEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class DigitsEnv(vf.Env[DigitsEnvConfig]):
+    async def run(self, task: DigitsTask, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as talk:
+            said = await talk.turn()
+            if not said.terminated:
+                await talk.turn("2*3")
+"""
+KINDS = ("even", "digits", "calculator")
+
+
+@pytest.fixture
+def of_three_kinds(example: Path) -> Path:
+    """A dataset with a reward, an environment of verifiers, and a tool of an MCP server; a curriculum for each."""
+    pytest.importorskip("verifiers")
+    tools = example.parents[1] / "tools"
+    (example.parent / "served.py").write_text(MCP_CALCULATOR)
+    (example.parent / "says_digits.py").write_text(SAYS_DIGITS)
+    served = {"command": [sys.executable, "served.py"], "env": {"PYTHONPATH": f"{ROOT / 'src'}:{tools}"}}
+    written = yaml.safe_load(example.read_text())
+    even, calculator, _ = written["sources"]
+    digits = {"kind": "verifiers", "environment": "says_digits.py", "eval_tasks": 2}
+    sources = [
+        even,
+        {"name": "digits", "weight": 2, "source": digits, "data": {}},
+        calculator | {"weight": 1, "source": calculator["source"] | {"tools": [served]}},
+    ]
+    adapting = [one | {"data": one["data"] | {"curriculum": "pass_rate"}} for one in sources]
+    config = example.with_name("three.yaml")
+    config.write_text(yaml.safe_dump(written | {"sources": adapting}))
+    return config
+
+
+def test_a_run_over_a_dataset_verifiers_and_an_mcp_server_is_resumed(
+    of_three_kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    shared = ["run.steps=4", "evaluation.every_steps=4", "evaluation.max_problems=2", "batch.prompts_per_step=8"]
+    straight = run_here(of_three_kinds, *shared, "run.name=straight").run_dir
+    stopped = run_here(of_three_kinds, *shared, "run.name=stopped", stop_after=2)
+    assert not stopped.finished
+    resumed = run_here(of_three_kinds, *shared, "run.name=stopped", resume=True).run_dir
+    assert drawn(resumed) == drawn(straight)
+    log = metrics(straight)
+    for line, again in zip(log.steps, metrics(resumed).steps, strict=True):
+        assert [line.values[f"source/{name}/groups"] for name in KINDS] == [2, 4, 2]
+        assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled"
+        skipped = [f"source/{name}/curriculum_skipped" for name in KINDS]
+        assert [line.values[name] for name in skipped] == [again.values[name] for name in skipped]
+    total = {name: sum(line.values[f"source/{name}/curriculum_skipped"] for line in log.steps) for name in KINDS}
+    assert total["digits"] > 0, "its epochs are over soonest, and not all of its tasks are worth another group"
+    assert total["even"] == total["calculator"] == 0, "they have problems that are new"
+    assert sum(line.values["tool_calls/calculate"] for line in log.steps) > 0
+    assert all(0 < line.values["source/digits/reward"] < 1 for line in log.steps)
+    assert set(log.evaluations[-1].by_source) == set(KINDS)

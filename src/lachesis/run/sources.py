@@ -433,7 +433,7 @@ def build_episodes(
         players = load("sources", source.kind)(config, access, rewarder)
     training, held_out = players.split()
     episodes = EpisodeSource(
-        stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
+        stream=build_stream(config, training),
         players=players,
         num_generations=config.sampling.num_generations,
         max_concurrent=source.max_concurrent,

@@ -136,10 +136,10 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
 
 def _source(config: LachesisConfig) -> Iterator[Said]:
     source = config.source
-    if config.data.curriculum != "none" and (source.kind != "local" or source.rollout_func is not None):
+    if config.data.curriculum != "none" and (source.kind == "atropos" or getattr(source, "rollout_func", None)):
         yield problem(
-            f"data.curriculum {config.data.curriculum} draws the problems of source.kind local, without rollout_func; "
-            "remove it"
+            f"data.curriculum {config.data.curriculum} chooses among problems that this run draws and scores itself, "
+            "not those of source.kind atropos or a rollout_func; remove it"
         )
     if source.kind == "local" or source.kind == "agent":  # one by one, which narrows the type
         if (config.rewards.num_workers or 0) > config.batch.prompts_per_step:

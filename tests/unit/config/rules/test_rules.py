@@ -149,7 +149,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"data": {"curriculum": "pass_rate"}, "source": {"kind": "atropos", "batch_size": 8}},
-            "data.curriculum pass_rate draws the problems of source.kind local",
+            "data.curriculum pass_rate chooses among problems that this run draws and scores itself",
         ),
         ({"algorithm": {"loss_type": "clip_cov", "cov_low": 5.0}}, "cov_low 5 is not below cov_high 5"),
         (
