@@ -153,7 +153,7 @@ def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
 def saved_shapes(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of :func:`as_saved` for the model's weights, without bytes.
 
-    Raises as :func:`as_saved`. Raises as that.
+    Raises as :func:`as_saved`.
     """
     empty = ((name, torch.empty_like(p, device="meta")) for name, p in base_parameters(model).items())
     return dict(as_saved(model, empty))
@@ -230,7 +230,7 @@ def _pair(where: str, module: LoraLayer, adapter: str) -> LoraPair:
     return LoraPair(module=where, transposed=transposed, parameter=parameter, experts=experts, stacked=True, **common)
 
 
-def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
+def lora_spec(model: nn.Module) -> LoraSpec:
     """Return rank, alpha and targets, for the engine that is to apply the adapter.
 
     Raises:
@@ -244,7 +244,6 @@ def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
         alpha=float(config.lora_alpha),
         target_modules=tuple(sorted({pair.module.rpartition(".")[2] for pair in pairs})),
         rslora=bool(config.use_rslora),
-        name=name,
     )
     for pair in pairs:
         if pair.a.shape[0] != spec.r or abs(pair.scaling - spec.scaling) > 1e-9 * abs(spec.scaling):

@@ -109,9 +109,9 @@ class ModelShape:
         return [self.linears[name] for name in plain if name in self.linears and name not in fused]
 
 
-def read_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelShape | None:
+def read_shape(model: str, *, revision: str | None = None) -> ModelShape | None:
     """Return :func:`find_shape` without the place where it was found."""
-    found = find_shape(model, revision=revision, ask_hub=ask_hub)
+    found = find_shape(model, revision=revision)
     return None if found is None else found.shape
 
 

@@ -307,14 +307,12 @@ class Policy(PolicyState):
     def weight_digests(self, *, quantized: Collection[str] = ()) -> dict[str, int]:
         """Return digests of all weights as an engine holds them: adapter merged, ``quantized`` in 8 bits with scales.
 
-        Ranks with parts of the weights read those, and gather nothing if the digests of parts add up.
+        Ranks with parts of the weights gather nothing for plain ones: the digests of their rows add up.
         """
         if not self.strategy.sharded:
             return full_digests(self.model, quantized=quantized)
-        parameters = base_parameters(self.model)
-        plain = self.model is self.transformer and not quantized
-        if plain and all(share.adds_up for share in self.strategy.shares(parameters).values()):
-            return add_up(self.digest_shares(), names=parameters)
+        if self.model is self.transformer and not quantized:
+            return add_up(self.digest_shares(), names=base_parameters(self.model))
         return full_digests(self.model, whole=self.whole, quantized=quantized)
 
     def digest_shares(self) -> list[dict[str, int]]:

@@ -56,12 +56,9 @@ class PolicyState:
         """Yield :meth:`whole` parameters by name."""
         return self.strategy.gather([self.model.get_parameter(name).detach() for name in names])
 
-    def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
-        """Return every trained tensor, whole, by name; with ``frozen`` all others too.
-
-        On the CPU if they are sharded.
-        """
-        chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
+    def weights(self) -> dict[str, Tensor]:
+        """Return every trained tensor, whole, by name; on the CPU if they are sharded."""
+        chosen = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.strategy.sharded:
             return {name: parameter.detach() for name, parameter in chosen.items()}
         return {name: tensor.cpu() for name, tensor in zip(chosen, self.whole([*chosen.values()]), strict=True)}

@@ -114,8 +114,8 @@ class TestAdapter:
 
     def test_the_spec_says_rank_alpha_and_targets(self):
         model = add_lora(tiny_model(), LoraAdapterConfig(r=4, alpha=6, targets=["q_proj", "down_proj"]))
-        spec = lora_spec(model, name="mine")
-        assert (spec.r, spec.alpha, spec.rslora, spec.name) == (4, 6.0, False, "mine")
+        spec = lora_spec(model)
+        assert (spec.r, spec.alpha, spec.rslora, spec.name) == (4, 6.0, False, "policy")
         assert spec.target_modules == ("down_proj", "q_proj")
         assert spec.scaling == lora_pairs(model)[0].scaling == 1.5
         assert lora_spec(adapted(use_rslora=True)).scaling == 4.0

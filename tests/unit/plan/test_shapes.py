@@ -9,7 +9,7 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
-from lachesis.plan.shapes import find_shape, known_architecture, read_shape
+from lachesis.plan.shapes import find_shape, known_architecture
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_the_hub_is_asked_for_its_config_alone(hub: list[str]):
 def test_a_model_that_the_hub_does_not_give_is_looked_for_in_the_table(hub: list[str]):
     found = find_shape("Qwen/Qwen3-8B", ask_hub=True)
     assert found is not None and found.source == "table" and len(hub) == 1
-    assert read_shape("org/other", ask_hub=True) is None
+    assert find_shape("org/other", ask_hub=True) is None
 
 
 def test_a_hub_that_does_not_answer_is_no_error(hub: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -93,7 +93,7 @@ def test_a_hub_that_does_not_answer_is_no_error(hub: list[str], monkeypatch: pyt
         raise httpx.ConnectError("no network")
 
     monkeypatch.setattr(httpx, "get", unreachable)
-    assert read_shape("org/model", ask_hub=True) is None
+    assert find_shape("org/model", ask_hub=True) is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(httpx, "get", lambda *_, **__: pytest.fail("offline means offline"))
-    assert read_shape("org/model", ask_hub=True) is None
+    assert find_shape("org/model", ask_hub=True) is None

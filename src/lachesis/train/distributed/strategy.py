@@ -56,7 +56,7 @@ class Strategy:
     def device(self, model: PreTrainedModel) -> torch.device:
         """Return the device on which the model computes; offloaded parameters are elsewhere.
 
-        Local to this process. Of this process alone.
+        Local to this process.
         """
         return next(model.parameters()).device
 
@@ -88,7 +88,7 @@ class Strategy:
     def begin_pass(self, *, last: bool) -> None:
         """Begin a forward and backward pass, which may be the ``last`` of a batch.
 
-        Local to this process. Of this process alone.
+        Local to this process.
         """
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
