@@ -117,6 +117,7 @@ PROJECT = [
     "recipes/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/RESULTS.md",
     "benchmarks/PUBLIC_FILES.md",
     "benchmarks/README.md",

@@ -21,17 +21,15 @@ class Command:
 
 PANELS: Mapping[str, Mapping[str, Command]] = {
     "Start": {
-        "init": Command(
-            "cli.training", "Write a first run, which runs at once: configuration, reward, model, problems."
-        ),
+        "init": Command("cli.training", "Write a small example to run: configuration, reward, model, problems."),
         "doctor": Command("plugins.checks.commands", "Check the installation, and prove that training learns."),
         "plan": Command(
-            "plugins.planning.commands", "Show a run's steps and memory beforehand; --fit finds settings that fit."
+            "plugins.planning.commands", "Predict a run's steps and memory; --fit finds settings that fit."
         ),
         "explain": Command("plugins.dialects.commands.keys", "Explain a key or flag, ours or another trainer's."),
     },
     "Train": {
-        "train": Command("cli.training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
+        "train": Command("cli.training", "Train from a file in Lachesis', Axolotl's or TRL's keys."),
         "run": Command("plugins.atropos.commands.grpo", "Start API, engine, environment and trainer, and stop them."),
         "sweep": Command("plugins.sweep.commands", "Train with several values of keys, in turn, and compare the runs."),
         "grpo": Command("plugins.atropos.commands.grpo", "Train with the Atropos trainer's flags."),
@@ -62,12 +60,14 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "push": Command(
             "plugins.export.commands", "Upload a run's model to the Hugging Face hub, with a card of its figures."
         ),
-        "data": Command("plugins.checks.commands", "Find problems of a dataset: data check."),
+        "data": Command("plugins.checks.commands", "Find mistakes in a dataset: data check."),
         "rewards": Command(
             "plugins.checks.commands", "Try reward functions on right and wrong answers: rewards check."
         ),
         "translate": Command("plugins.dialects.commands.keys", "Print another trainer's file in our keys."),
-        "scripts": Command("plugins.dialects.commands.scripts", "Write the scripts of other trainers' documents."),
+        "scripts": Command(
+            "plugins.dialects.commands.scripts", "Write scripts that answer to other trainers' commands."
+        ),
         "version": Command("cli.inspection", "Print the version."),
     },
 }
