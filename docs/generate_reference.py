@@ -66,8 +66,7 @@ ADVANCED = {
     "pipeline": "prefetch_depth streaming_min_groups replay_size replay_recompute_logps "
     "reroll_start_fraction reroll_max_groups",
     "batch": "steps_per_generation micro_batch_size",
-    "optimizer": "function scale_parameter betas eps max_skipped_steps schedule_function stable_steps decay_steps "
-    "decay min_lr_ratio",
+    "optimizer": "function scale_parameter betas eps max_skipped_steps stable_steps decay_steps decay min_lr_ratio",
     "distributed": "reshard_after_forward shard_size replicate_size",
     "deadlines": "generation_s batch_s sync_s engine_start_s teacher_s progress_s ranks_s",
     "checkpoint": "max_share asynchronous format",

@@ -89,7 +89,6 @@ _CHECKS: dict[str, Any] = {
     "Advantage": lambda run_dir, **_: _advantages(run_dir) <= {x / 4 for x in range(-3, 4)},
     "Loss": lambda values, **_: all("clipped_fraction" not in v for v in values),
     "Optimizer": lambda values, **_: all(v["grad_norm"] > 0 for v in values),
-    "Schedule": lambda values, **_: [v["learning_rate"] for v in values] == pytest.approx([3e-3, 1.5e-3]),
     "Sink": lambda run_dir, values: (
         (run_dir / "rewards.txt").read_text().split()
         == ["1", f"{values[0]['reward']:.3f}", "2", f"{values[1]['reward']:.3f}"]
@@ -110,12 +109,11 @@ def test_a_run_trains_over_a_bridge_of_ones_own(tmp_path: Path):
 
 
 def test_a_run_goes_on_with_its_parts_exactly(tmp_path: Path):
-    """Resumed from what its directory says, with the state of the optimizer and the step of the schedule."""
-    parts = {"learning_rate": 1e-3, "function": "optimizer.py:Sign", "schedule_function": "schedule.py:sawtooth"}
+    """Resumed from what its directory says, with the state of the optimizer."""
+    parts = {"learning_rate": 1e-3, "function": "optimizer.py:Sign", "schedule": "linear"}
     configs = []
     for name in ("whole", "cut"):
         config = write_section(tmp_path / name, "Optimizer", optimizer=parts, run={"steps": 4})
-        (tmp_path / name / "schedule.py").write_text(SECTIONS["Schedule"][0][0])
         configs.append(config)
     run_here(configs[0])
     run_here(configs[1], stop_after=2)
@@ -140,14 +138,12 @@ def test_from_python_each_is_an_argument(tmp_path: Path):
         advantage=lambda rewards: rewards.sum(dim=1) - 0.25,
         loss=lambda logprobs, advantages: -logprobs * advantages,
         optimizer=_sgd,
-        schedule=lambda step: 0.5,
         sinks=[Told],
         health_rules=lambda seen: lachesis.Alarm("note", "all is well"),
         run={"steps": 2},
     )
     assert run.wait().finished
     assert told == [1, 2]
-    assert [line.values["learning_rate"] for line in run.log.steps] == pytest.approx([1.5e-3, 1.5e-3])
     assert run.log.steps[0].findings[-1].message == "all is well"
 
 
@@ -162,10 +158,10 @@ def _sgd(params: Any, lr: float) -> Any:
     [
         ({"algorithm": {"advantage": "mine.py:f"}}, "def f():\n    pass\n", ConfigError, "takes no rewards"),
         (
-            {"optimizer": {"schedule_function": "mine.py:f"}},
-            "def f(step, steps):\n    pass\n",
+            {"logging": {"sinks": ["mine.py:f"]}},
+            "def f(run_dir, setting):\n    pass\n",
             ConfigError,
-            "needs an argument 'steps', which a schedule is not given -> did you mean 'total_steps'?",
+            "needs an argument 'setting', which a sink is not given -> did you mean 'settings'?",
         ),
         ({"logging": {"sinks": ["mine.py:f"]}}, "class f:\n    pass\n", ConfigError, "is no Sink"),
         (
@@ -173,12 +169,6 @@ def _sgd(params: Any, lr: float) -> Any:
             "def f(rewards):\n    part = rewards.sum(dim=1)\n    return part / 'x'\n",
             TrainingError,
             r"the advantage \S*mine.py:f raised TypeError: .*\(mine.py:3\)",
-        ),
-        (
-            {"optimizer": {"schedule_function": "mine.py:f"}},
-            "def f(step):\n    return -1 if step else 1\n",
-            TrainingError,
-            r"the schedule \S*mine.py:f returned -1 at step 1",
         ),
     ],
 )

@@ -138,10 +138,6 @@ from lachesis.bridges.saved import write_checkpoint
 write_checkpoint.__kwdefaults__["shard_bytes"] = 8_000
 
 
-def course(step, *, warmup_steps):
-    return min(1.0, (step + 1) / warmup_steps)
-
-
 def measured(rewards, *, group):
     total = rewards.nansum(dim=1)
     advantages = total.clone()
@@ -159,7 +155,7 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     how = {"format": "whole"} if own else {"asynchronous": True}
     sections = SECTIONS | {"checkpoint": SECTIONS["checkpoint"] | how}
     if own:
-        named = {"function": "torch.optim.AdamW", "schedule_function": "parts.py:course"}
+        named = {"function": "torch.optim.AdamW"}
         sections["optimizer"] = SECTIONS["optimizer"] | named
         sections["algorithm"] = SECTIONS["algorithm"] | {"advantage": "parts.py:measured"}
     config = write_run(tmp_path / "ranks", **sections)

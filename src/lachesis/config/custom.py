@@ -42,7 +42,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("advantage", "algorithm.advantage", "advantage"),
     Kind("loss", "algorithm.loss", "loss"),
     Kind("optimizer", "optimizer.function", "optimizer"),
-    Kind("schedule", "optimizer.schedule_function", "schedule"),
     Kind("sink", "logging.sinks", "sinks", several=True),
     Kind("health rule", "logging.health_rules", "health_rules", several=True),
     Kind("engine", "engine.function", "engine", (("kind", "custom"),)),

@@ -134,11 +134,9 @@ def require_steps(config: LachesisConfig) -> LachesisConfig:
     run, optimizer = config.run, config.optimizer
     if run.steps is not None:
         return config
-    own = optimizer.schedule_function is not None
-    if own or optimizer.schedule != "constant" or optimizer.warmup_ratio:
+    if optimizer.schedule != "constant" or optimizer.warmup_ratio:
         raise ConfigError(
-            f"optimizer.schedule is {'one of your own' if own else optimizer.schedule}, which needs to know how many "
-            "steps there will be",
+            f"optimizer.schedule is {optimizer.schedule}, which needs to know how many steps there will be",
             remedy='give run={"steps": ...}, or optimizer.schedule: constant without a warmup_ratio',
         )
     return config.model_copy(update={"run": run.model_copy(update={"steps": max(1, optimizer.warmup_steps)})})

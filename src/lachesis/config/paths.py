@@ -71,7 +71,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             advantage=places.part,
             teacher=lambda teacher: _resolved(teacher, model=places.model) if teacher.kind == "model" else teacher,
         ),
-        "optimizer": _resolved(config.optimizer, function=places.part, schedule_function=places.part),
+        "optimizer": _resolved(config.optimizer, function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
         "engine": _resolved(config.engine, function=places.part, urls=places.address),
         "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),

@@ -37,7 +37,7 @@ from lachesis.train.losses.custom import LOSS, load_custom_loss
 from lachesis.train.losses.custom_advantage import ADVANTAGE
 from lachesis.train.model.loading import LoadedModel, WeightSource, load_model, load_teacher
 from lachesis.train.model.repeatable import require_long_factors
-from lachesis.train.optim.custom import OPTIMIZER, SCHEDULE
+from lachesis.train.optim.custom import OPTIMIZER
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.pack import pack_batch
@@ -183,8 +183,7 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
 
 # Rewards have their own names, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
 CONTRACTS: Mapping[str, Contract] = {
-    wanted.kind: wanted
-    for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SCHEDULE, SINK, HEALTH_RULE, ENGINE, BRIDGE)
+    wanted.kind: wanted for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SINK, HEALTH_RULE, ENGINE, BRIDGE)
 }
 
 

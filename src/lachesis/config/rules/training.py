@@ -37,17 +37,13 @@ def _schedule(config: LachesisConfig) -> Iterator[Said]:
             f"optimizer.warmup_steps {optimizer.warmup_steps} and warmup_ratio {optimizer.warmup_ratio:g} both say how "
             "long to warm up; give one of them"
         )
-    constant = optimizer.schedule == "constant" and optimizer.schedule_function is None
-    if optimizer.min_lr_ratio > 0 and constant:
+    if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
         yield warning(
             f"optimizer.min_lr_ratio {optimizer.min_lr_ratio:g} does nothing with schedule constant; "
             "use linear or cosine"
         )
     names = ("stable_steps", "decay_steps", "decay")
-    if optimizer.schedule_function is not None:
-        if unused := changed(config, "optimizer", "schedule", *names):
-            yield warning(f"{' and '.join(unused)} do nothing with optimizer.schedule_function")
-    elif optimizer.schedule != "warmup_stable_decay" and (unused := changed(config, "optimizer", *names)):
+    if optimizer.schedule != "warmup_stable_decay" and (unused := changed(config, "optimizer", *names)):
         yield warning(f"{' and '.join(unused)} do nothing with optimizer.schedule {optimizer.schedule}")
 
 

@@ -326,10 +326,6 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         default="constant", description="Course of the learning rate after warm-up."
     )
-    schedule_function: CustomPart | None = Field(
-        default=None,
-        description="Import path or `FILE.py:FUNCTION` of your own schedule, in place of `schedule`.",
-    )
     stable_steps: NonNegativeInt | None = Field(
         default=None,
         description="With `warmup_stable_decay`: steps at the peak; what warm-up and decay leave of the run, if unset.",

@@ -1,4 +1,4 @@
-"""Custom optimizers and schedules, named by import path.
+"""Custom optimizers, named by import path.
 
 Everything around them stays: clipping, the precision of updates, warm-up, skipped steps, checkpoints. Any class of
 ``torch.optim`` that takes groups of parameters is one::
@@ -9,13 +9,12 @@ Everything around them stays: clipping, the precision of updates, warm-up, skipp
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lachesis.common.contracts import Part, contract, load_part
+from lachesis.common.contracts import contract, load_part
 from lachesis.common.errors import TrainingError
 from lachesis.config.schema import OptimizerConfig
 
@@ -40,23 +39,7 @@ class CustomOptimizer(Protocol):
         ...
 
 
-class CustomSchedule(Protocol):
-    """Signature of a custom schedule: ``step`` first, the others by name if the function declares them."""
-
-    def __call__(self, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-        """Return the factor on the peak learning rate, at least 0; warm-up is left to the function.
-
-        Args:
-            step: the optimizer step, counted from 0. The function may be asked for the same step several times.
-            total_steps: of the whole run.
-            warmup_steps: from ``optimizer.warmup_steps`` or ``warmup_ratio``.
-            min_lr_ratio: ``optimizer.min_lr_ratio``.
-        """
-        ...
-
-
 OPTIMIZER = contract("optimizer", CustomOptimizer, error=TrainingError, makes=Optimizer, methods=("step",))
-SCHEDULE = contract("schedule", CustomSchedule, error=TrainingError)
 
 
 def custom_optimizer_factory(
@@ -73,28 +56,3 @@ def custom_optimizer_factory(
         if getattr(config, name) != getattr(defaults, name) and name not in part.arguments:
             logger.warning("optimizer.%s does nothing: %s takes no %s from it", name, part.title, name)
     return lambda groups: part.make(groups, lr=learning_rate, betas=config.betas, eps=config.eps)
-
-
-def load_custom_schedule(config: OptimizerConfig) -> Part | None:
-    """Load the function of ``optimizer.schedule_function``.
-
-    Raises ConfigError if it names none.
-    """
-    return None if config.schedule_function is None else load_part(config.schedule_function, SCHEDULE)
-
-
-def custom_factor(part: Part, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Return the factor on the peak learning rate.
-
-    Raises TrainingError if the function fails or returns something else.
-    """
-    returned = part(step, total_steps=total_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
-    try:
-        factor = float(returned)
-    except (TypeError, ValueError):
-        factor = math.nan
-    if not math.isfinite(factor) or factor < 0:
-        raise TrainingError(
-            f"{part.title} returned {returned!r} at step {step}", remedy="return a number that is at least 0"
-        )
-    return factor

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lachesis.common.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
 from lachesis.config.schema import OptimizerConfig
-from lachesis.train.optim.custom import custom_factor, custom_optimizer_factory, load_custom_schedule
+from lachesis.train.optim.custom import custom_optimizer_factory
 from lachesis.train.optim.weight_update import InPlace, MasterCopies, StochasticRounding, WeightUpdate, buckets
 
 logger = logging.getLogger("lachesis")
@@ -69,7 +69,6 @@ class PolicyOptimizer:
         self._peak = learning_rate
         self._total_steps = total_steps
         self._noise = noise
-        self._schedule = load_custom_schedule(config)
         self._step = 0
         self._skipped = 0
         # Whoever knows of a stage before sets it.
@@ -91,19 +90,12 @@ class PolicyOptimizer:
         config, total_steps, step = self._config, self._total_steps, self._step - self.start.steps
         if step < 0:
             return self.start.rate
-        course: dict[str, Any] = {
-            "total_steps": total_steps,
-            "warmup_steps": warmup_length(
-                steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps
-            ),
-            "min_lr_ratio": config.min_lr_ratio,
-        }
-        if self._schedule is not None:
-            return self._peak * custom_factor(self._schedule, step, **course)
         factor = schedule_factor(
             step,
             schedule=config.schedule,
-            **course,
+            total_steps=total_steps,
+            warmup_steps=warmup_length(steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps),
+            min_lr_ratio=config.min_lr_ratio,
             phases=Phases(stable=config.stable_steps, decay=config.decay_steps, shape=config.decay),
         )
         return self._peak * factor

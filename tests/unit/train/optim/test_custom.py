@@ -1,14 +1,13 @@
-"""Optimizers and schedules by import path inside of ours."""
+"""Optimizers by import path inside of ours."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 
-from lachesis.common.errors import ConfigError, TrainingError
+from lachesis.common.errors import ConfigError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer
 
@@ -46,25 +45,3 @@ def test_what_is_no_optimizer_is_refused(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "lachesis"):
         build(OptimizerConfig(function="torch.optim.SGD", eps=1e-6), weight)
     assert "optimizer.eps does nothing: the optimizer torch.optim.SGD takes no eps from it" in caplog.text
-
-
-def test_a_schedule_gives_the_factor(tmp_path: Path):
-    (tmp_path / "mine.py").write_text("def f(step, *, total_steps):\n    return 1 - step / total_steps\n")
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = build(OptimizerConfig(schedule_function=f"{tmp_path / 'mine.py'}:f"), weight)
-    rates = []
-    for _ in range(3):
-        rates.append(optimizer.learning_rate)
-        weight.grad = torch.ones(2, 2)
-        optimizer.step()
-    assert rates == [0.5, 0.375, 0.25]
-
-
-@pytest.mark.parametrize("returned", ["None", "-0.1", "float('nan')"])
-def test_a_factor_that_is_none_is_refused(tmp_path: Path, returned: str):
-    (tmp_path / "mine.py").write_text(f"def f(step):\n    return {returned}\n")
-    optimizer = build(
-        OptimizerConfig(schedule_function=f"{tmp_path / 'mine.py'}:f"), torch.nn.Parameter(torch.ones(2, 2))
-    )
-    with pytest.raises(TrainingError, match=r"the schedule \S*mine.py:f returned .* at step 0"):
-        _ = optimizer.learning_rate
