@@ -58,7 +58,7 @@ ADVANCED = {
     "sampling": "min_p repetition_penalty stop_token_ids min_tokens presence_penalty frequency_penalty guided_regex "
     "generation_kwargs",
     "engine": "host port enforce_eager kv_cache_dtype devices extra_args takeover function wait_s",
-    "bridge": "pause config_path keep_last init_method transport staging senders function",
+    "bridge": "pause config_path keep_last init_method transport staging senders",
     "algorithm": "advantage ref_mixup_alpha ref_sync_steps use_bias_correction_kl sampler_correction_min "
     "off_policy_mask_threshold top_entropy_quantile sapo_temperature_pos sapo_temperature_neg skip_zero_advantage "
     "router_aux_loss_coef",

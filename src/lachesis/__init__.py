@@ -25,7 +25,6 @@ from lachesis.common.version import __version__
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge
-    from lachesis.bridges.external import ExternalBridge
     from lachesis.common.errors import (
         CheckpointError,
         ConfigError,
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "TrainedModel": "engines.base",
-    "ExternalBridge": "bridges.external",
     "StepRecord": "common.types",
     "Sink": "metrics.hub",
     "Observation": "metrics.health.types",
@@ -98,7 +96,6 @@ __all__ = [
     "DependencyError",
     "Engine",
     "EngineError",
-    "ExternalBridge",
     "Feed",
     "Group",
     "LachesisError",

@@ -17,10 +17,8 @@ from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.tape import read_groups
 from lachesis.run.parts import CONTRACTS
-from tests.e2e.runs import checkpoints, command, metrics, run_here, state, untimed, write_run
+from tests.e2e.runs import checkpoints, command, metrics, run_here, untimed, write_run
 from tests.paths import DOCS
-from tests.ports import free_port
-from tests.warm import FORKING
 
 PAGE = (DOCS / "custom.md").read_text()
 _SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.M | re.S)
@@ -60,7 +58,7 @@ def test_the_page_has_a_section_for_each_kind_and_its_contract():
         assert signature == ", ".join([*contract.given, *(["*", *contract.named] if contract.named else [])]), name
 
 
-@pytest.mark.parametrize("title", [title for title in SECTIONS if title != "Bridge"])
+@pytest.mark.parametrize("title", SECTIONS)
 def test_a_run_trains_with_each(title: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config = write_section(tmp_path, title)
     with caplog.at_level(logging.WARNING, "lachesis"):
@@ -96,16 +94,6 @@ _CHECKS: dict[str, Any] = {
     "Health rule": lambda run_dir, **_: "too_long" in _findings(run_dir),
     "Engine": lambda values, **_: all(v["canary_error"] < 1e-3 for v in values),
 }
-
-
-def test_a_run_trains_over_a_bridge_of_ones_own(tmp_path: Path):
-    config = write_section(tmp_path, "Bridge", engine={"port": free_port()})
-    done = command("train", config, code=FORKING)
-    assert done.code == 0, done.err
-    run_dir = tmp_path / "runs/proof"
-    assert state(run_dir)["status"] == "finished"
-    assert all(line.values["canary_error"] < 1e-3 for line in metrics(run_dir).steps)
-    assert [path.name for path in (run_dir / "handed-over").iterdir()] == ["2"]
 
 
 def test_a_run_goes_on_with_its_parts_exactly(tmp_path: Path):

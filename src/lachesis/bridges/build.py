@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.custom import BRIDGE
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT
-from lachesis.common.contracts import load_part
 from lachesis.common.device import resolve_device
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
     ChannelBridgeConfig,
-    CustomBridgeConfig,
     EmbeddedServerConfig,
     InProcessBridgeConfig,
     LachesisConfig,
@@ -89,15 +86,8 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
             return _saved(parts, kind, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s")
         case RestartBridgeConfig() | ReloadBridgeConfig() as kind:
             return _saved(parts, kind, "[CHECKPOINT] Engine serves version %d after %.1f s")
-        case CustomBridgeConfig() as kind:
-            return _custom(parts, kind)
         case InProcessBridgeConfig():
             raise AssertionError("an engine in this process has no server")
-
-
-def _custom(parts: BridgeParts[ModelPolicyT], kind: CustomBridgeConfig) -> Bridge[ModelPolicyT]:
-    servers = _servers(parts, every_steps=kind.every_steps)
-    return load_part(kind.function, BRIDGE).make(servers, config=parts.config, directory=parts.directory)
 
 
 def _servers(

@@ -45,7 +45,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("sink", "logging.sinks", "sinks", several=True),
     Kind("health rule", "logging.health_rules", "health_rules", several=True),
     Kind("engine", "engine.function", "engine", (("kind", "custom"),)),
-    Kind("bridge", "bridge.function", "bridge", (("kind", "custom"),)),
 )
 BY_SHORT: Mapping[str, Kind] = {kind.short: kind for kind in KINDS if kind.name != "reward"}
 

@@ -74,7 +74,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         "optimizer": _resolved(config.optimizer, function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
         "engine": _resolved(config.engine, function=places.part, urls=places.address),
-        "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),
+        "bridge": _resolved(config.bridge, config_path=places.path),
     }
     return config.model_copy(update=sections)
 

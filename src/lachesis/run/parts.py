@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from lachesis.bridges.custom import BRIDGE
 from lachesis.common.contracts import Contract, load_part, spec_of
 from lachesis.common.device import resolve_device
 from lachesis.common.run_files import run_paths
@@ -183,7 +182,7 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
 
 # Rewards have their own names, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
 CONTRACTS: Mapping[str, Contract] = {
-    wanted.kind: wanted for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SINK, HEALTH_RULE, ENGINE, BRIDGE)
+    wanted.kind: wanted for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SINK, HEALTH_RULE, ENGINE)
 }
 
 

@@ -41,7 +41,7 @@ def test_an_example(path: Path, monkeypatch):
 def test_there_is_one_for_each_bridge():
     kinds = {load_config(path).config.bridge.kind for path in EXAMPLES.glob("bridges/*.yaml")}
     section = find_section("bridge")
-    assert section is not None and kinds == set(section.kinds) - {"custom"}  # which docs/custom.md has
+    assert section is not None and kinds == set(section.kinds)
 
 
 def test_the_flags_of_the_atropos_trainer():

@@ -22,7 +22,6 @@ from lachesis.config.schema.engines import (
     BridgeConfig,
     BroadcastBridgeConfig,
     ChannelBridgeConfig,
-    CustomBridgeConfig,
     CustomEngineConfig,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,

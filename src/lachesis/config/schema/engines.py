@@ -280,14 +280,6 @@ class ReloadBridgeConfig(SavedBridgeConfig):
     kind: Literal["reload"] = "reload"
 
 
-class CustomBridgeConfig(BaseBridgeConfig):
-    """A custom bridge to the engine's servers."""
-
-    kind: Literal["custom"] = "custom"
-    function: CustomPart = Field(description="Import path or `FILE.py:NAME` of what makes it.")
-    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
-
-
 BridgeConfig = Annotated[
     InProcessBridgeConfig
     | SharedBridgeConfig
@@ -295,7 +287,6 @@ BridgeConfig = Annotated[
     | LoraBroadcastBridgeConfig
     | BroadcastBridgeConfig
     | RestartBridgeConfig
-    | ReloadBridgeConfig
-    | CustomBridgeConfig,
+    | ReloadBridgeConfig,
     Field(discriminator="kind"),
 ]

@@ -14,7 +14,6 @@ from lachesis.config.schema.engines import (
     BaseBridgeConfig,
     BridgeConfig,
     ChannelBridgeConfig,
-    CustomBridgeConfig,
     InProcessBridgeConfig,
 )
 from lachesis.plugins.dialects.grpo import put_output_dir
@@ -40,11 +39,11 @@ SERVER = Dialect("the Atropos vLLM server", list(read_names("atropos", "server")
 
 ManagedEngine = Literal["vllm", "embedded_server"]
 
-# Every bridge is a mode, but for that of an engine in the trainer's own process and the user's own.
+# Every bridge is a mode, but for that of an engine in the trainer's own process.
 _MODES: Mapping[str, type[BaseBridgeConfig]] = {
     bridge.model_fields["kind"].default: bridge
     for bridge in get_args(get_args(BridgeConfig)[0])
-    if bridge not in (InProcessBridgeConfig, CustomBridgeConfig)
+    if bridge is not InProcessBridgeConfig
 }
 
 
