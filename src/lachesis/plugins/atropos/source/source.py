@@ -212,7 +212,7 @@ class AtroposSource(RolloutSource):
         if data.get("inference_logprobs"):
             return
         what = f"{self._name(data.get('env_id'))} sends no inference_logprobs"
-        remedy = "serve it with --openai.server_type vllm"
+        remedy = "have it sample by its managed server, with --openai.server_type vllm"
         if self.missing_logprobs == "error":
             raise DataError(f"{what}, and source.missing_logprobs is error", remedy=remedy)
         self._counts["groups_without_logprobs"] += 1
