@@ -20,6 +20,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "steps": "environments.steps.build:build_players",
         "verifiers": "environments.verifiers.build:build_players",
     },
+    "pulses": {"atropos": "atropos.source.pulse:api_pulses"},
     "benchmarks": {"suite": "benchmarks.suite:build_suite"},
     "vision": {"inputs": "vision.inputs:image_inputs", "reader": "vision.reading:build_reader"},
     "images": {"settle": "vision.settle:settle", "placeholders": "vision.settle:placeholders"},

@@ -70,7 +70,6 @@ def build_rollouts(
             engine=engine,
             run_dir=place.directory,
             watch=partial(watch_over, side, context),
-            stop=context.raise_if_stopped,
             reachable=context.companions is None or not context.companions.starts_api,
             teach=teach,
         )

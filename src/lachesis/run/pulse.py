@@ -22,12 +22,14 @@ from lachesis.engines.serving.session import read_session
 logger = logging.getLogger("lachesis")
 
 LOOK_S = 1.0
-# How long a server may leave a question about its health open.
-SILENCE_S = 4.0
-# How much longer than twice the longest one before a transfer may take; and the first one of a run.
-LATE_S, FIRST_TRANSFER_S = 4.0, 30.0
+# How long a question about its health may stay open. With the pause before it that is told within 5 s.
+SILENCE_S = 3.5
+# How much longer than twice the last one a transfer may take; and the first one of a run.
+LATE_S, FIRST_TRANSFER_S = 3.5, 30.0
 # The names of their waits begin so (:mod:`lachesis.bridges.base`).
 TRANSFER = "the transfer of weight version"
+# And those for what environments of others make are named with this.
+FROM_OTHERS = "sequences from"
 
 
 @dataclass(slots=True)
@@ -38,11 +40,13 @@ class Pulse:
         name: what messages call it.
         health_url: what it answers as long as it is well; ``None`` if there is nothing to ask.
         pid: of its main process, if that is one of this machine's.
+        read: what is wrong according to an answer; empty if nothing is.
     """
 
     name: str
     health_url: str | None
     pid: Callable[[], int | None]
+    read: Callable[[httpx.Response], str] = lambda _: ""
     trouble: str = ""
     _since: float = 0.0
     _heard: bool = field(default=False, repr=False)
@@ -79,13 +83,13 @@ class Pulse:
             return ""
         before = paused_s()
         try:
-            client.get(self.health_url)
+            trouble = self.read(client.get(self.health_url))
         except httpx.TimeoutException:
             return f"has not answered for {SILENCE_S:g} s" if self._heard and paused_s() == before else ""
-        except (httpx.HTTPError, OSError):
+        except (httpx.HTTPError, OSError, ValueError):
             return self.trouble
         self._heard = True
-        return ""
+        return trouble
 
 
 def _is_stopped(process: psutil.Process) -> bool:
@@ -97,37 +101,35 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 @dataclass(slots=True)
 class TransferPulse:
-    """Watch over a transfer of weights that takes much longer than those before it, as its engine does not go on."""
+    """Watch over a transfer of weights that takes much longer than the last one, as its engine does not go on."""
 
-    _longest_s: float = 0.0
-    _under_way: Deadline | None = None
-    _seconds: float = 0.0
-    _told: bool = False
+    last_s: Callable[[], float | None]
+    _told: Deadline | None = None
 
     def look(self) -> None:
-        """Say once that the transfer is late, and that it goes on or has ended."""
+        """Say once that the transfer is late, and that it has ended."""
         found = next((one.deadline for one in waits_now() if one.deadline.name.startswith(TRANSFER)), None)
-        if found is not self._under_way:
-            if self._told:
-                logger.warning("the transfer has ended, after %.0f s", self._seconds)
-            self._longest_s = max(self._longest_s, self._seconds)
-            self._under_way, self._seconds, self._told = found, 0.0, False
-        if found is None:
+        if self._told is not None and found is not self._told:
+            logger.warning("the transfer has ended, after %.0f s", self._told.elapsed_s())
+            self._told = None
+        if found is None or found is self._told:
             return
-        self._seconds = found.counted_s()
-        usual_s = 2 * self._longest_s + LATE_S if self._longest_s else FIRST_TRANSFER_S
-        if self._seconds > usual_s and not self._told:
-            self._told = True
-            logger.warning(
-                "%s has taken %.0f s, and the longest before it %.1f s; see the engine's log (logs/engine.log)",
-                found.name,
-                self._seconds,
-                self._longest_s,
-            )
+        last_s = self.last_s()
+        if found.counted_s() > (FIRST_TRANSFER_S if last_s is None else 2 * last_s + LATE_S):
+            self._told = found
+            before = "" if last_s is None else f", and the one before it took {last_s:.1f} s"
+            logger.warning(f"{found.name} has taken {found.counted_s():.0f} s{before}; see the engine's log")
 
 
-def server_pulse(url: str) -> Pulse:
-    """Return the pulse of an inference server; its session names the process if it runs on this machine."""
+def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) -> Pulse:
+    """Return the pulse of an inference server; its session names the process if it runs on this machine.
+
+    One that generates nothing may wait for an environment that thinks: each time that is told, it is later.
+
+    Args:
+        has_requests: says whether it has requests of this process.
+    """
+    before, least_s, told = (-1, 0.0), SILENCE_S, False
 
     def pid() -> int | None:
         try:
@@ -136,15 +138,32 @@ def server_pulse(url: str) -> Pulse:
             return None
         return None if session is None else session.pid
 
-    return Pulse(f"the engine at {url}", f"{url}/health", pid)
+    def read(answer: httpx.Response) -> str:
+        nonlocal before, least_s, told
+        found = answer.json() if answer.is_success else {}
+        tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
+        rests = tokens is None or found["paused"] or found["sleeping"] or any(one.startswith(TRANSFER) for one in waits)
+        if rests or tokens != before[0] or not (has_requests() or any(FROM_OTHERS in one for one in waits)):
+            before, least_s, told = (tokens, time.monotonic()), 2 * least_s if told else least_s, False
+        told = time.monotonic() - before[1] > least_s
+        return f"answers and has generated nothing for {least_s:g} s, for which the run waits" * told
+
+    return Pulse(f"the engine at {url}", f"{url}/bridge/info", pid, read)
 
 
 @contextmanager
-def pulses_felt(find: Callable[[], Sequence[Pulse]], *, every_s: float = LOOK_S) -> Iterator[None]:
+def pulses_felt(
+    find: Callable[[], Sequence[Pulse]],
+    *,
+    last_transfer_s: Callable[[], float | None] = lambda: None,
+    every_s: float = LOOK_S,
+) -> Iterator[None]:
     """Check each pulse from a thread of its own every ``every_s`` seconds while the block runs.
 
     Args:
         find: what there is now; what is equal by name is the same.
+        last_transfer_s: how long the last transfer of weights took.
+        every_s: the pause between two looks.
     """
     ended = threading.Event()
     threads: dict[str, threading.Thread] = {}
@@ -168,7 +187,7 @@ def pulses_felt(find: Callable[[], Sequence[Pulse]], *, every_s: float = LOOK_S)
                 return
 
     found_now: dict[str, Pulse] = {}
-    transfer = TransferPulse()
+    transfer = TransferPulse(last_transfer_s)
     watcher = threading.Thread(target=watch, name="lachesis-pulses", daemon=True)
     watcher.start()
     try:

@@ -41,7 +41,8 @@ class ServersSide(EngineSide):
 
     def pulses(self) -> list[Pulse]:
         """Return the pulse of each server."""
-        return [server_pulse(url) for url in self.engine.urls]
+        fleet = self.engine.fleet
+        return [server_pulse(url, has_requests=lambda url=url: url in fleet.at_work) for url in self.engine.urls]
 
 
 def build_servers(

@@ -199,14 +199,23 @@ def _train_once(
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
-            closing.enter_context(pulses_felt(partial(_pulses, parts.side, companions)))
+            pulses, last_transfer_s = partial(_pulses, config, parts.side, companions), partial(_last_transfer_s, parts)
+            closing.enter_context(pulses_felt(pulses, last_transfer_s=last_transfer_s))
             freeze()
             with engine_losses(parts.side):
                 return run_to_end(run, config, trainer=trainer, start=start)
 
 
-def _pulses(side: EngineSide, companions: Companions | None) -> list[Pulse]:
-    return [*side.pulses(), *(() if companions is None else companions.pulses())]
+def _pulses(config: LachesisConfig, side: EngineSide, companions: Companions | None) -> list[Pulse]:
+    found = [*side.pulses(), *(() if companions is None else companions.pulses())]
+    if config.source.kind != "atropos":
+        return found
+    return [*found, *load("pulses", "atropos")(config.source.url)]
+
+
+def _last_transfer_s(parts: Parts) -> float | None:
+    report = parts.side.bridge.last_report
+    return None if report is None else report.seconds + report.proof_seconds
 
 
 @contextmanager

@@ -9,13 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from threading import Event
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from lachesis.common.deadline import Deadline
 from lachesis.run import pulse
-from lachesis.run.pulse import Pulse, pulses_felt
+from lachesis.run.pulse import FROM_OTHERS, Pulse, pulses_felt, server_pulse
+from tests.threads import Thread
 from tests.waiting import until
 
 # A server whose main process answers, beside a child that computes.
@@ -83,14 +89,73 @@ def test_one_that_is_silent_elsewhere_is_told(server, caplog: pytest.LogCaptureF
 def test_a_transfer_that_hangs_is_told_though_the_engine_answers(caplog: pytest.LogCaptureFixture, monkeypatch):
     monkeypatch.setattr(pulse, "LATE_S", 0.3)
     caplog.set_level(logging.WARNING)
-    with pulses_felt(list, every_s=0.02):
-        for seconds in (0.1, 0.15, 0.9):
+    took: list[float] = []
+    with pulses_felt(list, last_transfer_s=lambda: took[-1] if took else None, every_s=0.02):
+        for seconds in (0.001, 0.15, 0.9):  # the first is over before anybody looks
             with Deadline(f"{pulse.TRANSFER} 3 and its proof", 300.0).waiting():
                 time.sleep(seconds)
+            took.append(seconds)
             time.sleep(0.1)
         until(lambda: any("the transfer has ended" in message for message in caplog.messages))
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith("the transfer of weight version 3 and its proof has taken")
+
+
+def test_a_question_is_open_for_less_than_five_seconds_and_the_pause_before_it():
+    assert pulse.LOOK_S + pulse.SILENCE_S < 5
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[dict[str, object], str]]:
+    """What an engine says of itself, which may be changed, and where."""
+    said = {"generated_tokens": 7, "paused": False, "sleeping": False}
+
+    async def info(request: Request) -> JSONResponse:
+        return JSONResponse(said)
+
+    server = Thread(Starlette(routes=[Route("/bridge/info", info)]))
+    yield said, server.url
+    server.stop()
+
+
+@pytest.mark.parametrize("waits", ["its requests", "an environment's"])
+def test_an_engine_that_answers_and_generates_nothing_of_what_the_run_waits_for(
+    engine, waits: str, caplog: pytest.LogCaptureFixture, monkeypatch
+):
+    said, url = engine
+    monkeypatch.setattr(pulse, "SILENCE_S", 0.4)
+    caplog.set_level(logging.WARNING)
+    asked = Event()
+    wait = Deadline(f"the wait for a batch of 8 {FROM_OTHERS} http://x", None)
+    felt = pulses_felt(lambda: [server_pulse(url, has_requests=asked.is_set)], every_s=0.05)
+    with felt, wait.waiting() if waits == "an environment's" else nullcontext():
+        if waits == "its requests":
+            asked.set()
+        until(lambda: caplog.messages)
+        trouble = "answers and has generated nothing for 0.4 s, for which the run waits"
+        assert caplog.messages == [f"the engine at {url} {trouble}"]
+        said["generated_tokens"] = 8
+        until(lambda: len(caplog.messages) == 2)
+        assert "has resumed after" in caplog.messages[1]
+        until(lambda: len(caplog.messages) == 3)
+        assert caplog.messages[2] == caplog.messages[0].replace("0.4", "0.8"), "later, as that one had ended by itself"
+
+
+@pytest.mark.parametrize("why", ["paused", "sleeping", "transfer", "nothing is asked", "not counted"])
+def test_an_engine_that_has_a_reason_to_generate_nothing(
+    engine, why: str, caplog: pytest.LogCaptureFixture, monkeypatch
+):
+    said, url = engine
+    monkeypatch.setattr(pulse, "SILENCE_S", 0.2)
+    monkeypatch.setattr(pulse, "FIRST_TRANSFER_S", 300.0)
+    caplog.set_level(logging.WARNING)
+    said.update({why: True} if why in said else {})
+    said.update({"generated_tokens": None} if why == "not counted" else {})
+    transfer = Deadline(f"{pulse.TRANSFER} 3", None).waiting() if why == "transfer" else nullcontext()
+    is_asked = why != "nothing is asked"
+    with transfer, pulses_felt(lambda: [server_pulse(url, has_requests=lambda: is_asked)], every_s=0.02):
+        time.sleep(0.8)
+    assert not caplog.messages
 
 
 def test_what_is_not_up_yet_is_not_silent(caplog: pytest.LogCaptureFixture):

@@ -76,11 +76,8 @@ class Services:
         return self._config.services.api is not None
 
     def pulses(self) -> list[Pulse]:
-        """Return the checks that notice a stopped or silent service."""
-        return [
-            Pulse(one.name, None if one.url is None else f"{one.url}/healthz", lambda one=one: one.pid)
-            for one in tuple(self._services)
-        ]
+        """Return the checks that notice a stopped service; the source has those of silent ones."""
+        return [Pulse(one.name, None, lambda one=one: one.pid) for one in tuple(self._services)]
 
     def start(self, run_dir: Path) -> None:
         """Start the API, wait until it answers, start the environment, also after a stop. Logs: ``run_dir/logs``.

@@ -141,18 +141,6 @@ class _Uses:
         return (changed, change) if changed is not None and self.of(changed).fits else None
 
 
-def steps_with_savings(
-    config: LachesisConfig, *, found: FoundShape, devices: int = 1
-) -> Iterator[tuple[Change, int, int]]:
-    """Yield all changes in turn, with the bytes that each saves, and the need after it."""
-    use, current = _Uses(_ROOMY_GB, devices, found), config
-    for step in _steps(config):
-        changed = apply_change(current, step, devices=devices)
-        if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:
-            current = changed
-            yield step, saved, use.least(current)
-
-
 def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
     current, described = config, list[tuple[Change, int]]()
     for change in changes:

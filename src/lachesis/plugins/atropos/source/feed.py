@@ -31,7 +31,6 @@ def build_feed(
     engine: Engine,
     run_dir: Path,
     watch: Callable[[Watch], None],
-    stop: Watch,
     reachable: bool,
     teach: Teach = list,
 ) -> Feed[Batch]:
@@ -43,7 +42,6 @@ def build_feed(
         engine: watched while a batch is awaited.
         run_dir: the run directory.
         watch: called while a batch is awaited, with a check of the engine; raises if waiting has become useless.
-        stop: called while the engine is checked.
         reachable: True if the API has to answer by now.
         teach: adds the logprobs of a teacher outside the trainer to groups.
 
@@ -62,7 +60,7 @@ def build_feed(
             teacher=teacher if teacher is not None and teacher.kind == "rollouts" else None,
         ),
         checkpoint_dir=str(run_dir / "checkpoints"),
-        watch=partial(watch, EngineWatch(engine, watch=stop)),
+        watch=partial(watch, EngineWatch(engine)),
         reachable=reachable,
     )
     pack_groups = partial(pack_batch, config=config, policy=policy)

@@ -8,12 +8,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, StopRequested
-from lachesis.common.types import Group
+from lachesis.common.types import EngineHealth, Group
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.plugins.atropos.api.wire import Registration
@@ -26,9 +27,10 @@ from lachesis.plugins.atropos.source.client import (
     TrainerRegistration,
 )
 from lachesis.plugins.atropos.source.convert import Conversion, Unusable, convert_group
-from lachesis.process.threads import Watch, call_watched
+from lachesis.process.threads import Watch, begin
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.generation import nested_deadline
+from lachesis.run.pulse import FROM_OTHERS
 
 logger = logging.getLogger("lachesis")
 
@@ -94,7 +96,7 @@ class AtroposSource(RolloutSource):
             LachesisError: raised by ``watch``, such as StopRequested. The state is as before the call.
             DataError: ten batches in a row had no group that could be trained on; or there are no logprobs.
         """
-        name = f"the trainer's wait for a batch of {self.registration.batch_size} sequences from {self.client.url}"
+        name = f"the trainer's wait for a batch of {self.registration.batch_size} {FROM_OTHERS} {self.client.url}"
         deadline = nested_deadline(name, deadline, self.wait_s, "source.wait_s")
         if self._current is not None:  # nothing was trained on it
             return self._current[1]
@@ -327,22 +329,26 @@ class AtroposSource(RolloutSource):
 class EngineWatch:
     """Watcher, called repeatedly while a batch is awaited, which checks the engine at intervals.
 
-    Args:
-        watch: called while the engine is checked, which may take a while if it hangs.
+    Checks are not awaited: of several servers one that hangs is given up after minutes, and others fill batches.
     """
 
     engine: Engine
-    watch: Watch = lambda: None
     every_s: float = _LOOK_EVERY_S
     _looked: float = field(default_factory=time.monotonic, init=False)
+    _look: Future[EngineHealth] | None = field(default=None, init=False)
+    _called: float = field(default=0.0, init=False)
     _said: str = field(default="", init=False)
 
     def __call__(self) -> None:
         """Raise EngineError if the engine is gone or was replaced; of several servers one is enough."""
-        if time.monotonic() - self._looked < self.every_s:
+        before, self._called = self._called, time.monotonic()
+        if self._called - before > _LOOK_EVERY_S:  # what was found in an earlier wait is out of date
+            self._look = None
+        if self._look is None and time.monotonic() - self._looked >= self.every_s:
+            self._look = begin(self.engine.health, name="lachesis-engine-watch")
+        if self._look is None or not self._look.done():
             return
-        health = call_watched(self.engine.health, watch=self.watch)
-        self._looked = time.monotonic()
+        health, self._look, self._looked = self._look.result(), None, time.monotonic()
         if health.others_serve:
             if health.detail != self._said:
                 logger.warning("environments generate with the engines that are left: %s", health.detail)
