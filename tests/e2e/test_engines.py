@@ -169,7 +169,7 @@ def test_two_ranks_with_an_engine_beside_each_learn(tmp_path: Path, monkeypatch:
         assert line.values["weight_version"] == line.step
         assert line.values["canary_error"] < 1e-3
         assert {"train_time/0", "train_time/1"} <= line.values.keys()
-    assert "what ranks pack: 1 of rank 0, 2 of rank 1" in (run_dir / "logs" / "trainer.log").read_text()
+    assert "in place, on their own GPUs: 1 of rank 0, 2 of rank 1" in (run_dir / "logs" / "trainer.log").read_text()
 
 
 @needs_vllm
@@ -208,7 +208,7 @@ class TestAnEngineThatIsKilled:
         assert f"(pid {killed}," in log and "was ended by SIGKILL" in log
         assert "  | " in log, "the engine's last lines"
         whole = (run_dir / "logs" / "trainer.log").read_text()
-        assert whole.count("the engine died; starting it again") == 1
+        assert whole.count("the engine died; restarting it") == 1
         assert whole.count("was ended by SIGKILL") == 1
         lines = metrics(run_dir).steps
         assert [line.step for line in lines] == list(range(1, 13)), "no step is missing or done twice"
@@ -228,7 +228,7 @@ class TestAnEngineThatIsKilled:
         assert done.code == 6
         line = done.err.splitlines()[-1]
         assert line.startswith("error: the engine died and the weights in its memory with it: ")
-        assert line.endswith("-> go on from the last checkpoint with --resume")
+        assert line.endswith("-> continue from the last checkpoint with --resume")
         assert state(run_dir)["status"] == "failed"
         resumed = train(config, "--resume")
         assert resumed.code == 0, resumed.err

@@ -110,7 +110,7 @@ def test_one_that_is_killed_is_started_again(start: Any, caplog: pytest.LogCaptu
     services.watch()
     assert "the rollout API (pid" in caplog.text
     assert "was ended by SIGKILL" in caplog.text
-    assert "starting it again (1 of 3)" in caplog.text
+    assert "restarting it (1 of 3)" in caplog.text
 
 
 def test_one_that_dies_again_and_again_is_given_up(start: Any):
@@ -252,7 +252,7 @@ def test_flags_name_the_mode_the_engine_and_an_api_that_runs():
 def test_the_port_of_the_api_is_a_flag(tmp_path: Path):
     assert load("--model-name", "m", api_port=8102).source.url == "http://127.0.0.1:8102"  # type: ignore[union-attr]
     assert load(str(FILES / "atropos" / "arithmetic_vllm.yaml"), api_port=8102).source.url.endswith(":8102")  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="--api-port is of one that is started"):
+    with pytest.raises(ConfigError, match="--api-port is for one that this command starts"):
         load("--model-name", "m", "--atropos-url", "http://localhost:8005", api_port=8102)
 
 

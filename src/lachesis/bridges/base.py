@@ -205,7 +205,7 @@ class Bridge(ABC, Generic[PolicyT]):
             try:
                 self._transfer_to_all(version, started=started, assembled=assembled, resuming=resuming)
             except EngineLeftOut as left:
-                logger.warning("weight version %d goes to the engines that are left: %s", version, left.message)
+                logger.warning("weight version %d goes to the remaining engines: %s", version, left.message)
             else:
                 return
 

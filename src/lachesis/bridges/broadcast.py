@@ -212,7 +212,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             return "all live" if self.engine.sessions == servers else ""
 
         try:
-            wait_until(all_live, Retry(Deadline("a look at who has died", _NOTICE_S), longest_s=_POLL_S))
+            wait_until(all_live, Retry(Deadline("a check for dead servers", _NOTICE_S), longest_s=_POLL_S))
         except DeadlineExceeded:
             return False
         return True
@@ -220,7 +220,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _leave_out(self, error: EngineError | DeadlineExceeded, *, version: int) -> bool:
         """Mark a server dead that failed or hangs, and return True unless that leaves none."""
         if isinstance(error, DeadlineExceeded):
-            answers = Deadline("an answer of a server that was to receive", _LAST_WORD_S)
+            answers = Deadline("an answer of a receiving server", _LAST_WORD_S)
             reason = f"it does not answer after {error.message}"
             return self.engine.lose_silent(lambda server: server.stop_receiver(deadline=answers), reason=reason)
         url = self._at_fault(error)
@@ -340,7 +340,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._pack_buckets(self.policy, self._source.transfer, self._saved_names, BUCKET_BYTES, anew, send=send)
         if anew:
             pairs = ", ".join(f"{worker} of rank {rank}" for worker, rank in sorted(channel.read_ranks.items()))
-            logger.info("[NCCL] The engine's workers read in place, on their own GPUs, what ranks pack: %s", pairs)
+            logger.info("[NCCL] The engine's workers read the ranks' buckets in place, on their own GPUs: %s", pairs)
         return sent[0]
 
     def renew(self) -> None:
@@ -545,7 +545,7 @@ def _check_receiver(server: ServerControl, deadline: Deadline) -> bool:
     if status.state == "error":
         raise EngineError(
             f"vLLM NCCL setup failed on {server.url}: {status.detail or 'no reason given'}",
-            remedy="look at the engine's log; trainer and engine need a GPU each for nccl, and ipc on the same one",
+            remedy="look at the engine's log; nccl needs a GPU each for trainer and engine, ipc needs the same GPU",
         )
     return status.state == "connected"
 

@@ -98,7 +98,7 @@ class OwnedEngine:
         fleet = self.engine.fleet
         for control, process in zip(self.engine.controls, self._processes, strict=True):
             if control.url not in self._starts and fleet.state(control.url) is State.DEAD:
-                logger.warning("the engine at %s is started again: %s", control.url, fleet.reason(control.url))
+                logger.warning("restarting the engine at %s: %s", control.url, fleet.reason(control.url))
                 fleet.replaced(control.url)
                 self._starts[control.url] = self._threads.submit(self._replace, process)
         if waiting:
@@ -113,7 +113,7 @@ class OwnedEngine:
             if (error := self._starts.pop(url).exception()) is None:
                 ready.append(url)
             else:
-                logger.error("the engine at %s cannot be started again: %s", url, error)
+                logger.error("the engine at %s cannot be restarted: %s", url, error)
                 self.engine.fleet.died(url, str(error))
         return tuple(ready)
 
@@ -265,7 +265,7 @@ class ExternalBridge(Bridge[PolicyT]):
             except (EngineError, DeadlineExceeded) as error:
                 engine.fleet.died(url, error.message)
             else:
-                logger.info("the engine at %s is there again; it serves once it has the weights", url)
+                logger.info("the engine at %s is back; it serves once it has the weights", url)
 
     def _replaced(self) -> tuple[str, ...]:
         """Return the servers that are ready.
@@ -301,15 +301,15 @@ class ExternalBridge(Bridge[PolicyT]):
         if self._servers.trains_in_engine:
             raise EngineError(
                 f"the engine died and the weights in its memory with it: {error.message}",
-                remedy="go on from the last checkpoint with --resume",
+                remedy="continue from the last checkpoint with --resume",
             ) from error
         if self._recovered == self.version:
             raise EngineError(
                 f"the engine died a second time with weight version {self.version}: {error.message}",
-                remedy="read the engine's log: starting it again will not help",
+                remedy="read the engine's log: another restart will not help",
             ) from error
         self._recovered = self.version
-        logger.warning("the engine died; starting it again with weight version %d", self.version)
+        logger.warning("the engine died; restarting it with weight version %d", self.version)
         if not self.capabilities.owns_engine:  # those start it in their transfer
             if self._servers.sleep_level:
                 self._servers.make_room(self.policy)

@@ -211,7 +211,7 @@ def digests_of(
     dtype: torch.dtype = getattr(torch, info.model.dtype)
     if config.bridge.capabilities.adapter_only:
         if info.model.tensor_parallel_size > 1:
-            logger.info("the adapter is proved by the canary alone: each of the engine's workers has a part of it")
+            logger.info("only the canary proves the adapter: each of the engine's workers has a part of it")
             return None
         return (
             lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
@@ -235,7 +235,7 @@ def _parameter_slices(
     held = control.state_dict_info(deadline=deadline)
     if repacked := [name for name, tensor in held.items() if 0 in tensor.shape]:
         which = ", ".join(repacked[:2]) + (f" and {len(repacked) - 2} more" if len(repacked) > 2 else "")
-        logger.info("weights are proved by the canary alone: the engine has %s in another form", which)
+        logger.info("only the canary proves the weights: the engine has %s in another form", which)
         return None
     in_8_bits = {name for name, tensor in held.items() if tensor.dtype == dtype_name(FP8)}
     scales = {name + SCALE for name in in_8_bits}
@@ -248,7 +248,7 @@ def _parameter_slices(
             mixtures=True,
         )
     except ModelError as error:
-        logger.info("weights are proved by the canary alone: %s", error.message)
+        logger.info("only the canary proves the weights: %s", error.message)
         return None
     quantized = {name: part for name, part in slices.items() if part.name in in_8_bits}
     # A row and its scale stand at the same place of their tensors.

@@ -47,7 +47,7 @@ TrainerSays = tuple[Sequence[float], Mapping[str, int]]
 
 
 _REMEDIES = {
-    "none": "part of the weights did not arrive, or the weights diverge; look at the engine's log and at grad_norm",
+    "none": "part of the weights did not arrive, or training diverges; look at the engine's log and at grad_norm",
     "adapter": "the engine does not compute with the adapter as the trainer does; look at its log for modules that it "
     "left out, and at grad_norm",
     "weights": "the engine has the trainer's bytes and computes something else: its kernels are wrong for this model, "
@@ -239,7 +239,7 @@ class SyncProof:
             raise StaleWeights(
                 f"after the transfer of version {version} the engine answers from a prefix cache that holds "
                 f"{reading.cached_tokens} tokens of the proof's probe, computed with the weights before",
-                remedy="the engine did not empty its prefix cache; restart it, or start it without prefix caching",
+                remedy="the engine did not clear its prefix cache; restart it, or start it without prefix caching",
             )
 
 

@@ -175,7 +175,7 @@ class EngineWeights:
                 try:
                     return read(place)
                 except EngineError as error:
-                    _log.info("asking the engine to export its weights anew: %s", error.message)
+                    _log.info("asking the engine to export its weights again: %s", error.message)
         path = self.export_directory.absolute() / BRIDGE_FILE
         self.server.export_shared(path, deadline=deadline)
         return read(path)
@@ -199,7 +199,7 @@ class EngineWeights:
             if self._tensors[name].data_ptr() not in embeddings:
                 raise ModelError(
                     f"the engine has a {name} that is separate, the trainer's is tied to its embeddings",
-                    remedy="set tie_word_embeddings alike in both models' config.json",
+                    remedy="set the same tie_word_embeddings in both models' config.json",
                 )
 
     def _first(self) -> Tensor:

@@ -259,7 +259,7 @@ def _require_whole(sample: Sample) -> None:
     if sample.routed is not None and len(sample.routed) != inputs:
         raise TrainingError(
             f"a sample of {inputs} inputs has the routed experts of {len(sample.routed)}",
-            remedy="give those of all tokens of prompt and completion but the last",
+            remedy="give the experts of all tokens of prompt and completion except the last",
         )
     whole = sample.token_advantages is None or len(sample.token_advantages) == tokens
     masked = sample.mask is None or len(sample.mask) == tokens

@@ -78,7 +78,7 @@ class CanaryReader:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logprobs = self._run(micro)
         except RuntimeError as error:
-            _log.info("the canary is read without a CUDA graph: %s", first_line(error))
+            _log.info("reading the canary without a CUDA graph: %s", first_line(error))
             self._capture = False
             _end_capture()
             return None

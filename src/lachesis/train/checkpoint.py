@@ -198,7 +198,7 @@ class CheckpointManager:
             reasons = "; ".join(f"{path.name}: {_damage(path)}" for path in damaged)
             raise CheckpointError(
                 f"every checkpoint in {self.directory} is damaged ({reasons})",
-                remedy="bring one back from a copy, or start anew with --overwrite",
+                remedy="restore one from a copy, or start over with --overwrite",
             )
         return step
 

@@ -94,7 +94,7 @@ class HostMemory:
                     return
                 held.append(self._allocate(shape, dtype))
         except RuntimeError as error:  # the copy itself will fail where it cannot be had
-            logger.warning("pinned memory for checkpoints could not be taken ahead: %s", first_line(error))
+            logger.warning("pinned memory for checkpoints could not be allocated in advance: %s", first_line(error))
         finally:
             held.clear()  # torch keeps it
             self._there.set()

@@ -171,7 +171,7 @@ def test_workers_read_what_the_ranks_beside_them_pack_and_others_go_on_where_one
         built.bridge.sync(0)
         built.update(1)
     built.check_served(1)
-    assert caplog.text.count("what ranks pack: 1 of rank 0, 2 of rank 1") == 1
+    assert caplog.text.count("in place, on their own GPUs: 1 of rank 0, 2 of rank 1") == 1
     assert beside.rooms == [True, False], "the same memory for all updates of a channel"
     servers[0].dies_in = "loading"
     built.update(2)
@@ -320,7 +320,7 @@ def test_a_server_that_fails_in_a_transfer_is_dead_and_the_others_have_the_weigh
     failing.faults[call] = EngineError("no memory for an update")
     with caplog.at_level(logging.WARNING):
         built.update(1)
-    assert "goes to the engines that are left" in caplog.text and "no memory for an update" in caplog.text
+    assert "goes to the remaining engines" in caplog.text and "no memory for an update" in caplog.text
     assert failing.version == 0 and built.bridge.engine.fleet.state(failing.url) is State.DEAD
     assert "no memory for an update" in built.bridge.engine.fleet.reason(failing.url)
     assert [server.version for server in built.servers] == [1, 0, 1]

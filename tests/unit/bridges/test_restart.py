@@ -177,7 +177,7 @@ def test_an_engine_that_dies_is_started_again_once_with_the_same_weights(tmp_pat
     built.update(1)
     assert (built.server.version, built.server.owner) == (1, "run 7")
     assert read(built.server.tensors) == read(merged(built.policy))
-    assert caplog.text.count("the engine died; starting it again with weight version 1") == 1
+    assert caplog.text.count("the engine died; restarting it with weight version 1") == 1
 
 
 @pytest.mark.parametrize("corruption", ["drop one", "swap two", "keep old"])

@@ -81,8 +81,8 @@ def answer_in_prompt(seen: Observation) -> Alarm | None:
         return None
     return Alarm(
         "warning",
-        f"{format_share(told)} of the prompts contain their answer, and {format_share(others)} that of another row: "
-        "where the task is not to find it there, take it out of data.prompt_column: the policy learns to copy it",
+        f"{format_share(told)} of the prompts contain their answer, {format_share(others)} another row's: unless the "
+        "task is to find it there, remove it from data.prompt_column, or the policy learns to copy it",
         told,
     )
 
@@ -603,7 +603,7 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
         return Alarm(
             "note",
             f"grad_norm stayed below 0.001 for 10 steps (now {format_number(norms[-1])}): little is "
-            "learned; look at the share of groups without spread",
+            "learned; look at zero_std_fraction",
         )
     return None
 
@@ -621,7 +621,7 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
             return Alarm(
                 "note",
                 f"the reward function {name} gave {format_number(means[-1])} to every completion of the "
-                f"last {steps} steps: it teaches nothing any more",
+                f"last {steps} steps: it no longer teaches anything",
             )
         alone = len(reward_functions(seen.values)) == 1
         penalty = "" if alone else "unless it is a penalty, "

@@ -57,14 +57,14 @@ def trial_parser() -> ArgumentParser:
         add_help=False,
     )
     add = parser.add_argument
-    add("--engine", metavar="URL", help="the inference server that plays; or")
-    add("--model", help="a directory or hub id, which the embedded engine then serves for as long as it takes")
+    add("--engine", metavar="URL", help="address of an inference server; or")
+    add("--model", help="a directory or hub id, which the embedded engine serves meanwhile")
     add("--tasks", metavar="N", help=f"most problems ({_TASKS})")
-    add("--samples", metavar="N", type=int, help=f"rollouts of each; pass@k is for k up to it ({_SAMPLES})")
-    add("--temperature", metavar="T", help="at which they are sampled (1.0)")
-    add("--greedy", action="store_true", help="one rollout of each, greedy")
+    add("--samples", metavar="N", type=int, help=f"rollouts of each problem; pass@k is for k up to this ({_SAMPLES})")
+    add("--temperature", metavar="T", help="sampling temperature (1.0)")
+    add("--greedy", action="store_true", help="one greedy rollout of each problem")
     add("--max-tokens", metavar="N", help="most tokens of a completion")
-    add("--json", metavar="FILE", help="write the result there; - is the standard output, without the table")
+    add("--json", metavar="FILE", help="write the result to this file; - is standard output, without the table")
     return parser
 
 

@@ -23,7 +23,7 @@ class AtroposSourceConfig(Section):
     )
     wait_s: PositiveFloat = Field(
         default=3600.0,
-        description="Longest wait for environments to fill a batch, in seconds since the last group that came.",
+        description="Longest wait for environments to fill a batch, in seconds since the last group.",
     )
     missing_logprobs: Literal["warn", "error"] = Field(
         default="warn",
@@ -42,7 +42,7 @@ class ApiServiceConfig(Section):
         default=600.0, description="Seconds after which a batch that the trainer has lost is handed out again."
     )
     env_timeout_s: PositiveFloat = Field(
-        default=300.0, description="Seconds of silence after which an environment counts no more."
+        default=300.0, description="Seconds of silence after which an environment no longer counts."
     )
 
 
@@ -50,9 +50,7 @@ class EnvironmentServiceConfig(Section):
     """An environment, as `lachesis env NAME serve ARGS`."""
 
     name: str = Field(description="A shipped environment, `FILE.py:CLASS` or `module.CLASS`.")
-    args: list[str] = Field(
-        default_factory=list, description="Its flags; the addresses of API and engine are given to it."
-    )
+    args: list[str] = Field(default_factory=list, description="Its flags; the addresses of API and engine are added.")
 
 
 class ServicesConfig(Section):

@@ -142,7 +142,7 @@ class Services:
 
     def _check_needed(self) -> None:
         if self._stopping.is_set():
-            raise EngineError("the run ends: its services are not needed any more")
+            raise EngineError("the run ends: its services are no longer needed")
 
     def _supervise(self) -> None:
         while (service := self._deaths.get()) is not None:
@@ -157,7 +157,7 @@ class Services:
         """Restart a service, also if it dies while it starts. Raises EngineError if that is useless."""
         code, error = service.exit_code, service.death()
         if code == 0:
-            logger.info("%s has ended by itself", service.name)
+            logger.info("%s has ended", service.name)
             self._ended = time.monotonic(), service
             return
         while True:
@@ -181,7 +181,7 @@ class Services:
             raise EngineError(
                 f"{service.name} has died {self._starts[service.name]} times: {error.message}", remedy=error.remedy
             )
-        logger.warning("%s\nstarting it again (%d of %d)", error.message, self._starts[service.name], most)
+        logger.warning("%s\nrestarting it (%d of %d)", error.message, self._starts[service.name], most)
 
 
 def load_words(
@@ -219,7 +219,7 @@ def load_words(
         flags += ["--weight-bridge-mode", "shared_vllm"]
     if api_port is not None and "atropos-url" in names:
         raise ConfigError(
-            "--atropos-url names an API that runs already, and --api-port is of one that is started",
+            "--atropos-url names an API that runs already, and --api-port is for one that this command starts",
             remedy="give one of them",
         )
     services = [] if "atropos-url" not in names else ["services.api=null"]

@@ -86,7 +86,7 @@ def _join_default_group(world: World, store: Store, *, device: torch.device, lim
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
             f"rank {world.rank} of {world.size} could not join the others: {first_line(error)}",
-            remedy="see whether one of them has ended, and whether the network lets them talk",
+            remedy="check that none of them has ended, and that the network connects them",
         ) from error
 
 
@@ -210,11 +210,11 @@ class ControlGroup:
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"rank {self.rank} heard nothing of rank {rank} of {self.size} for {limit_s:g} s, or torchrun ended",
-                remedy="see what that rank says; rank 0 reads the configuration before it meets the others",
+                remedy="look at that rank's output; rank 0 reads the configuration before it joins the others",
             ) from error
 
     def _gone(self, rank: int) -> Gone:
-        return Gone(f"{self.name(rank)} has ended without a word", remedy="read what it printed last, or its log")
+        return Gone(f"{self.name(rank)} has ended without a word", remedy="read its last output, or its log")
 
 
 def _control_group(world: World, store: Store) -> Any:

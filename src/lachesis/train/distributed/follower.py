@@ -167,7 +167,7 @@ class Follower:
         else:
             failure = TrainingError(
                 f"its part could not be done: {type(error).__name__}: {first_line(error)}",
-                remedy="run it with --traceback after lachesis to see where",
+                remedy="run `lachesis --traceback train ...` to see where",
             )
         if not self._leader_ended.is_set():
             try:

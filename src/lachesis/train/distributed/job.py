@@ -156,7 +156,7 @@ def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name
     except RuntimeError as error:
         raise DeadlineExceeded(
             f"rank {rank} of {size} was not shown by all others that they belong to this job: {first_line(error)}",
-            remedy="see whether one of them has ended, or refuses another",
+            remedy="check whether one of them has ended or refuses another",
         ) from error
     for other in others:
         if not hmac.compare_digest(found[other], _mac(secret, b"%d to %d:" % (other, rank) + challenges[other])):
@@ -208,7 +208,7 @@ def _meeting_file(store: Store) -> Path:
     if not _NAME.fullmatch(name):
         raise TrainingError(
             f"torchrun's store names {name[:40]!r} as the file in which ranks meet, which no rank has written",
-            remedy="see who reaches torchrun's port",
+            remedy="check who can reach torchrun's port",
         )
     return _private_directory() / name
 

@@ -177,7 +177,7 @@ class Leader:
         if of_a_collective(cause):
             return TrainingError(
                 f"ranks have lost one another in the midst of {what}: {first_line(cause)}",
-                remedy="see whether one of them hangs; they wait for one another for deadlines.ranks_s seconds",
+                remedy="check whether one of them hangs; they wait deadlines.ranks_s seconds for one another",
             )
         if not isinstance(cause, LachesisError):
             return cause
@@ -318,7 +318,7 @@ class LeadingPolicy(Policy, SendsWeights):
         if self._leader.broken:  # the run ends, and an engine that is awake is better than none
             super().make_room()
             return
-        with self._leader.turn("make_room", what="giving back what is not needed of the GPUs' memory"):
+        with self._leader.turn("make_room", what="releasing unused GPU memory"):
             super().make_room()
 
     def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:

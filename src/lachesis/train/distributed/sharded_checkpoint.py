@@ -134,7 +134,7 @@ class PartsSave:
             if failure:
                 raise CheckpointError(
                     f"rank {rank} could not write its part of {self._directory}: {failure}",
-                    remedy="see that it can write there and that the disk has room; earlier checkpoints are untouched",
+                    remedy="check its permissions and the disk's room there; earlier checkpoints are untouched",
                 )
         self._writer.finish(self._metadata, [results for _, results, _ in told])
         return [*(file for _, _, files in told for file in files), _written(self._directory, INDEX)]

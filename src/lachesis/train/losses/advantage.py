@@ -296,5 +296,5 @@ def _require_inputs(
     if rewards.isinf().any():
         raise RewardError(
             f"{int(rewards.isinf().any(dim=1).sum())} of {len(rewards)} completions have an infinite reward",
-            remedy="bound what the reward functions return",
+            remedy="bound the values of the reward functions",
         )

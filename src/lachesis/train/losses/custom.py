@@ -101,7 +101,7 @@ class CustomLoss:
             raise TrainingError(
                 f"{self.part.title} returned {int((~values.isfinite()).sum())} values that are not finite, "
                 f"of {values.numel()}",
-                remedy="bound ratios and logarithms in it",
+                remedy="bound its ratios and logarithms",
             )
         return values
 

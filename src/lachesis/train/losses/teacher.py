@@ -127,7 +127,7 @@ class ToldTeacher(Teacher):
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
             raise TrainingError(
                 "the samples come without their teacher's logprobs",
-                remedy="have it asked before: lachesis.plugins.teachers.teacher.Asked(...).teach(groups)",
+                remedy="ask it first: lachesis.plugins.teachers.teacher.Asked(...).teach(groups)",
             )
         return None
 

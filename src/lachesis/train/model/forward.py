@@ -385,7 +385,9 @@ class _Judge:
             try:
                 return _probe(self._model, self._device, least=_FIRST_LAYERS)
             except ModelError as error:
-                logger.info("ways of running the model are judged in 16 bits, as float32 is not to be had: %s", error)
+                logger.info(
+                    "ways of running the model are compared in 16 bits, because float32 is not possible: %s", error
+                )
                 return None
 
 

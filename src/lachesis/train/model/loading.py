@@ -616,7 +616,7 @@ def _require_no_adapter(path: str) -> None:
         return
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base model"
     raise ModelError(
-        f"{path!r} is an adapter, and no model",
+        f"{path!r} is an adapter, not a model",
         remedy=f"set model.path: {base}, adapter.kind: lora and adapter.path: {path} to go on training it; or merge it "
         "(lachesis export --merge), and set model.path to what that writes",
     )

@@ -356,7 +356,7 @@ class TestAnAdapterToStartFrom:
     def test_an_adapter_as_the_model_is_told_where_it_goes(self, saved: tuple[Path, Path, torch.Tensor]):
         _, adapter, _ = saved
         with pytest.raises(
-            ModelError, match=r"is an adapter, and no model.*set model\.path: .*qwen2, .*adapter\.path: "
+            ModelError, match=r"is an adapter, not a model.*set model\.path: .*qwen2, .*adapter\.path: "
         ):
             load_model(config(adapter), NoAdapterConfig())
 

@@ -37,7 +37,7 @@ class ServerOptions(QueueLimits):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8002, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    state_dir: Path | None = Field(default=None, description="Keep what is queued here, across restarts.")
+    state_dir: Path | None = Field(default=None, description="Keep the queue in this directory across restarts.")
     max_body_mb: float = Field(default=64.0, description="Refuse larger bodies, in MiB, before or after inflating.")
     allowed_hosts: tuple[str, ...] = Field(
         default=(),

@@ -32,7 +32,7 @@ class QueueLimits(BaseModel):
         default=600.0, description="Seconds until an unacknowledged batch is handed out again."
     )
     env_timeout_s: float = Field(
-        default=300.0, description="Seconds of silence after which an environment counts no more."
+        default=300.0, description="Seconds of silence after which an environment no longer counts."
     )
 
 

@@ -92,7 +92,7 @@ def summary(name: str, found: Sequence[Attempts], *, samples: int, seconds: floa
             metrics.setdefault(key, []).extend(values)
     if not rewards:
         causes = causes_in_words(failures)
-        raise DataError(f"no rollout of {name} came to an end ({causes})", remedy="look into the log")
+        raise DataError(f"no rollout of {name} finished ({causes})", remedy="look into the log")
     passed = {k: pass_at(k, found) for k in sizes(samples)}
     return EnvironmentEvaluation(
         environment=name,

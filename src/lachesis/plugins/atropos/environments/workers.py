@@ -65,7 +65,7 @@ class GroupWorkers:
         except TimeoutError:
             self._failed(
                 DataError(
-                    f"a group took longer than {self.environment.config.worker_timeout:g} s and was given up",
+                    f"a group took longer than {self.environment.config.worker_timeout:g} s and was dropped",
                     remedy="raise --env.worker_timeout or lower --env.max_new_tokens",
                 )
             )

@@ -35,7 +35,7 @@ def test_failed_rollouts_are_in_no_mean():
     assert (result.mean_reward, result.mean_length, result.rollouts, result.problems) == (0.5, 4.0, 3, 2)
     assert result.failures == {"sandbox": 3, "timeout": 2} and result.metrics == {"turns": 2.0}
     assert result.pass_at == {1: 0.25, 2: 1.0}, "a problem with fewer rollouts says nothing of more"
-    with pytest.raises(DataError, match=r"came to an end \(timeout 3\)"):
+    with pytest.raises(DataError, match=r"finished \(timeout 3\)"):
         summary("x", [Attempts((), (), failures={"timeout": 3})], samples=3, seconds=1.0)
 
 
