@@ -54,6 +54,7 @@ def verifiers_players(policy: PolicyAccess, source: VerifiersSourceConfig) -> Ta
         decode=text_decoder(policy.tokenizer),
         max_tasks=source.max_tasks,
         eval_tasks=source.eval_tasks,
+        max_concurrent=source.max_concurrent,
     )
     with own_signals():
         players = load_players()(settings)

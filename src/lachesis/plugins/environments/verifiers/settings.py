@@ -34,6 +34,7 @@ class VerifiersSettings:
         renderer: name and fields of a renderer; ``{"name": "auto"}`` renders by the chat template.
         max_tasks: number of tasks, from the first; needed if an environment has unlimited tasks.
         eval_tasks: held out of them, or taken from its own evaluation set.
+        max_concurrent: most rollouts at the same time.
     """
 
     environment: str
@@ -46,6 +47,7 @@ class VerifiersSettings:
     decode: TextDecoder
     max_tasks: int | None = None
     eval_tasks: int = 0
+    max_concurrent: int = 1
 
 
 class VerifiersPlayers(TaskPlayers):

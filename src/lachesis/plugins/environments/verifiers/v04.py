@@ -17,7 +17,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.runtimes import SubprocessConfig
-from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
+from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import Prompt
@@ -114,12 +114,15 @@ def _load(settings: VerifiersSettings) -> vf.Env:
     data = args | {"taskset": {"id": name} | dict(args.get("taskset") or {})}
     sys.modules.setdefault(harness.ID, harness)
     try:
-        return load_environment(_without_shell(resolve_env_config(data), args))
+        config = _without_shell(resolve_env_config(data), args)
+        env = load_environment(config)
     except Exception as error:  # of the environment's own modules, which may raise anything
         raise ConfigError(
             f"source.environment {settings.environment!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="install its package, or correct source.args",
         ) from error
+    _require_runtimes(config, settings)
+    return env
 
 
 def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
@@ -137,6 +140,29 @@ def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
             update["runtime"] = SubprocessConfig()
         changes[name] = agent.model_copy(update=update)
     return config.model_copy(update=changes)
+
+
+def _require_runtimes(config: Any, settings: VerifiersSettings) -> None:
+    """Raise ConfigError for agents that processes of this machine cannot play, or not several at a time."""
+    # By its name, as importing it takes a second.
+    of_harbor = any(base.__name__ == "HarborConfig" for base in type(config.taskset).__mro__)
+    for name, agent in agent_config_fields(config).items():
+        if not isinstance(agent.runtime, SubprocessConfig):
+            continue
+        kind = agent.harness.id if agent.harness else default_harness_id(config.taskset.id)
+        place = f"source.args.{name}.runtime"
+        if harness_class(kind).NEEDS_CONTAINER:
+            raise ConfigError(
+                f"source.args: the harness {kind!r} of {name!r} runs in a container only, and {place} is a process",
+                remedy=f"set {place}: {{type: docker}}, or take the harness bash, or the program as source.kind agent",
+            )
+        # Its tests and their verdict lie in /tests and /logs, which are this machine's.
+        if of_harbor and settings.max_concurrent > 1:
+            raise ConfigError(
+                f"rollouts of Harbor's tasks would take each other's tests and rewards in /tests and /logs of this "
+                f"machine: {place} is a process, and source.max_concurrent {settings.max_concurrent}",
+                remedy=f"set source.max_concurrent: 1, or {place}: {{type: docker}}",
+            )
 
 
 def _tasks(env: vf.Env, settings: VerifiersSettings) -> list[Any]:
