@@ -42,7 +42,7 @@ class EpisodesSourceConfig(Section):
     """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
 
     max_tasks: PositiveInt | None = Field(
-        default=None, description="Use the first N tasks only; needed where an environment has no end of them."
+        default=None, description="Use only the first N tasks; needed if an environment has unlimited ones."
     )
     eval_tasks: NonNegativeInt = Field(
         default=0, description="Tasks that are held out: of the environment's evaluation set, or else its last ones."
@@ -50,8 +50,8 @@ class EpisodesSourceConfig(Section):
     max_concurrent: PositiveInt = Field(default=128, description="Most rollouts at the same time.")
     refill_rounds: NonNegativeInt = Field(
         default=1,
-        description="How often rollouts that failed are played anew. A group that then has fewer than two is dropped.",
+        description="Replays of failed rollouts. A group that then has fewer than two is dropped.",
     )
     rollout_s: PositiveFloat | None = Field(
-        default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
+        default=600.0, description="Limit of one rollout, in seconds; a longer one fails."
     )

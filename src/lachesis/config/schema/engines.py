@@ -52,8 +52,8 @@ class VllmEngineConfig(BaseEngineConfig):
     port: Port = Field(default=9001, description="Port that the server listens on.")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="The engine's share of the GPU memory. Unset: 0.9 on a separate GPU, on the trainer's 0.45 or "
-        "what it leaves. Servers on one GPU divide it. On a CPU it is of the machine's memory.",
+        description="The engine's share of the GPU memory. Unset: 0.9 on a separate GPU; on the trainer's 0.45, or "
+        "what the trainer leaves. Servers on one GPU divide it. On a CPU it is a share of the machine's memory.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
@@ -70,8 +70,8 @@ class VllmEngineConfig(BaseEngineConfig):
     )
     enable_sleep_mode: bool = Field(
         default=False,
-        description="Free the engine's GPU memory while the trainer computes; weights not sent anew wait in host "
-        "memory.",
+        description="Free the engine's GPU memory while the trainer computes; weights that are not sent again wait in "
+        "host memory.",
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
@@ -83,7 +83,7 @@ class VllmEngineConfig(BaseEngineConfig):
     )
     devices: str | None = Field(
         default=None,
-        description="CUDA_VISIBLE_DEVICES of the server; if unset the trainer's own, those of all ranks where it takes "
+        description="CUDA_VISIBLE_DEVICES of the server; if unset the trainer's, or those of all ranks if it needs "
         "several. Copies of a model may share a GPU: `1,1` puts two on it.",
     )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, unchanged.")
@@ -150,7 +150,7 @@ class CustomEngineConfig(BaseEngineConfig):
 
     place = "trainer"
     kind: Literal["custom"] = "custom"
-    function: CustomPart = Field(description="Import path or `FILE.py:NAME` of what makes it.")
+    function: CustomPart = Field(description="Import path or `FILE.py:NAME` of its factory.")
 
 
 EngineConfig = Annotated[

@@ -74,7 +74,7 @@ class ModelConfig(Section):
         default="keep",
         description="What decoder layers keep for the backward pass: everything (`keep`), inputs and attention "
         "results (`selective`, for long sequences), inputs only (`recompute`), or inputs in host memory (`offload`). "
-        "The rest is computed again. `auto` takes the first that fits on the GPU; on a CPU it is `keep`.",
+        "The rest is recomputed. `auto` takes the first that fits on the GPU; on a CPU it is `keep`.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -90,11 +90,11 @@ class ModelConfig(Section):
     )
     vision: Literal["text", "frozen", "trained"] | None = Field(
         default=None,
-        description="`frozen` shows the model the data's images and trains its language model, `trained` also what "
-        "reads the images; `text` trains on text alone, and refuses images. Unset: `frozen` if the data has images.",
+        description="`frozen` shows the model the data's images and trains its language model, `trained` its image "
+        "encoder too; `text` trains on text alone, and refuses images. Unset: `frozen` if the data has images.",
     )
     pad_token: str | None = Field(
-        default=None, description="Pad token; one that is in the vocabulary. Unset: the tokenizer's, or its end token."
+        default=None, description="Pad token, from the vocabulary. Unset: the tokenizer's, or its end token."
     )
     special_tokens: dict[Literal["bos_token", "eos_token", "unk_token"], str] = Field(
         default_factory=dict[Literal["bos_token", "eos_token", "unk_token"], str],

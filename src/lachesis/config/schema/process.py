@@ -33,7 +33,8 @@ class DeadlinesConfig(Section):
     )
     progress_s: PositiveFloat = Field(
         default=120.0,
-        description="Of several engines one that is at work generating nothing; after as long again it is given up.",
+        description="For several engines: one that is busy but generates nothing becomes suspect; after twice the "
+        "time it counts as dead.",
     )
     ranks_s: PositiveFloat = Field(
         default=600.0, description="With several devices: one waiting for another, or for a sign of life of the leader."
@@ -71,7 +72,7 @@ class CheckpointConfig(Section):
         description="Save a resumable checkpoint every N steps; 0: only on stop. If unset, `max_share` decides.",
     )
     every_epochs: PositiveFloat | None = Field(
-        default=None, description="The same in epochs of the dataset, where `every_steps` is unset."
+        default=None, description="The same in epochs of the dataset, if `every_steps` is unset."
     )
     max_share: float | None = Field(
         default=None,
@@ -137,7 +138,7 @@ class DistributedConfig(Section):
     )
     reshard_after_forward: bool = Field(
         default=True,
-        description="Let go of a layer's gathered weights between forward and backward: less memory, one more gather.",
+        description="Release a layer's gathered weights between forward and backward: less memory, one more gather.",
     )
     cpu_offload: bool = Field(
         default=False, description="Keep sharded weights, gradients and optimizer state in CPU memory."
@@ -148,7 +149,7 @@ class DistributedConfig(Section):
     )
     replicate_size: PositiveInt | None = Field(
         default=None,
-        description="How many such groups there are: the other way to say it; unset: what `shard_size` leaves.",
+        description="Number of these groups, instead of `shard_size`.",
     )
     context_parallel_size: PositiveInt = Field(
         default=1,

@@ -63,7 +63,7 @@ class DataConfig(Section):
     transform: str | None = Field(
         default=None,
         description="Import path or `FILE.py:FUNCTION` of a function that takes the configuration and returns "
-        '`(row -> row, {"remove_columns": [...]})`; the row that it makes has a prompt.',
+        '`(row -> row, {"remove_columns": [...]})`; the new row has a prompt.',
     )
     prompt_column: str = Field(default="prompt", description="Column with the prompt: a string, or a list of messages.")
     system_prompt: str | None = Field(default=None, description="System message put before every prompt without one.")
@@ -103,9 +103,9 @@ class DataConfig(Section):
         description="`pass_rate` skips problems that the model solves always or never, most of the time: each is "
         "sampled with the chance 4 r (1 - r) of its running pass rate r (`evaluation.success_reward`), at least 0.1.",
     )
-    shuffle: bool = Field(default=True, description="Shuffle the problems, anew each epoch.")
+    shuffle: bool = Field(default=True, description="Shuffle the problems in each epoch.")
     max_prompt_length: PositiveInt | None = Field(
-        default=None, description="Longest prompt in tokens; unset takes what the model's context leaves."
+        default=None, description="Longest prompt in tokens; unset: the rest of the model's context."
     )
     overlong_prompts: Literal["error", "drop"] = Field(
         default="error", description="What to do with prompts that are too long: stop, or drop and count them."
@@ -143,7 +143,7 @@ class LocalSourceConfig(Section):
         default=8, description="Most turns of the model in a rollout with tools; a call in the last is not answered."
     )
     tool_timeout_s: PositiveFloat = Field(
-        default=30.0, description="Time limit of one call of a tool; the model is told if it passes."
+        default=30.0, description="Time limit of a tool call; the model is told if it is exceeded."
     )
     tool_result_tokens: PositiveInt = Field(
         default=512, description="Longest answer of a tool in tokens; longer ones are cut."
@@ -179,8 +179,8 @@ class RewardsConfig(Section):
     )
     text_completions: Literal["messages", "text"] = Field(
         default="messages",
-        description="What functions get as a completion of a text prompt: a list of one message, as for a "
-        "conversation, or the text itself, as in TRL and Axolotl, whose files set it.",
+        description="Form in which functions get the completion of a text prompt: a list of one message, or the text "
+        "itself, as in TRL and Axolotl, whose files set it.",
     )
     special_tokens: Literal["remove", "keep"] = Field(
         default="remove",
@@ -203,8 +203,8 @@ class RewardsConfig(Section):
     timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
     sandbox: str = Field(
         default="auto",
-        description="Sandbox for the model's code in rewards: `auto` takes the best that works here (and refuses if "
-        "none does), `namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, or `none`.",
+        description="Sandbox for the model's code in rewards: `auto` takes the best that works here (or refuses), "
+        "`namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, or `none`.",
     )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."
@@ -319,7 +319,7 @@ class PipelineConfig(Section):
         default=0, description="Groups with signal that are kept to replace groups without; 0 keeps none."
     )
     replay_recompute_logps: bool = Field(
-        default=True, description="Compute the old logprobs of replayed groups anew, with the current weights."
+        default=True, description="Recompute the old logprobs of replayed groups with the current weights."
     )
     reroll_start_fraction: Fraction = Field(
         default=1.0,

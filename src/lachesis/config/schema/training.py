@@ -47,12 +47,12 @@ class TeacherConfig(Section):
 
     kind: Literal["model", "url", "rollouts", "self"] = Field(
         default="model",
-        description="A frozen model beside the policy, a server (`url`), what the rollout API brings "
-        "(`distill_token_ids`, `distill_logprobs`), or the policy itself with a prompt that says more (`prompts`).",
+        description="A frozen model beside the policy, a server (`url`), logprobs from the rollout API "
+        "(`distill_token_ids`, `distill_logprobs`), or the policy itself with a longer prompt (`prompts`).",
     )
     prompts: list[str] = Field(
         default_factory=list[str],
-        description="With kind self: what the teacher reads in place of the last message (or the text). `{prompt}` is "
+        description="With kind self: the teacher's text in place of the last message (or the prompt). `{prompt}` is "
         "that text, `{solution}` a completion of the group with a reward of `success`, another `{name}` a column. The "
         "first entry whose names all have values is used; without one the completion has no teacher.",
     )
@@ -61,7 +61,7 @@ class TeacherConfig(Section):
     )
     weights_of: Literal["policy", "reference"] = Field(
         default="policy",
-        description="With kind self: the weights are those of now, or of `algorithm.kl_reference` (base or ema).",
+        description="With kind self: the current weights, or those of `algorithm.kl_reference` (base or ema).",
     )
     model: str | None = Field(
         default=None,
@@ -101,15 +101,16 @@ class TeacherConfig(Section):
     )
     top_k: PositiveInt | None = Field(
         default=None,
-        description="Compare over the teacher's K likeliest tokens and one for the rest; unset: over all that are "
-        "known.",
+        description="Compare over the teacher's K likeliest tokens and one for the rest; unset: over all known ones.",
     )
 
 
 class SftConfig(Section):
     """Supervised fine-tuning on answers before the rewards, where `run.stages` has `sft`."""
 
-    steps: PositiveInt = Field(default=100, description="Optimizer steps of it, before those of `run.steps`.")
+    steps: PositiveInt = Field(
+        default=100, description="Optimizer steps of the warm start, before those of `run.steps`."
+    )
     path: str | None = Field(default=None, description="As `data.path`, with answers; the problems if unset.")
     column: str = Field(default="answer", description="Column with the answer, which the model learns to give.")
     batch_size: PositiveInt = Field(default=32, description="Answers in one optimizer step.")
@@ -153,7 +154,7 @@ class AlgorithmConfig(Section):
         description="Ratios are clipped below at 1 - epsilon (GMPO: their logs at -epsilon); DPPO's bound where A < 0.",
     )
     epsilon_high: NonNegativeFloat | None = Field(
-        default=None, description="The same above, and where A > 0; epsilon if unset."
+        default=None, description="The upper bound likewise, and DPPO's where A > 0; epsilon if unset."
     )
     delta: PositiveFloat | None = Field(
         default=None, description="Upper bound of the ratio where it is not clipped; unbounded if unset."
@@ -211,7 +212,7 @@ class AlgorithmConfig(Section):
     sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
         description="Weight the loss by the trainer's probability over the sampler's, per token or sequence; beyond "
-        "the bounds it is the bound (truncate) or 0 (mask). Unset: `token_truncate` with 8-bit engines or "
+        "the bounds it becomes the bound (truncate) or 0 (mask). Unset: `token_truncate` with 8-bit engines or "
         "`pipeline.async_prefetch`.",
     )
     sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
@@ -328,7 +329,7 @@ class OptimizerConfig(Section):
     )
     stable_steps: NonNegativeInt | None = Field(
         default=None,
-        description="With `warmup_stable_decay`: steps at the peak; what warm-up and decay leave of the run, if unset.",
+        description="With `warmup_stable_decay`: steps at the peak; if unset, the run without warm-up and decay.",
     )
     decay_steps: PositiveInt | None = Field(
         default=None,

@@ -45,12 +45,12 @@ class AgentSourceConfig(Section):
     inherit_env: list[str] = Field(
         default_factory=list,
         description="Names of the trainer's environment variables that the program gets too. Otherwise it has PATH, "
-        "the language, `env`, and where the model is: none of the trainer's keys.",
+        "the language, `env` and the model's address, but no keys of the trainer.",
     )
     columns: list[str] = Field(
         default_factory=list,
-        description="Columns that the program finds in LACHESIS_TASK beside the prompt. Columns that rewards judge by "
-        "or that are named like answers (answer, solution, tests) must be listed here to be used in `command`.",
+        description="Columns that the program finds in LACHESIS_TASK beside the prompt. Columns that rewards use or "
+        "that are named like answers (answer, solution, tests) must be listed here to be used in `command`.",
     )
     wall: Literal["namespaces", "none"] = Field(
         default="namespaces",
@@ -62,8 +62,8 @@ class AgentSourceConfig(Section):
     )
     readable: list[str] = Field(
         default_factory=list,
-        description="Files and directories that it may read behind its wall, beside the system's, this Python's, those "
-        "of `workdir` and the files that `command` names.",
+        description="Files and directories that it may read behind its wall, besides the system's, this Python's, "
+        "`workdir` and the files in `command`.",
     )
     memory_mb: PositiveInt = Field(default=4096, description="Memory of a rollout's processes behind the wall, in MiB.")
     disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout behind the wall, in MiB.")
@@ -82,18 +82,18 @@ class AgentSourceConfig(Section):
         "wall, with this machine's network and the rollout's directory.",
     )
     timeout_s: PositiveFloat = Field(
-        default=600.0, description="Limit of one rollout, at which the program and all of its process group are ended."
+        default=600.0, description="Limit of one rollout, at which the program and its process group are ended."
     )
     nonzero_exit: Literal["exclude", "score"] = Field(
         default="exclude",
-        description="What an exit code above 0 means: the rollout failed and is left out, or it is scored.",
+        description="Treatment of an exit code above 0: the rollout failed and is left out, or it is scored.",
     )
-    retries: NonNegativeInt = Field(default=2, description="How often a rollout that failed is played anew.")
+    retries: NonNegativeInt = Field(default=2, description="Replays of a failed rollout.")
     max_concurrent: PositiveInt = Field(default=32, description="Most programs at the same time.")
     tool_parser: str = Field(default="hermes", description="How the model writes a call of a tool, as with kind local.")
     host: str = Field(
         default="127.0.0.1",
-        description="Address at which the proxy listens, on a free port; containers need one that they reach.",
+        description="Address at which the proxy listens, on a free port; containers must be able to reach it.",
     )
 
 
@@ -109,8 +109,8 @@ class VerifiersSourceConfig(EpisodesSourceConfig):
     )
     renderer: dict[str, Any] = Field(
         default_factory=lambda: {"name": "auto"},
-        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the one that the "
-        "library has for the model, or else its chat template.",
+        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the library's "
+        "for the model, or else the chat template.",
     )
 
 
@@ -124,7 +124,8 @@ class StepsSourceConfig(EpisodesSourceConfig):
     )
     interface: Literal["auto", "gymnasium", "trl", "openenv"] = Field(
         default="auto",
-        description="How it is stepped. `auto` looks at its methods: `reset` and `step` on text are Gymnasium's, "
+        description="Interface of the environment. `auto` looks at its methods: `reset` and `step` on text are "
+        "Gymnasium's, "
         "`reset` and tool methods TRL's. An address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
@@ -141,11 +142,11 @@ class StepsSourceConfig(EpisodesSourceConfig):
     turn_advantage: NonNegativeFloat = Field(
         default=0.0,
         description="Weight of each turn's own advantage (its step's reward among the group's turns of the same "
-        "number), which is added to that of the whole rollout; 0: none.",
+        "number), added to that of the whole rollout; 0: none.",
     )
     turns_apart: bool = Field(
         default=False,
-        description="With `turn_advantage`: rewards before the last step count for their turns alone (MT-GRPO).",
+        description="With `turn_advantage`: rewards before the last step count only for their turns (MT-GRPO).",
     )
     turn_tokens: PositiveInt | None = Field(
         default=None,

@@ -13,6 +13,6 @@ REPOSITORY = r"^[\w.-]+(/[\w.-]+)?$"
 class HubConfig(Section):
     """The Hugging Face hub, to which the final model goes with a card that says how it was trained."""
 
-    repo: str = Field(pattern=REPOSITORY, description="Repository, `owner/name` or `name`; made if it is not there.")
-    private: bool = Field(default=False, description="Where it is made: only its owners see it.")
-    revision: str | None = Field(default=None, description="Branch, made if need be; the main one if unset.")
+    repo: str = Field(pattern=REPOSITORY, description="Repository, `owner/name` or `name`; created if missing.")
+    private: bool = Field(default=False, description="If it is created: only its owners see it.")
+    revision: str | None = Field(default=None, description="Branch, created if missing; the main one if unset.")

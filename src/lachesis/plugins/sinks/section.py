@@ -22,8 +22,8 @@ class WandbConfig(Section):
     name: str | None = Field(default=None, description="Run name; the run's own if unset.")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
         default="auto",
-        description="As wandb's own WANDB_MODE, which auto follows; where that is unset too, auto is online with a "
-        "login, offline without one, and without the package wandb nothing but a warning.",
+        description="As WANDB_MODE, which auto follows; if that is unset too, auto is online with a login, offline "
+        "without one, and only a warning without the package wandb.",
     )
 
     def is_wanted(self) -> bool:
