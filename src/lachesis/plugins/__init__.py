@@ -22,7 +22,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "pulses": {"atropos": "atropos.source.pulse:api_pulses"},
     "benchmarks": {"suite": "benchmarks.suite:build_suite"},
-    "vision": {"inputs": "vision.inputs:image_inputs", "reader": "vision.reading:build_reader"},
+    "vision": {"inputs": "vision.inputs:image_inputs", "reader": "vision.reading:ImageReader"},
     "images": {"settle": "vision.settle:settle", "placeholders": "vision.settle:placeholders"},
     "teachers": {"url": "teachers.teacher:build_teach", "self": "teachers.own_prompts:build_teach"},
     "rewards": {

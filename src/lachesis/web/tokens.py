@@ -20,7 +20,7 @@ def colour(logprob: float) -> str:
 
 
 def token_spans(
-    texts: Sequence[str], logprobs: Sequence[float | None], *, given: Iterable[bool], before: int = 0, after: int = 0
+    texts: Sequence[str], logprobs: Sequence[float | None], *, given: Iterable[bool], after: int = 0
 ) -> dict[str, Any]:
     """Return a sequence as JSON-safe values for the viewer in tokens.js.
 
@@ -28,8 +28,7 @@ def token_spans(
         texts: what each token adds to the text.
         logprobs: of the tokens in nats; those that are missing at the end are unknown, as ``None`` is.
         given: which tokens were not sampled.
-        before: tokens of the sequence that are left out before these.
-        after: those left out after them.
+        after: tokens of the sequence that are left out after these.
     """
     indices = {index for index, names_object in enumerate(given) if names_object}
     pairs = zip_longest(texts, logprobs[: len(texts)])
@@ -39,7 +38,6 @@ def token_spans(
             None if value is None or index in indices else round(value, 3) for index, (_, value) in enumerate(pairs)
         ],
         "given": sorted(indices),
-        "before": before,
         "after": after,
     }
 

@@ -19,13 +19,12 @@ def test_a_logprob_above_zero_by_rounding_is_certain():
 
 
 def test_spans_know_what_was_given_and_what_is_unknown():
-    spans = token_spans(["a", "b", "c", "d"], [1.0, -0.12345, None], given=[True, False], before=2)
+    spans = token_spans(["a", "b", "c", "d"], [1.0, -0.12345, None], given=[True, False], after=2)
     assert spans == {
         "pieces": ["a", "b", "c", "d"],
         "logprobs": [None, -0.123, None, None],
         "given": [0],
-        "before": 2,
-        "after": 0,
+        "after": 2,
     }
 
 

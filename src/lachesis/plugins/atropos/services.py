@@ -192,7 +192,6 @@ def load_words(
     environment: str | None = None,
     environment_args: str = "",
     api_port: int | None = None,
-    processes: int | None = None,
 ) -> LoadedConfig:
     """Load the configuration of ``lachesis run``: from a file, or from flags, with an engine that the run starts.
 
@@ -203,7 +202,6 @@ def load_words(
         environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
         environment_args: its flags.
         api_port: of the rollout API that is started, in place of the file's or the default.
-        processes: of the trainer, as :func:`~lachesis.config.load.load_config`.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -213,7 +211,7 @@ def load_words(
     if flags and not flags[0].startswith("--"):
         if len(flags) > 1:
             raise ConfigError(f"unknown flag {flags[1]}", remedy="change keys of a configuration with --set KEY=VALUE")
-        return load_config(flags[0], overrides=overrides, processes=processes)
+        return load_config(flags[0], overrides=overrides)
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     if not names & {"weight-bridge-mode", "single-copy"}:
         flags += ["--weight-bridge-mode", "shared_vllm"]

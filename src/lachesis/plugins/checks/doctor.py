@@ -30,7 +30,7 @@ from lachesis.plugins.checks.tiny_model import write_tiny_model
 from lachesis.run.train import train
 
 if TYPE_CHECKING:
-    from lachesis.plugins.sandbox.escapes import Attempt, Runs
+    from lachesis.plugins.sandbox.escapes import Runs
 
 
 logger = logging.getLogger("lachesis")
@@ -156,11 +156,8 @@ def _tried(name: str, sandbox: Runs, wall: str) -> list[Check]:
         return [Check(name, str(error), failed=True)]
     held = sum(attempt.held for attempt in attempts)
     first = Check(name, f"{wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
-    return [first, *(_escape_check(attempt) for attempt in attempts)]
-
-
-def _escape_check(attempt: Attempt) -> Check:
-    return Check(attempt.name, f"escape {'held' if attempt.held else attempt.detail}", failed=not attempt.held)
+    tried = [(one.name, f"escape {'held' if one.held else one.detail}", not one.held) for one in attempts]
+    return [first, *(Check(subject, said, failed=failed) for subject, said, failed in tried)]
 
 
 def inspect_config(path: Path) -> list[Check]:

@@ -67,7 +67,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         config=str(job.config_path),
         set_keys=[word for override in job.overrides for word in ("--set", override)],
         restarts=job.restarts,
-        logs=str(_logs(run_dir)),
+        logs=f"{run_dir}-slurm",  # beside the run directory, which has to be empty when a run begins
         layout=layout,
         servers=layout.servers,
         own_copies=isinstance(engine, VllmEngineConfig) and engine.data_parallel_size > 1,
@@ -78,11 +78,6 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         final=FINAL,
         preflight_s=job.preflight_s,
     )
-
-
-def _logs(run_dir: Path) -> Path:
-    """Beside the run directory, which has to be empty when a run begins."""
-    return run_dir.with_name(f"{run_dir.name}-slurm")
 
 
 def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str]:

@@ -72,11 +72,8 @@ def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
             treatment: Treatment = next(one for one in get_args(Treatment) if one in row)
             for name in row[treatment]:
                 own: Any = row[treatment][name] if is_object(row[treatment]) else {}
-                yield _entry(f"{prefix}{row.get('under', '')}{name}", treatment, row | _attributes(own))
-
-
-def _attributes(own: Any) -> dict[str, Any]:
-    return {"key": own} if isinstance(own, str) else own
+                attributes = {"key": own} if isinstance(own, str) else own
+                yield _entry(f"{prefix}{row.get('under', '')}{name}", treatment, row | attributes)
 
 
 def _entry(name: str, treatment: Treatment, row: Mapping[str, Any]) -> Entry:

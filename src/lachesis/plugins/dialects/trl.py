@@ -36,7 +36,7 @@ _WORDS = _Words.read("trl")
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
     """TRL's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
-    rloo = is_rloo(document.data)
+    rloo = document.data.get(TRAINER_KEY) == "rloo"
     if rloo:
         document.data = {**RLOO_DEFAULTS, **{key: value for key, value in document.data.items() if value is not None}}
     translation = Translation(document, RLOO if rloo else TRL)
@@ -210,11 +210,6 @@ def _put_new_tokens(translation: Translation) -> None:
         translation.problem(name, f"{value}, and {other} is {translation.value(other)}; TRL reads {other}: keep that")
     elif value is not None:
         translation.put(f"sampling.{other}", value, name)
-
-
-def is_rloo(data: Mapping[str, Any]) -> bool:
-    """Return True if a document says that it is of TRL's RLOOTrainer."""
-    return data.get(TRAINER_KEY) == "rloo"
 
 
 def _put_rloo(translation: Translation) -> None:

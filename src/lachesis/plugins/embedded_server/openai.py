@@ -258,7 +258,7 @@ class OpenAIRoutes:
         if asked.requests[0].logprobs is not None:
             shape = _chat_logprobs if asked.chat else _completion_logprobs
             by_id = isinstance(asked.body, _ChatBody) and asked.body.return_tokens_as_token_ids
-            choice["logprobs"] = shape(part, _token_id if by_id else self._token_text)
+            choice["logprobs"] = shape(part, "token_id:{}".format if by_id else self._token_text)
         if asked.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
@@ -274,11 +274,6 @@ class OpenAIRoutes:
 
     def _token_text(self, token: int) -> str:
         return str(self._served.tokenizer.decode([token]))
-
-
-def _token_id(token: int) -> str:
-    """So that none is read as the text of another one."""
-    return f"token_id:{token}"
 
 
 def _tokenized(body: _TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> list[int]:

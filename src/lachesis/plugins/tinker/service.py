@@ -272,7 +272,8 @@ class Service:
             answer = wire.json_answer(response)
             return self._in_order(run, body.seq_id, partial(_keep, run, key, kind=body.kind), lambda _: answer)
         work = partial(self._save, run, body, optimizer=False)
-        return self._in_order(run, body.seq_id, work, _sampler_saved)
+        saved_at = types.SaveWeightsForSamplerResponseInternal
+        return self._in_order(run, body.seq_id, work, lambda saved: wire.json_answer(saved_at(path=saved.path)))
 
     def unload(self, body: types.UnloadModelRequest) -> str:
         """Return the id of a request that forgets a run."""
@@ -509,7 +510,3 @@ def _unnamed(run: Run, key: str) -> tuple[LoraShape, Mapping[str, Tensor]]:
 
 def _loaded(path: str, run_id: str, _: object) -> Answer:
     return wire.json_answer(types.LoadWeightsResponse(path=path, model_id=run_id, type="load_weights"))
-
-
-def _sampler_saved(saved: Saved) -> Answer:
-    return wire.json_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.path))

@@ -150,11 +150,6 @@ class ImageReader:
         return token_ids, PromptImages({name: value.numpy() for name, value in made.items()}, types)
 
 
-def build_reader(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-    """Return the reader of images for prompts of the model of ``config``."""
-    return ImageReader(config, tokenizer)
-
-
 def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message.get("content")
     parts: list[Any] = content if isinstance(content, list) else []

@@ -239,7 +239,9 @@ class Toolbox:
             return Observation(call, error.message, failed=True, lost=True)
         if error is None:
             try:
-                return Observation(call, _as_text(outcome.result))
+                said = outcome.result
+                text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+                return Observation(call, text)
             except (TypeError, ValueError, RecursionError) as unwritable:
                 error = unwritable
         # What a server says is a sentence for the model; of a function's error the name says more than the message.
@@ -282,7 +284,3 @@ def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**own(arguments))
 
     return call
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

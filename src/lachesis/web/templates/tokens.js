@@ -41,9 +41,7 @@ function tokenNodes(sequence) {
     node.append(...(isSpecial(piece) ? [make("span", { class: "special" }, piece)] : visible(piece)));
     return node;
   });
-  const more = (words) => make("span", { class: "more" }, words);
-  if (sequence.before) nodes.unshift(more(`${plural(sequence.before, "token")} before … `));
-  if (sequence.after) nodes.push(more(` … and ${plural(sequence.after, "token")} more`));
+  if (sequence.after) nodes.push(make("span", { class: "more" }, ` … and ${plural(sequence.after, "token")} more`));
   return nodes;
 }
 

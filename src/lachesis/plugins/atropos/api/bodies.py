@@ -79,9 +79,9 @@ def inflate(body: bytes, *, limit: int) -> bytes:
     raise Refusal(400, f"Invalid gzip payload: it has more than {_MEMBERS} members", plain=True)
 
 
-async def reply(request: Request, body: bytes, *, headers: dict[str, str] | None = None) -> Response:
+async def reply(request: Request, body: bytes) -> Response:
     """Return the JSON ``body`` as a reply, gzipped if the client accepts that and is on another machine."""
-    headers = dict(headers or {})
+    headers: dict[str, str] = {}
     if len(body) >= _WORTH_COMPRESSING and not _is_local(request.client.host if request.client else ""):
         headers["Vary"] = "Accept-Encoding"
         if _accepts_gzip(request.headers.get("accept-encoding", "")):
