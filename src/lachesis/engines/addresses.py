@@ -1,4 +1,4 @@
-"""Addresses of a run's servers: entries of ``engine.urls``, read anew each time.
+"""Addresses of a run's servers: entries of ``engine.urls``, read again each time.
 
 An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each present address of the name, such as a
 headless service; or ``file:PATH``, a file with an address on each line.

@@ -287,7 +287,7 @@ class Fleet:
             return self._hang_s if several else None
 
     def check_progress(self) -> tuple[str, ...]:
-        """Find engines that hang; return those that have just died of it."""
+        """Find engines that hang; return the newly dead ones."""
         dead: list[str] = []
         with self._lock:
             if (hang_s := self.hang_s) is None:

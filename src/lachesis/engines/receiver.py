@@ -1,7 +1,7 @@
 """Engine's ends of weight channels, which receive updates in their own threads.
 
-The engine goes on generating until all of an update has arrived, and waits only while it is loaded. If several ranks
-of the trainer send, each has its own channel, with its share of the tensors.
+The engine generates until an update has arrived, and waits only while it is loaded. If several ranks of the trainer
+send, each has its own channel, with its share of the tensors.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Receiver:
         """Tell the trainer, after the tensors of :meth:`take` were loaded inside, whether that succeeded.
 
         Raises:
-            EngineError: the trainer could not be told. What was loaded stays.
+            EngineError: the trainer could not be told. The loaded weights stay.
         """
         try:
             yield
@@ -314,7 +314,7 @@ class _Room:
         self._enough = False
 
     def look_again(self) -> None:
-        """Forget that there is enough room: the memory of earlier updates was released."""
+        """Reset the check for room: the memory of earlier updates was released."""
         self._enough = False
 
     def staging_device(self, tensors: Sequence[ReceivedTensor]) -> torch.device:

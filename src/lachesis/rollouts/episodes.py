@@ -133,7 +133,7 @@ class Players(ABC):
     async def finish(self, played: Sequence[Played]) -> Sequence[Played | RolloutFailed]:
         """Return the rollouts of a group with their rewards, where these depend on each other.
 
-        In the place of one that could not be scored is why.
+        A rollout that could not be scored is replaced by the reason.
         """
         return list(played)
 
@@ -188,7 +188,7 @@ class TaskPlayers(Players):
 
 
 class BuildsPlayers(Protocol):
-    """Signature of what the section of an installed package's source builds: the players of its tasks."""
+    """Signature of the factory of an installed package's source, which builds the players of its tasks."""
 
     def __call__(
         self, policy: PolicyAccess, *, section: Section, rewarder: Rewarder | None, template_kwargs: Mapping[str, Any]
@@ -354,7 +354,7 @@ class Episodes:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], count: int, deadline: Deadline, greedy: bool = False,
         refill: bool = True,
     ) -> list[list[Played]]:  # fmt: skip
-        """Return ``count`` rollouts of each prompt, less those that failed. Called from any other thread.
+        """Return ``count`` rollouts of each prompt, without the failed ones. Called from any other thread.
 
         Raises:
             EngineError, DeadlineExceeded.
@@ -385,7 +385,7 @@ class Episodes:
 
 @dataclass(kw_only=True, eq=False)
 class EpisodeSource(PromptSource):
-    """Groups of rollouts that players play: each group is on its own, so that a slow one holds up no other.
+    """Source of groups of rollouts that players play: groups are independent, so a slow one delays no other.
 
     A group that is left with too few rollouts is dropped.
 
@@ -585,7 +585,7 @@ class EpisodeEvaluator:
     generation_s: float | None
 
     def run(self, step: int) -> EvalResult:
-        """Evaluate the engine's current weights. A rollout that failed is no success, and in no mean.
+        """Evaluate the engine's current weights. A failed rollout is neither a success nor in any mean.
 
         Raises:
             RewardError: every rollout failed.

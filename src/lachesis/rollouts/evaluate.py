@@ -147,7 +147,7 @@ class ScheduledEvaluation:
     """Evaluation when it is due: before the first step, every N steps, and after the last.
 
     Args:
-        evaluator: ``None`` where there are no held-out problems.
+        evaluator: ``None`` without held-out problems.
         every_steps: 0 leaves only the first and the last.
         benchmarks: evaluated at the same steps; without held-out problems the result is theirs.
     """

@@ -21,7 +21,7 @@ MOST_EMPTY_BATCHES = 10
 
 
 class DrawingSource(GroupwiseSource):
-    """A source that numbers its requests and makes whole batches of what it draws.
+    """Source that numbers its requests and makes whole batches of its draws.
 
     A call of :meth:`next_groups` that raises leaves the source as it was before: its prompts and request numbers come
     again.
@@ -30,7 +30,7 @@ class DrawingSource(GroupwiseSource):
     _requests = 0
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
-        """Return the groups of the next ``count`` prompts, less those that were dropped.
+        """Return the groups of the next ``count`` prompts, without the dropped ones.
 
         Where all of them were dropped, the prompts after them are taken, a limited number of times.
 
@@ -124,7 +124,7 @@ class PromptSource(DrawingSource):
         return {"stream": self.stream.state_dict(), "requests": self._requests, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Raises CheckpointError where the dataset is another one."""
+        """Restore what :meth:`state_dict` returned. Raises CheckpointError if the dataset differs."""
         self.stream.load_state_dict(state["stream"])
         self._requests = int(state["requests"])
         self.report_version(int(state.get("step", 0)))
@@ -143,7 +143,7 @@ def all_failed(count: int, last: RewardError) -> RewardError:
 
 
 def too_few(prompt: Prompt, left: int) -> RewardError:
-    """Return the error for a group of which too few rollouts are left."""
+    """Return the error for a group with too few remaining rollouts."""
     return RewardError(
         f"all but {left} rollouts of prompt {prompt.id!r} failed",
         remedy="see failures.jsonl or the log for their causes; mend what they use, or give them more time",

@@ -1,4 +1,4 @@
-"""The end of a program while its run goes on: the run is waited for, or stopped with a checkpoint."""
+"""End of a program during its run: the run is waited for, or stopped with a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _started: WeakSet[Started] = WeakSet()
 
 
 def say(words: str) -> None:
-    """Write to standard error: while a run goes on, what is logged is in its own log and nowhere else."""
+    """Write to standard error: during a run, messages go only to its log."""
     sys.stderr.write(f"lachesis: {words}\n")
     sys.stderr.flush()
 
@@ -73,7 +73,7 @@ def _forget() -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Stop the runs that go on at SIGTERM, and end the program as it would have, once they have their checkpoints.
+    """Stop active runs at SIGTERM, and end the program as usual once they have their checkpoints.
 
     The program's own code ends by SystemExit, where it is; :func:`_finish` then waits for the runs.
     """
@@ -146,7 +146,7 @@ def _interrupts_counted() -> Iterator[list[int]]:
 
 
 def _ended_by() -> BaseException | None:
-    """Return the error that ended the program; None at a prompt, which goes on after an error."""
+    """Return the error that ended the program; None at a prompt, which survives an error."""
     return None if hasattr(sys, "ps1") or sys.flags.interactive else getattr(sys, "last_value", None)
 
 

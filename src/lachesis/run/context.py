@@ -109,5 +109,5 @@ class EngineSide:
             self.owned.move_log(path)
 
     def close(self) -> None:
-        """Stop what was started. Idempotent."""
+        """Stop everything that was started. Idempotent."""
         self.bridge.close()

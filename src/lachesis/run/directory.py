@@ -111,7 +111,7 @@ class RunDirectory:
 def live_file(
     path: Path, *, every_s: float = 1.0, engines: Callable[[], Sequence[EngineRow]] = tuple
 ) -> Iterator[None]:
-    """Write to ``live.json`` what this process waits for, every ``every_s`` seconds, from a thread.
+    """Write this process's current wait to ``live.json``, every ``every_s`` seconds, from a thread.
 
     So is how several ``engines`` stand. It is written when one of these changes, also while the caller is blocked, and
     removed at the end. A process that is killed leaves it behind: what it waited for last.
@@ -236,7 +236,7 @@ class _Lock:
 
 
 def _lock(path: Path) -> _Lock | None:
-    """Lock a file, which is made, or a directory; None where there can be none. Raises ConfigError where it is held."""
+    """Lock a file, which is made, or a directory; None where there can be none. Raises ConfigError if it is held."""
     while True:
         try:
             if path.is_dir():

@@ -38,7 +38,7 @@ from lachesis.train.policy import Policy
 from lachesis.train.sft import StartedFeed, demonstrations
 
 Teach = Callable[[Sequence[Group]], Sequence[Group]]
-"""Function that adds what a teacher outside the trainer says of groups."""
+"""Function that adds an outside teacher's logprobs to groups."""
 
 
 @dataclass(frozen=True, slots=True)

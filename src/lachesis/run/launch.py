@@ -1,6 +1,6 @@
-"""Start of a run's inference servers, before torch and transformers are imported: that goes on while they come up.
+"""Start of a run's inference servers, before torch and transformers are imported, which happens while they come up.
 
-So nothing here imports them but where it has to.
+So this module imports them only where necessary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lachesis.run.directory import claim_run, engine_log, run_directory
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators. Sampling and data order have generators of their own."""
+    """Seed the global generators. Sampling and data order have separate generators."""
     import numpy as np
     import torch
 
@@ -44,7 +44,7 @@ def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
 
 
 def starts_engine(config: LachesisConfig) -> bool:
-    """Return True if the run starts servers of its own."""
+    """Return True if the run starts its servers."""
     return config.engine.place != "trainer" and config.engine.kind != "http"
 
 

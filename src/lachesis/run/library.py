@@ -64,7 +64,7 @@ def train(
         data: a path, rows (a list of dictionaries, a ``datasets.Dataset``, a ``DataFrame``), or the whole section, in
             which ``path`` and ``eval_path`` may be rows.
         rewards: functions, or names of functions, or the whole section.
-        resume: go on from the last checkpoint of the run that is in the directory.
+        resume: continue from the last checkpoint in the run directory.
         overwrite: replace the run that is there.
         progress: show a line a step on standard error.
         **keys: all other sections of the configuration as mappings, such as ``run={"steps": 100}``; functions may
@@ -211,7 +211,7 @@ class Run:
         timeout_s: float | None = None,
         **params: Any,
     ) -> list[str]:
-        """Return ``n`` completions by the model as it is between two steps, while the run goes on.
+        """Return ``n`` completions by the model between two steps of the active run.
 
         Args:
             prompt: a text, or messages, which go through the chat template.
@@ -286,7 +286,7 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """State, step, last values and what it waits for. Raises ConfigError where there is no run yet."""
+        """Return state, step, last values and the current wait. Raises ConfigError if there is no run yet."""
         return read_status(self.directory)
 
     @property
@@ -337,7 +337,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """report.html, written anew from what there is. Raises DataError before the first line of metrics."""
+        """Path of report.html, rewritten from the current data. Raises DataError before the first line of metrics."""
         from lachesis.plugins.report.page import write_report
 
         return write_report(self.directory)
@@ -374,7 +374,7 @@ class Run:
     def export(
         self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"
     ) -> Path:
-        """Write the model as a directory of its own, as ``lachesis export`` does; returns where it is.
+        """Write the model into a separate directory, as ``lachesis export`` does; returns where it is.
 
         Args:
             out: where to; ``models/step_N`` in the run directory if unset.

@@ -135,8 +135,7 @@ def build_evaluation(
 ) -> ScheduledEvaluation:
     """Build the evaluation: a completion of each held-out problem, greedy by default, and the named benchmarks.
 
-    ``keep`` is given what each evaluation has generated. An environment that has held-out tasks of its own brings its
-    ``evaluator``.
+    ``keep`` is given what each evaluation has generated. An environment with held-out tasks brings its ``evaluator``.
     """
     if held_out and rewarder is not None:
         temperature = config.evaluation.temperature
@@ -188,7 +187,7 @@ CONTRACTS: Mapping[str, Contract] = {
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A part under the key that names it. ``place`` is where it is written, empty where that is not known."""
+    """A part under the key that names it. ``place`` is where it is written, empty if unknown."""
 
     kind: str
     key: str

@@ -349,7 +349,7 @@ class _Call:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Put the model's modules in the mode of generation, with hooks on its experts if they are to be recorded."""
+        """Switch the model's modules to generation, with hooks on its experts if they are recorded."""
         with generation_mode(self.model), nullcontext() if self.recorder is None else self.recorder.attached():
             yield
 

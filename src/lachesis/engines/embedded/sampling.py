@@ -84,10 +84,9 @@ def process_logits(
     Args:
         logits: [N, V] of any float dtype.
         sampling: the parameters of the N rows.
-        seen: bool [N, V], true for tokens of the prompt and of the completion so far; needed where a
-            repetition penalty is used.
-        counts: float [N, V], how often each token is in the completion so far; needed where a frequency or
-            presence penalty is used.
+        seen: bool [N, V], true for tokens of the prompt and of the completion so far; needed for a repetition penalty.
+        counts: float [N, V], how often each token is in the completion so far; needed for a frequency or presence
+            penalty.
         banned: bool [N, V], tokens that may not come.
     """
     logits = logits.float()
@@ -121,7 +120,7 @@ def cut_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, *, max_top_k: int) -> Tensor:
-    """Keep the ``top_k`` [N, 1] likeliest tokens, and those that tie with the last of them."""
+    """Keep the ``top_k`` [N, 1] likeliest tokens, and ties with the last of them."""
     kth = logits.topk(max_top_k, dim=-1).values.gather(-1, top_k - 1)
     return logits.masked_fill(logits < kth, float("-inf"))
 

@@ -54,7 +54,7 @@ class GenerationCalls:
     Its coroutines run on one event loop.
 
     Args:
-        fleet: chooses an engine for each request, and is told of engines that fail.
+        fleet: chooses an engine for each request, and records failures.
         server: client of the engine at an address.
         check_session: raises if a server answers from a session that is not the expected one.
     """
@@ -347,7 +347,7 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
 
 
 def request_headers(request: GenerationRequest) -> dict[str, str]:
-    """Return the headers by which a router keeps the requests of a conversation at one engine.
+    """Return the headers that make a router keep a conversation at one engine.
 
     Characters that no header may hold are escaped, as in a URL.
     """
@@ -397,7 +397,7 @@ def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
 
 
 class PrefixHits:
-    """Counter of prompt tokens, and of those that were cached, by engine. Thread-safe."""
+    """Counter of prompt tokens, and of cached ones, by engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

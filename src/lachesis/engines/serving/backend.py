@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MemoryPart = Literal["weights", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
-"""What a sleeping engine has given back, by vLLM's names."""
+"""Resources that a sleeping engine has released, by vLLM's names."""
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]
@@ -171,9 +171,9 @@ def _tensor(value: Any) -> ReceivedTensor:
 class ReceiverSpec(Request):
     """A channel that the engine joins as ``rank`` of ``world_size``, and the tensors of one update, in order.
 
-    ``init_method`` is "tcp://host:port". ``lora`` is set exactly if ``kind`` is "lora". ``param_mappings``
-    is what the caller said about the engine's names; empty if the engine is to map them itself. Bodies may have
-    the documented ``param_metadata`` for ``tensors``. ``secret`` proves to the trainer who joins.
+    ``init_method`` is "tcp://host:port". ``lora`` is set exactly if ``kind`` is "lora". ``param_mappings`` are the
+    caller's mappings of the engine's names; empty if the engine is to map them itself. Bodies may have the documented
+    ``param_metadata`` for ``tensors``. ``secret`` proves to the trainer who joins.
 
     If several ranks of the trainer send, the others are at ``senders``, each on its own channel with the same
     ranks, and ``sender_of`` gives the sender of each tensor: 0 is the one at ``init_method``.
@@ -325,7 +325,7 @@ class EngineBackend(Protocol):
         ...
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens of a prompt made of ``token_ids`` are in the prefix cache; no user's prompt is alike.
+        """Return how many tokens of a prompt made of ``token_ids`` are in the prefix cache; no user's prompt equals it.
 
         None are after an update: they would have been computed with the weights before. The prompt is cached then.
         """
@@ -336,7 +336,7 @@ class EngineBackend(Protocol):
         ...
 
     async def load_adapter(self, *, name: str, path: Path) -> None:
-        """Put the adapter in ``path`` in force, in the place of the one before, for requests in flight too."""
+        """Replace the adapter by the one in ``path``, for requests in flight too."""
         ...
 
     async def unload_adapter(self, *, name: str) -> None:
@@ -397,7 +397,7 @@ class EngineBackend(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Raise EngineUnreachable where the engine is dead, as it may be while its server answers."""
+        """Raise EngineUnreachable if the engine is dead, although its server answers."""
         ...
 
     async def health(self) -> None:

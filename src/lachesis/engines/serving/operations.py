@@ -151,8 +151,8 @@ class Stamped(BaseModel):
 class ServerInfo(Stamped):
     """Identity and state of a server. In the answer the model's fields stand beside the others.
 
-    ``url`` is the address by which a client knows the server. ``generated_tokens`` counts all tokens since the engine's
-    start, also of unfinished requests; ``None`` if it does not count them.
+    ``url`` is the server's address for clients. ``generated_tokens`` counts all tokens since the engine's start, also
+    of unfinished requests; ``None`` if it does not count them.
     """
 
     url: str = Field(default="", exclude=True)

@@ -300,7 +300,7 @@ class VllmBackend:
         return f"weights-{self._cache_epoch}"
 
     async def reset_prefix_cache(self) -> None:
-        """Keep every new request from reading what was computed under other weights.
+        """Keep new requests from reading cache entries of other weights.
 
         vLLM can empty the cache only while no request is in flight, or by computing requests in flight anew.
         New requests get another salt instead, and those in flight continue with what they have. Emptying is tried

@@ -104,7 +104,7 @@ class Generator:
             await _cancel(tasks)
 
     async def canary(self, token_ids: Sequence[int], *, cache_salt: str) -> tuple[float, ...]:
-        """Logprobs of the tokens after the first, computed anew and not read from the prefix cache."""
+        """Return logprobs of the tokens after the first, recomputed rather than read from the prefix cache."""
         request = GenerateBody(
             prompt_token_ids=tuple(token_ids),
             sampling={"temperature": 1.0, "max_tokens": 1, "skip_reading_prefix_cache": True},

@@ -215,10 +215,10 @@ def _judge_scores(who: str, trial: _Trial) -> list[Finding]:
 
 
 def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: Mapping[str, float]) -> list[Finding]:
-    """Return findings over all functions: those that judge only the form need another one that judges the content."""
+    """Return findings over all functions: rewards of form alone need another function that judges the content."""
 
     def total(variant: str) -> float | None:
-        """None where no function has judged: they abstained or failed, which is said of each."""
+        """Return the weighted sum; None if every function abstained or failed, which has its own finding."""
         known = {name: mean for name, means in scores.items() if (mean := means[variant]) is not None}
         return sum(weights[name] * mean for name, mean in known.items()) if known else None
 

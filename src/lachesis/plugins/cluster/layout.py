@@ -1,4 +1,4 @@
-"""Division of nodes into those that train and those that generate, from a configuration and the available machines."""
+"""Division of nodes into training and generating ones, from a configuration and the available machines."""
 
 from __future__ import annotations
 

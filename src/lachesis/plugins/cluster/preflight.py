@@ -278,7 +278,7 @@ def noting_taken(taken: list[str]) -> Iterator[None]:
 def _try_out(
     config: LachesisConfig, place: NodePlace, meeting: Meeting, sign: Mapping[str, Any], *, clock: float, end: float
 ) -> NodeOutcome:
-    """Return what this process finds out with the others; ``clock`` is its time at the sign."""
+    """Return this process's findings with the others; ``clock`` is its time at the sign."""
     listening: list[str] = sign["listening"]
     asks = not place.engine and place.world.local_rank == 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -55,7 +55,7 @@ lora, dropped = switched("lora", "none"), switched("drop", "error")
 
 
 def loss_type(value: Any) -> Any:
-    """Return our name of TRL's loss; LUSPO is PPO's with a normalization of its own. Raises ConfigError for VESPO."""
+    """Return our name of TRL's loss; LUSPO is PPO's with another normalization. Raises ConfigError for VESPO."""
     if value == "vespo":
         raise ConfigError(
             "VESPO is an example of a loss of your own here: write algorithm.loss: vespo.py:vespo beside a copy of "
@@ -166,7 +166,7 @@ def frequency(value: Any) -> Any:
 
 
 def sampled(value: Any) -> Any:
-    """Refuse greedy decoding, by which all completions of a group are alike."""
+    """Refuse greedy decoding, which makes all completions of a group equal."""
     if value is False:
         raise ConfigError("completions of a group would be alike: write True")
     return UNSET

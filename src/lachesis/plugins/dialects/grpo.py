@@ -46,7 +46,7 @@ def put_address(translation: Translation, name: str, port: Any) -> str:
 def put_algorithm(
     translation: Translation, prefix: str, *, optimizer: str, alpha: float, steps: int, mode: str | None, floor: bool
 ) -> None:
-    """Set rewards, loss, reference, the correction for a separate sampler, and what is shown of completions.
+    """Set rewards, loss, reference, the correction for a separate sampler, and the display of completions.
 
     Args:
         translation: of the document.

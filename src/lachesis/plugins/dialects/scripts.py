@@ -152,7 +152,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
 
 
 def _other_method(started: Started) -> str | None:
-    """Return what a trainer does by its name or type if that is not GRPO or a method like it."""
+    """Return a trainer's method, by its name or type, if it is not GRPO or similar."""
     stem = Path(started.program).stem if started.program.endswith(".py") else started.program.split(".")[-1]
     name, told = stem.lower(), str(flags_of(started.arguments).get("rlhf_type", ""))
     words = {name, told, *re.split(r"[\W_]+", name)} if "grpo" not in f"{name} {told}" else {name}
@@ -204,7 +204,7 @@ def _scalar(text: str) -> Any:
 
 
 def _processes(launcher: Sequence[str], script: Path) -> int | None:
-    """Return the number of processes that accelerate or torchrun is told to start; None if it is not told."""
+    """Return the number of processes given to accelerate or torchrun; None if it is not told."""
     flags = flags_of([word for word in launcher if not word.startswith("-n")])
     config = flags.get("config_file")
     if isinstance(config, str):

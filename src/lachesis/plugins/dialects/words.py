@@ -14,7 +14,7 @@ NAMES = Path(__file__).parent / "names"
 
 @cache
 def read_table(file: str) -> dict[str, Any]:
-    """Return the content of ``names/FILE.toml``, which nobody may change."""
+    """Return the content of ``names/FILE.toml``, which must not be changed."""
     return tomllib.loads((NAMES / f"{file}.toml").read_text(encoding="utf-8"))
 
 

@@ -35,7 +35,7 @@ _MAX_NUM_SEQS, _MAX_LORA_RANK = 64, 64
 
 
 def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM; the signal is raised anew at the end.
+    """Load the model and serve it until SIGINT or SIGTERM; the signal is raised again at the end.
 
     Args:
         options: what to serve, and where.
@@ -126,7 +126,7 @@ def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
 
 
 def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
-    """Raise ModelError where the model is loaded and cannot compute."""
+    """Raise ModelError if the model is loaded but cannot compute."""
     one = GenerationRequest((1,), SamplingParams(max_tokens=1))
     try:
         engine.generate([one], deadline=Deadline("the first token of the server", None))

@@ -1,8 +1,8 @@
 """Weights of an embedded engine from a server's point of view: change, describe, digest and share them.
 
-Methods are synchronous and called from worker threads. A change happens between two tokens of what is being
-generated; whatever can fail is done before it, so that a change is whole or has not happened. Only an update that is
-loaded as it arrives may break off halfway, and the engine with it.
+Methods are synchronous and called from worker threads. A change happens between two generated tokens; whatever can fail
+is done before it, so that a change is whole or has not happened. Only an update that is loaded as it arrives may break
+off halfway, and the engine with it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Several sources in one run: their configuration, the mixture of their groups, and what is said of each."""
+"""Several sources in one run: their configuration, the mixture of their groups, and each one's metrics."""

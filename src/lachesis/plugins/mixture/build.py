@@ -102,7 +102,7 @@ class LoadedMixture:
         return [problem for one in self.sources.values() for problem in one.problems]
 
     def findings(self, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-        """Return what is to be said of the prompts of each source."""
+        """Return the remarks on each source's prompts."""
         return [
             replace(finding, message=f"source {name}: {finding.message}")
             for name, one in self.sources.items()
@@ -158,7 +158,7 @@ class LoadedMixture:
 
 
 def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture:
-    """Load the data and the rewards of each of ``sources``. ``closing`` gets what has to be closed.
+    """Load the data and the rewards of each of ``sources``. ``closing`` gets objects to close.
 
     Raises as :func:`load_data`.
     """

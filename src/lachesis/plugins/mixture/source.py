@@ -75,7 +75,7 @@ class SourceMixture(DrawingSource):
     """Source that draws from several others by their weights, and has each finish its groups at its own pace.
 
     Groups bear the name of their source in their prompt. The requests of all sources are numbered together, so a
-    mixture of one source samples what that source would by itself.
+    mixture of one source samples the same as that source alone.
 
     Args:
         ingredients: the sources by name, in the order that decides between equal claims.
@@ -125,7 +125,7 @@ class SourceMixture(DrawingSource):
             self._unfinished.pop(draw.request, None)
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        """Have each source roll out its draws on a thread of its own. The error of one leaves the others their time."""
+        """Have each source roll out its draws on a separate thread. The error of one leaves the others their time."""
         places: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):
             places.setdefault(draw.prompt.source, []).append(place)

@@ -56,7 +56,7 @@ def plan_command(
         typer.Option(parser=Node.parse, metavar="GPUSxGB", help="Choose how a node's GPUs are split, as 8x80."),
     ] = None,
 ) -> None:
-    """Print what a run will do and the memory and disk it takes, without loading the model or data."""
+    """Predict a run's batches, memory and disk, without loading the model or data."""
     loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")

@@ -33,7 +33,7 @@ _CACHE_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """Division of GPUs into those that train and those that generate, as engines of ``tensor_parallel`` each.
+    """Division of GPUs into training and generating ones, in engines of ``tensor_parallel`` each.
 
     ``generating`` is how many generate as the configuration says; all that do not train if it does not say. They are
     among those that train if ``shared``.

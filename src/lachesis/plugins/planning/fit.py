@@ -66,11 +66,11 @@ class Fit:
     changes: Sequence[tuple[Change, int]]
 
     def words(self) -> list[str]:
-        """Return all changes as ``--set`` takes them, without those that a later one overrides."""
+        """Return all changes as ``--set`` takes them, without overridden ones."""
         return [word for _, _, words in self.in_words() for word in words]
 
     def in_words(self) -> list[tuple[Change, int, list[str]]]:
-        """Return each change with its savings and words, without those that a later one overrides."""
+        """Return each change with its savings and words, without overridden ones."""
         last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}
         return [
             (change, saved, [word for word in change.words() if last[word.partition("=")[0]] == word])
@@ -184,7 +184,7 @@ def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
 
 
 def _steps(config: LachesisConfig) -> Iterator[Change]:
-    """Yield the steps, from those that only cost seconds to those that change the training."""
+    """Yield the steps, from cheap ones that only cost seconds to ones that change the training."""
     longest = config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
     smaller = max(_SMALL_PASS, longest)
     if smaller < config.batch.max_tokens_per_microbatch:

@@ -35,7 +35,7 @@ def publish(run_dirs: Sequence[Path], directory: Path) -> Path:
 
 
 def _row(name: str, run_dir: Path) -> dict[str, Any]:
-    """Return what the index says of a run."""
+    """Return a run's entry in the index."""
     run = report_data.read_run(run_dir)
     return {
         "name": name,

@@ -125,7 +125,7 @@ class Watch:
         return JSONResponse({"met": met})
 
     async def rollouts(self, request: Request) -> Response:
-        """Return the rollouts that fit, or those that failed."""
+        """Return the matching rollouts, or the failed ones."""
         return JSONResponse(await anyio.to_thread.run_sync(_found, self._dir(request), dict(request.query_params)))
 
     async def rollout(self, request: Request) -> Response:
@@ -217,7 +217,7 @@ def _now(run_dir: Path) -> dict[str, Any]:
 
 
 def _lead(status: RunStatus) -> list[tuple[str, str]]:
-    """Return what one looks for first: the state, the step, the reward and the time that is left."""
+    """Return the headline: the state, the step, the reward and the remaining time."""
     of = "" if status.steps is None else f" of {status.steps}"
     lead = [("state", status.state), ("step", f"{status.step}{of}")]
     if (reward := status.values.get("reward")) is not None:

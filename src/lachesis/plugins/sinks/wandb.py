@@ -38,7 +38,7 @@ class WandbSink(Sink):
 
     Raises:
         DependencyError: the package wandb is not installed (see :meth:`WandbConfig.is_wanted`).
-        ConfigError: W&B refused to start, for example because nobody is logged in.
+        ConfigError: W&B refused to start, for example without a login.
     """
 
     def __init__(

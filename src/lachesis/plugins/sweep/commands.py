@@ -71,7 +71,7 @@ class Sweep(BaseModel):
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Return what a sweep's file says. Raises ConfigError."""
+    """Return the content of a sweep's file. Raises ConfigError."""
     try:
         return Sweep.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as error:

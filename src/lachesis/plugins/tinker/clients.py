@@ -24,7 +24,7 @@ class _Row(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Somebody with a key.
+    """Holder of a key.
 
     Args:
         name: from the file; empty where the server has a single key or none.

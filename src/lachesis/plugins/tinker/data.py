@@ -15,7 +15,7 @@ from lachesis.train.batch import MicroBatch
 
 
 def check_pass(asked: Pass, *, vocab_size: int, max_context: int) -> None:
-    """Raise DataError, before anything is computed, where a datum or an option is wrong."""
+    """Raise DataError, before anything is computed, if a datum or an option is wrong."""
     options_of(asked.loss, asked.options)
     if not asked.data:
         raise DataError("the request has no data", remedy="send at least one datum")

@@ -334,11 +334,11 @@ class Engines:
             shutil.rmtree(prepared.result().directory, ignore_errors=True)
 
     def _name(self, key: str) -> str:
-        """Return the name by which servers know an adapter."""
+        """Return an adapter's name at the servers."""
         return f"{self._prefix}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def _forget(self, server: Server) -> None:
-        """Forget what a server had loaded, for it was started again."""
+        """Forget a restarted server's adapters."""
         logger.warning("the engine at %s was started again: its adapters are loaded and proved anew", server.url)
         server.loaded.clear()
 

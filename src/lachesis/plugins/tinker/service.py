@@ -149,7 +149,7 @@ class Service:
         self._worker.forget(lane)
 
     def owns(self, client: Client, name: str) -> bool:
-        """Return True if a session, run, sampler or checkpoint of this name is the client's, or nobody's.
+        """Return True if a session, run, sampler or checkpoint of this name is the client's or does not exist.
 
         Their names begin with the session's id; checkpoints say themselves whose they are, for they outlive it.
         """
@@ -447,7 +447,7 @@ class Service:
         return sampler_id
 
     def saved_weights(self, path: str) -> Weights:
-        """Return a checkpoint's weights. Raises DataError where there is none, or of another base model."""
+        """Return a checkpoint's weights. Raises DataError if there is none, or one of another base model."""
         saved = self.store.find(path)
         self._check_base(saved.base_model)
         # A checkpoint that was overwritten has the same path and another time.

@@ -30,7 +30,7 @@ _FORMAT = 1
 
 
 def save_state(service: Service, directory: Path) -> None:
-    """Write sessions, runs with their optimizers, samplers and answers that nobody has fetched yet.
+    """Write sessions, runs with their optimizers, samplers and unfetched answers.
 
     The service has ended. Runs that could not be made are left out.
     """

@@ -18,8 +18,8 @@ from lachesis.plugins.trl.objects import ArgumentError, save_tokenizer
 class ScriptModel:
     """Model that a script passes, looks at and saves, kept equal to what its run has trained.
 
-    A run trains a copy, on its own device. A model that was passed as an object gets the trained weights when the
-    run ends, as TRL trains that object itself; a model that was named is loaded when somebody asks for it.
+    A run trains a copy, on its own device. A model that was passed as an object gets the trained weights when the run
+    ends, as TRL trains that object itself; a model given by name is loaded on first use.
 
     Args:
         given: id on the hub, directory, or a model of transformers or peft.

@@ -76,8 +76,8 @@ class ImageReader:
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
 
-        Images of the column that no part stands for come before the text of the first message of a user. Those that
-        are as Arrow has them become pictures in the column too.
+        Images of the column that no part stands for come before the text of the first message of a user. Arrow's
+        encoded images become pictures in the column too.
 
         Args:
             directory: that relative paths of images are in.
@@ -180,7 +180,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in parts, with nothing of an image but that there is one."""
+    """Return a message in parts, with a placeholder for each image."""
     parts = [
         {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
         for part in _as_parts(message.get("content"))

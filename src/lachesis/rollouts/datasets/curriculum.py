@@ -20,8 +20,8 @@ _NEWEST = 0.5
 class PassRates:
     """Running pass rates of problems, which decide what of an epoch is sampled.
 
-    A problem whose turn has come is sampled with the chance 4·r·(1 - r) of its pass rate r: the variance of its
-    rewards over the greatest possible, and at least a tenth; one that has not been seen is sampled always.
+    A problem is sampled in its turn with probability 4·r·(1 - r), r its pass rate: the variance of its rewards over the
+    greatest possible, and at least a tenth; one that has not been seen is sampled always.
 
     Args:
         seed: of the choice, which depends on the epoch and the problem besides, and on no order.

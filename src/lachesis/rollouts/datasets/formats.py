@@ -111,7 +111,7 @@ def _is_media(value: Any, *, named: bool) -> bool:
 
 
 def _media_kinds(part: Any) -> set[str]:
-    """Return what a part of a message shows that is no text, by its type or by a key that holds it."""
+    """Return a message part's kind, by its type or by a key, if it is not a text."""
     if not isinstance(part, Mapping):
         return set()
     names = {str(part.get("type")), *(name for name, value in part.items() if value is not None)}

@@ -281,7 +281,7 @@ def _render_rows(
 
 
 def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], processes: int) -> list[Out]:
-    """``work`` on the items, in order, divided among processes where there are several."""
+    """Return the results of ``work`` on the items, in order, divided among the processes."""
     processes = min(processes, len(items))
     if processes <= 1:
         return work(items)

@@ -200,8 +200,8 @@ def from_arrow(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as it was written: without the keys that Arrow has added to messages and descriptions of tools.
 
     All structs of a column have the same keys there, with null where one had none; templates check whether a message
-    has ``tool_calls``, and would show the model arguments that nobody gave. ``role`` and ``content`` always stay.
-    Chats may lie within other columns, such as a list of dialogues.
+    has ``tool_calls``, and would show the model invented arguments. ``role`` and ``content`` always stay. Chats may lie
+    within other columns, such as a list of dialogues.
     """
     return {name: _with_written_chats(value) for name, value in record.items()}
 

@@ -120,7 +120,7 @@ class PromptStream:
 
     @property
     def adapts(self) -> bool:
-        """Return True if what is sampled depends on pass rates."""
+        """Return True if sampling depends on pass rates."""
         return self._rates is not None
 
     def note(self, group: Group) -> None:

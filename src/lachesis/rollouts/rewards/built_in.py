@@ -24,14 +24,14 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
-    """1 where the answer is mathematically the solution, 0 where not, None for a solution that cannot be parsed."""
+    """Return 1 if the answer is mathematically the solution, else 0, None for a solution that cannot be parsed."""
     return [_same_answer(completion_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
 
 
 def reasoning_accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], reasoning_delimiters: Sequence[str] = ("</think>",), **_: Any
 ) -> list[float | None]:
-    """:func:`accuracy_reward` of what comes after the last delimiter; 0 where none ends the reasoning."""
+    """Return :func:`accuracy_reward` of the text after the last delimiter; 0 if none ends the reasoning."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, solution, strict=True):
         text = completion_text(completion)
@@ -69,7 +69,7 @@ def reasoning_steps_reward(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
-    """0.5 for the shortest of a group down to -0.5 for the longest; of wrong answers nothing above 0.
+    """Return 0.5 for the shortest of a group down to -0.5 for the longest; wrong answers get at most 0.
 
     Kimi k1.5 (2025), section 2.3.3. Lengths are in characters, over all completions of a call.
     """
@@ -143,7 +143,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 
 def get_code_format_reward(language: str = "python") -> Reward:
-    """:func:`format_reward` with a block of code in that language in the answer."""
+    """Return a reward: :func:`format_reward` with a block of code in that language in the answer."""
 
     def code_format_reward(
         completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any

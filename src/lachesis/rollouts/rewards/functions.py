@@ -92,7 +92,7 @@ class CallLog:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Keywords that a function takes (``None``: any), and those that it cannot be called without."""
+    """Keywords that a function takes (``None``: any), and the required ones."""
 
     accepted: frozenset[str] | None
     required: tuple[str, ...]

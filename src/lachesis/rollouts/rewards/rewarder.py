@@ -40,7 +40,7 @@ RewardList: TypeAlias = Sequence[float | Excluded | None]
 class RewardFunction(Protocol):
     """``f(completions, **columns) -> list[float | None]``, a function or a coroutine function.
 
-    It is called with keywords, and only with those that it takes. With N completions in all:
+    It is called with the keywords that it takes. With N completions in all:
 
     - ``prompts``: N prompts, each a text, or a list of messages if the dataset has conversations
     - ``prompt_texts``: N prompts as the model sees them, rendered by the chat template
@@ -73,7 +73,7 @@ class NamedReward:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The groups with their rewards, and what became of the others.
+    """The groups with their rewards, and the fate of the others.
 
     ``kept`` has, for each group that is left, its place among those that were given, and ``excluded`` those of its
     samples, by their places, that a function could not judge: they have no reward, and have to leave the group.

@@ -14,7 +14,7 @@ class Remembered(Generic[V, R]):
 
     Args:
         function: gives a result for each value, by nothing but the value.
-        most: results that are kept; where there would be more, those of before are forgotten.
+        most: results that are kept; older ones are dropped beyond that.
     """
 
     def __init__(self, function: Callable[[list[V]], Sequence[R]], *, most: int) -> None:

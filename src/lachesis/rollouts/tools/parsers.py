@@ -41,7 +41,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class ToolParser(Protocol):
-    """Parser of a turn's text, without its end token, given the tools that the model was told of."""
+    """Parser of a turn's text, without its end token, given the model's tools."""
 
     def __call__(self, text: str, tools: Tools = (), /) -> ParsedTurn: ...
 

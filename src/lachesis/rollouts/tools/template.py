@@ -33,8 +33,8 @@ class Told(NamedTuple):
 class Continuation:
     """Renderer of messages after a sampled turn, which leaves the tokens before them unchanged.
 
-    The template's text of a small conversation with the messages is compared with that without: the difference is
-    the template's text for them. So no sampled token is ever made anew from text.
+    The template's text of a small conversation with the messages is compared with that without: the difference is the
+    template's text for them. So sampled tokens are never recomputed from text.
 
     The rollouts of a prompt often ask the same of the same tool, turn after turn: the latest texts and their
     tokens are remembered.
@@ -132,7 +132,7 @@ class Continuation:
 
 
 def _key(told: Told, *, but: Sequence[str] = ()) -> bytes | str:
-    """Return a key that is equal for equal messages, and for those that differ only in the ids ``but``.
+    """Return a key that is equal for messages that differ at most in the ids ``but``.
 
     Arguments of tools may be of any type.
     """

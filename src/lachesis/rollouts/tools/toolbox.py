@@ -129,7 +129,7 @@ class Toolbox:
     """Caller of tools for rollouts of one event loop, which wait for their own calls only.
 
     One thread makes the calls that come together, one after the other for as long as each is quick, as to hand a call
-    to a thread takes longer than a calculator. From the first that is not, each of the others gets a thread of its own.
+    to a thread takes longer than a calculator. After the first that is not, each of the others gets a separate thread.
 
     Args:
         timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.

@@ -60,7 +60,7 @@ def cases_of(row: Mapping[str, Any]) -> list[CodeTest]:
 
 
 def read_cases(value: object) -> list[CodeTest]:
-    """Read tests from a list, a list in JSON, or one string; ``None`` is no test.
+    """Read tests from a list, a list in JSON, or one string; ``None`` counts as no tests.
 
     Raises:
         ValueError: it is something else.
