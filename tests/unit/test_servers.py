@@ -70,7 +70,7 @@ SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
         "plugins/embedded_server/app.py",
         ("/health", "/v1/models", "/bridge/info", "/generate"),
     ),
-    "live page": (watch_page, "plugins/report/watch.py", ("/", "/data", "/metrics.csv", "/stop")),
+    "live page": (watch_page, "plugins/report/watch.py", ("/", "/data", "/rollouts", "/stop")),
     "server of turns": (
         lambda directory: asyncio.run(turn_server(directory)),
         "plugins/environments/turn_server.py",

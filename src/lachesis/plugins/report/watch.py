@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hmac
-import io
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,8 +21,6 @@ from lachesis.common.errors import DataError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.run_files import run_paths
 from lachesis.metrics.names import format_number, format_seconds
-from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.plugins.report import compare, page
 from lachesis.plugins.report.rollout_search import (
     Hit,
@@ -43,8 +38,6 @@ from lachesis.web.pages import render_page
 TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
 # Asked of a run of which nothing is there yet.
 _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
-# Steps of the tape that are searched for a prompt.
-_MOST_STEPS = 500
 _MOST_HITS = 50
 # How a run stands of which there is nothing to show.
 _NOTHING: Mapping[str, Any] = {"status": [], "lead": [], "waits": [], "engines": [], "paused": False, "goes_on": False}
@@ -66,8 +59,6 @@ class Watch:
             "/": self.page,
             "/data": self.data,
             "/compare": self.compare,
-            "/metrics.csv": self.csv,
-            "/prompt": self.prompt,
             "/rollouts": self.rollouts,
             "/rollout": self.rollout,
         }
@@ -111,18 +102,6 @@ class Watch:
             return answer | {"html": _NOTHING_YET}
         html, data = compare.render_body(self._dirs)
         return answer | {"html": html, "data": data}
-
-    async def csv(self, request: Request) -> Response:
-        """Return all values, a row a step."""
-        run_dir = self._dir(request)
-        text = await anyio.to_thread.run_sync(metrics_csv, run_dir)
-        name = f'attachment; filename="{run_dir.resolve().name}.csv"'
-        return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
-
-    async def prompt(self, request: Request) -> Response:
-        """Return the steps that met a prompt, with its answers."""
-        met = await anyio.to_thread.run_sync(prompt_history, self._dir(request), request.query_params.get("id", ""))
-        return JSONResponse({"met": met})
 
     async def rollouts(self, request: Request) -> Response:
         """Return the matching rollouts, or the failed ones."""
@@ -239,28 +218,3 @@ def _waits(status: RunStatus) -> list[dict[str, Any]]:
 
 def _share(wait: NamedWait, *, now: float) -> float | None:
     return min(1.0, max(0.0, now - wait.since) / wait.limit_s) if wait.limit_s else None
-
-
-def metrics_csv(run_dir: Path) -> str:
-    """metrics.jsonl as CSV: step, time (seconds since 1970), and all values; empty where a step has none."""
-    steps = read_metrics(run_paths(run_dir)["metrics"]).steps
-    names = list(dict.fromkeys(name for line in steps for name in line.values))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=["step", "time", *names], restval="")
-    writer.writeheader()
-    writer.writerows({"step": line.step, "time": line.time, **line.values} for line in steps)
-    return out.getvalue()
-
-
-def prompt_history(run_dir: Path, prompt_id: str) -> list[dict[str, Any]]:
-    """Each time that a prompt is on the tape, the latest first: step, mean reward, best completion."""
-    met: list[dict[str, Any]] = []
-    files = tape_files(run_paths(run_dir)["rollouts"])
-    for step in list(reversed(files))[:_MOST_STEPS]:
-        for line in read_lines(files[step]):
-            known = [sample for sample in line["samples"] if sample["reward"] is not None]
-            if line["prompt"]["id"] == prompt_id and known:
-                best = max(known, key=lambda sample: sample["reward"])
-                mean = statistics.fmean(sample["reward"] for sample in known)
-                met.append({"step": step, "mean": mean, "best": best["text"]})
-    return met

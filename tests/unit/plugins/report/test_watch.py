@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import socket
@@ -81,15 +79,6 @@ def test_a_run_without_a_step(tmp_path: Path):
     path = write_run(tmp_path / "new", steps=0)
     (path / "metrics.jsonl").unlink()
     assert "No step is done yet" in client(path).get("/data").json()["html"]
-
-
-def test_csv_and_the_history_of_a_prompt(run_dir: Path):
-    page = client(run_dir)
-    rows = list(csv.DictReader(io.StringIO(page.get("/metrics.csv").text)))
-    assert [(row["step"], row["reward"]) for row in rows] == [("1", "0.25"), ("2", "0.5")]
-    met = page.get("/prompt", params={"id": "7"}).json()["met"]
-    assert met == [{"step": step, "mean": 0.5, "best": "4"} for step in (2, 1)]
-    assert page.get("/prompt", params={"id": "8"}).json()["met"] == []
 
 
 def test_only_who_has_the_token_may_ask(run_dir: Path):

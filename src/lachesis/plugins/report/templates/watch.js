@@ -8,12 +8,12 @@ function choose(index) {
   Object.assign(watched, { run: index, tag: "" });
   kept.step = null;
   kept.group = 0;
-  byId("past").replaceChildren();
+  byId("found").replaceChildren();
+  byId("one").replaceChildren();
   byId("runs").hidden = names.length === 1;
   showTabs("runs", names.length > 1 ? [...names, "Compare"] : names, index, choose);
   byId("fleet").replaceChildren();
-  byId("history").hidden = byId("csv").hidden = index === COMPARE;
-  byId("csv").href = `metrics.csv?run=${index}`;
+  byId("history").hidden = index === COMPARE;
   return refresh();
 }
 
@@ -62,12 +62,13 @@ async function ask(what) {
   byId("connection").textContent = await answer.text();
 }
 
-async function history() {
+function history() {
   if (page.prompt === undefined) return;
-  const answer = await fetch(`prompt?run=${watched.run}&id=${encodeURIComponent(page.prompt)}`);
-  const { met } = await answer.json();
-  const rows = met.map((one) => make("tr", {}, make("td", {}, String(one.step)), make("td", {}, format(one.mean, "")), make("td", {}, ...visible(one.best))));
-  byId("past").replaceChildren(make("div", { class: "card table" }, make("table", {}, make("tr", {}, make("th", {}, "step"), make("th", {}, "mean reward"), make("th", {}, "best completion")), ...rows)));
+  const form = byId("search");
+  form.reset();
+  form.elements.prompt.value = page.prompt;
+  form.closest("details").open = true;
+  form.requestSubmit();
 }
 
 for (const what of ["stop", "checkpoint"]) byId(what).addEventListener("click", () => ask(what));
