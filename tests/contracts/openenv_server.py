@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import uvicorn
+from pydantic import ConfigDict
 
 from tests.paths import EXAMPLES
 
@@ -19,6 +20,8 @@ def main(libraries: str, port: int) -> None:
     from steps import GUESSES, QUESTION, answered
 
     class Guessed(Action):
+        model_config = ConfigDict(coerce_numbers_to_str=True)  # verifiers reads a digit as a number
+
         guess: str
 
     class Hint(Observation):
