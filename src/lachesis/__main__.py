@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lachesis.cli import main
+try:
+    from lachesis.cli import main
+except MemoryError:
+    raise SystemExit("error: there is no memory to start in -> give this process more, and start it again") from None
 
 if __name__ == "__main__":  # the engine's own processes import this file
     # multiprocessing leaves out a file that is named by its package, and with it what keeps libraries quiet.

@@ -21,15 +21,18 @@ MEMORY_FULL = (
 _LINE = f"error: {MEMORY_FULL}\n".encode()
 # Threads begin at once, on a busy machine too: one that has not begun after four looks, a second apart, never will.
 LOOK_S, _LOOKS = 1.0, 4
-# As Python and torch say it.
-_WORDS = ("can't start new thread", "DefaultCPUAllocator")
+# As Python, torch, and the loader of shared objects say it.
+_WORDS = ("can't start new thread", "DefaultCPUAllocator", "failed to map segment", "cannot allocate memory in")
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return True if an error means that the memory of this process, not of a device, was used up."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS))
+    if isinstance(error, ImportError) and error.__cause__ is not None:  # numpy guesses at another reason
+        return lacks_memory(error.__cause__)
+    said = str(error) if isinstance(error, RuntimeError | ImportError) else ""
+    return isinstance(error, MemoryError) or any(words in said for words in _WORDS)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import subprocess
 import sys
 import time
@@ -88,3 +89,34 @@ def test_threads_that_begin_late_or_end_or_fail_of_something_else_do_not_end_it(
 )
 def test_errors_that_mean_that_memory_is_used_up(error: Exception, lacks: bool) -> None:
     assert lacks_memory(error) is lacks
+
+
+@pytest.mark.parametrize("megabytes", [24, 40, 72])
+def test_a_command_without_memory_for_its_imports_ends_with_one_line(megabytes: int) -> None:
+    """From what Python itself needs to a library's shared objects; which of them fails depends on the machine."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    command = [sys.executable, "-m", "lachesis", "env", "arithmetic", "serve", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    assert ended.returncode in (1, TrainingError.exit_code), ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+    assert "memory" in ended.stderr
+
+
+def numpys(cause: ImportError) -> ImportError:
+    error = ImportError("you should not try to import numpy from its source directory")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "words", ["x.so: failed to map segment from shared object", "cannot allocate memory in static TLS"]
+)
+def test_a_shared_object_that_finds_no_memory_is_told_from_one_that_is_missing(words: str) -> None:
+    assert lacks_memory(ImportError(words))
+    assert lacks_memory(numpys(ImportError(words)))
+    assert not lacks_memory(numpys(ImportError("no module named x")))
+    assert not lacks_memory(ImportError("no module named x"))
