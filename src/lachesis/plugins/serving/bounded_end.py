@@ -1,4 +1,4 @@
-"""The end of a server of another library's: within seconds of the first signal, and with its engine's last error."""
+"""The end of a server: within seconds of the first signal, and with its engine's last error."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
 
     if not options.adapter_roots:
         options = options.model_copy(update={"adapter_roots": (Path.cwd(),)})
-    serve_embedded(options, on_ready=announce)
+    with bounded_end(LastWords()):
+        serve_embedded(options, on_ready=announce)
 
 
 def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lachesis.plugins.serving.bounded_end import LastWords
+from tests.ports import free_port
 from tests.waiting import LONG_S, until
 
 SERVER = """
@@ -104,3 +105,38 @@ def test_only_an_engine_that_died_has_last_words():
     words.hear("\x1b[1;36m(EngineCore pid=9)\x1b[0;0m ERROR 01-02 03:04:05 [core.py:9] OSError: no space")
     words.hear("(APIServer) ERROR 01-02 03:04:05 [async_llm.py:5] EngineDeadError: EngineCore encountered an issue.")
     assert words.sentence == "OSError: no space"
+
+
+EMBEDDED = """
+import signal, sys, threading, types
+app = types.ModuleType("lachesis.plugins.embedded_server.app")
+
+def serve_embedded(options, *, on_ready):
+    # As uvicorn: its handler asks it to end, and the end waits for a thread that generates for ever.
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    print("up", flush=True)
+    asked.wait()
+    threading.Event().wait()
+
+app.serve_embedded = serve_embedded
+sys.modules[app.__name__] = app
+from lachesis.engines.options import ServeOptions
+from lachesis.plugins.serving.serve import serve
+serve(ServeOptions(model="m", port=int(sys.argv[1]), engine="embedded"), on_ready=print)
+"""
+
+
+def test_the_embedded_server_ends_in_ten_seconds_though_its_generation_hangs():
+    with subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED, str(free_port())],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=LONG_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - asked < 10
+    assert error.splitlines()[-1] == "error: the server had not ended 8 s after SIGTERM, and was killed"
