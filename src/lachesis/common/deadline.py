@@ -94,7 +94,7 @@ class Deadline:
         if self.limit_s is None or self.counted_s() <= self.limit_s:
             return
         suffix = f"; {detail}" if detail else ""
-        remedy = f"raise {self.setting} or find out what is slow" if self.setting else "find out what is slow"
+        remedy = f"raise {self.setting} or find the slow part" if self.setting else "find the slow part"
         what = "made no progress for" if self._moved else "took longer than"
         raise DeadlineExceeded(
             f"{self.name} {what} {self.limit_s:g} s (waiting for {self.elapsed_s():.1f} s){suffix}",

@@ -197,7 +197,7 @@ def _compose(text: str, *, name: str) -> Node | None:
         if node is not None and _written_out(node, {}) > _MOST_VALUES:
             raise ConfigError(
                 f"{name}: its aliases (*name) stand for more than {_MOST_VALUES:,} values",
-                remedy="write what is meant, or use fewer aliases of aliases",
+                remedy="write the values out, or use fewer aliases of aliases",
             )
         return node
     except RecursionError as error:

@@ -37,11 +37,11 @@ _SEQUENCES = 16
 class CardUse:
     """Bytes used of one of the trainer's cards, and whether they fit.
 
-    ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would
-    do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there
-    is one. ``aside`` is what servers beside the trainer keep of an update on top of their share; ``by_host`` says that
-    their card, this one or their own, has no room for it, so that updates go by the host's memory. ``room_share`` is
-    the largest share of an engine's own card that leaves room for it, where that is enough for the engine.
+    ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would do.
+    ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there is
+    one. ``aside`` is what servers beside the trainer keep of an update on top of their share; ``by_host`` says that
+    their card, this one or their own, has no room for it, so updates are staged in host memory. ``room_share`` is the
+    largest share of an engine's own card that leaves room for it, where that is enough for the engine.
     """
 
     card: int

@@ -192,7 +192,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
 def _removed(path: Path) -> CheckpointError:
     return CheckpointError(
         f"the run directory {path} was removed during the run",
-        remedy="leave it where it is until the run has ended; start anew, for its checkpoints are gone",
+        remedy="leave it in place until the run has ended; start over, because its checkpoints are gone",
     )
 
 

@@ -39,7 +39,7 @@ def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
     """Call ``run.setup``, which may make the model. That may take minutes, so ``console`` says it first."""
     if config.run.setup is not None:
         if console is not None:
-            console.print(f"run.setup: {config.run.setup} makes ready what the run needs", markup=False)
+            console.print(f"run.setup: {config.run.setup} prepares the run", markup=False)
         load_function(config.run.setup)(config.model.path)
 
 

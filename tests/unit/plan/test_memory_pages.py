@@ -113,4 +113,4 @@ def test_the_catalogue_of_recipes_has_the_memory_that_plan_counts():
     for file, card, memory in rows:
         flags = ["--gpus", "8", "--card", card] if "8x" in file else ["--fit", card]
         result = CliRunner().invoke(app, ["plan", str(recipes / file), "--device", "cuda", *flags])
-        assert f"it fits as it is: {memory} GB of {card}" in result.output or f" {memory} GB: fits" in result.output
+        assert f"it fits unchanged: {memory} GB of {card}" in result.output or f" {memory} GB: fits" in result.output

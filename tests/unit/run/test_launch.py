@@ -41,7 +41,7 @@ def test_what_may_take_long_before_the_first_step_is_said_first(
     built = config({"path": "train.jsonl"}, run={"steps": 1, "setup": name})
     set_up(built, console=Console(width=500))
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"run.setup: {name} makes ready what the run needs", f"built {built.model.path}"]
+    assert said == [f"run.setup: {name} prepares the run", f"built {built.model.path}"]
 
 
 def test_what_nobody_takes_is_stopped_and_leaves_nothing(loaded: LoadedConfig, tmp_path: Path):

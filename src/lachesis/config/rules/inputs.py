@@ -182,7 +182,7 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
     alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
     if alike and evaluation.temperature == 0:
-        yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are all alike; set a temperature")
+        yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are all equal; set a temperature")
     if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "

@@ -154,7 +154,7 @@ def _algorithm(config: LachesisConfig) -> Iterator[Said]:
     if algorithm.epsilon_high is not None and algorithm.epsilon_high < algorithm.epsilon:
         yield note(
             f"algorithm.epsilon_high {algorithm.epsilon_high:g} is below epsilon {algorithm.epsilon:g}; "
-            "clip-higher wants it above"
+            "clip-higher needs it above"
         )
 
 
@@ -250,7 +250,7 @@ def _kl_in_reward(config: LachesisConfig) -> Iterator[Said]:
     if algorithm.kl_reference == "sampler":
         yield problem(f"{place} with kl_reference sampler: completions have no divergence from it yet; take base")
     if algorithm.advantage is not None:
-        yield problem(f"{place}: algorithm.advantage computes advantages by itself; remove one of them")
+        yield problem(f"{place}: algorithm.advantage computes advantages itself; remove one of them")
     if algorithm.aggregation == "normalize_then_sum":
         yield problem(f"{place} with aggregation normalize_then_sum: a KL cannot be normalized as a reward; sum first")
     if algorithm.kl_placement == "reward_to_go" and algorithm.scale_rewards == "signal":

@@ -147,7 +147,7 @@ def _disk(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs)
     first = facts[0]
     if needs.needed_bytes is not None and first.free_bytes < needs.needed_bytes:
         have, need = first.free_bytes / 1e9, needs.needed_bytes / 1e9
-        message = f"{first.node}: {have:.1f} GB are free in run.dir, and what is kept there takes {need:.1f} GB"
+        message = f"{first.node}: {have:.1f} GB are free in run.dir, but the run needs {need:.1f} GB"
         yield _finding("problem", "disk", f"{message}: free some, or lower checkpoint.keep_last")
     for outcome in outcomes:
         if needs.shared and not first.unwritable and not outcome.sees_run_dir:

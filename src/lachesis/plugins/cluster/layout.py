@@ -184,7 +184,7 @@ def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:
     if key := _one_copy(config):
         if gpus > 1:
             raise ConfigError(
-                f"{key} has engine and trainer on one GPU, and a node of {gpus} is asked for",
+                f"{key} has engine and trainer on one GPU, but a node of {gpus} is asked for",
                 remedy="take --gpus-per-node 1, or another bridge and engine.devices",
             )
         return 1

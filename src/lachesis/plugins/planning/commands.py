@@ -47,9 +47,9 @@ def plan_command(
         typer.Option("--fit", parser=_gigabytes, metavar="GB", help="Say what fits on a card of this size (24, 24GB)."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=2, help="Say what a rank of so many GPUs takes, and the transfer; calculated.")
+        int | None, typer.Option(min=2, help="Calculate for this many GPUs: a rank's memory, and the transfer.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: over so many machines.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: number of machines.")] = 1,
     card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
     node: Annotated[
         Node | None,

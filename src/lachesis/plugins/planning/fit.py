@@ -264,7 +264,7 @@ def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""
     size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
     if not found.changes:
-        return [f"it fits as it is: {size}"]
+        return [f"it fits unchanged: {size}"]
     lines = [f"it fits with these: {size}"]
     for change, saved, words in found.in_words():
         saves = f"saves {saved / GB:.1f} GB: " if saved > 0 else ""

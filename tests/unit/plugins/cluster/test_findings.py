@@ -74,8 +74,7 @@ def test_gpus_and_disk():
     assert said(needs=replace(NEEDS, needed_bytes=2 * 10**12)) == [
         (
             "problem",
-            "a: 1000.0 GB are free in run.dir, and what is kept there takes 2000.0 GB: free some, or lower "
-            "checkpoint.keep_last",
+            "a: 1000.0 GB are free in run.dir, but the run needs 2000.0 GB: free some, or lower checkpoint.keep_last",
         )
     ]
     unseen = {1: replace(OUTCOMES[1], sees_run_dir=False)}
