@@ -11,7 +11,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape
-from lachesis.plugins.planning.fit import fit, steps_with_savings
+from lachesis.plugins.planning.fit import _ROOMY_GB, Change, _steps, _Uses, apply_change, fit
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -227,6 +227,16 @@ def card_rows() -> Iterator[str]:
                 cell([round(use.engine_least / OWN_GPU_UTILIZATION) for use in apart]),
             )
             yield f"| {' | '.join(cells)} |"
+
+
+def steps_with_savings(config: LachesisConfig, *, found: FoundShape) -> Iterator[tuple[Change, int, int]]:
+    """Yield all changes in turn, with the bytes that each saves, and the need after it."""
+    use, current = _Uses(_ROOMY_GB, 1, found), config
+    for step in _steps(config):
+        changed = apply_change(current, step, devices=1)
+        if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:
+            current = changed
+            yield step, saved, use.least(current)
 
 
 def order_rows() -> Iterator[str]:
