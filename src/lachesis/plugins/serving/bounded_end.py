@@ -120,6 +120,7 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
             if callable(handler):
                 handler(number, frame)
             elif handler == signal.SIG_DFL:
+                _kill(child.pid for child in _children() if child.pid not in earlier)
                 install(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
@@ -136,8 +137,7 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
     server = os.getpid()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number, handler in before.items():
-        if handler != signal.SIG_DFL:
-            replaced(number, handler)
+        replaced(number, handler)
     signal.signal = replaced
     try:
         yield received

@@ -69,6 +69,18 @@ def test_it_is_killed_with_its_children_when_its_time_is_over(handler: str, wait
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
+def test_one_that_still_loads_takes_its_children_along():
+    """It has no handler yet, and a child that loads ignores the signal."""
+    with server("", "child.wait()") as process:
+        assert process.stdout is not None and process.stderr is not None
+        child = int(process.stdout.readline().split()[1])
+        for _ in range(2):
+            process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == -signal.SIGTERM
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
 def test_one_that_ends_by_itself_is_left_to_it():
     wait = "signal.signal(signal.SIGTERM, lambda *_: child.kill()); child.wait()"
     with server("", wait) as process:
