@@ -70,7 +70,7 @@ def test_where_it_cannot_be_had_a_run_goes_on_and_says_so(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         memory.reserve(TENSORS)
         memory.wait()
-    assert "could not be taken ahead: CUDA error: out of memory" in caplog.text
+    assert "could not be allocated in advance: CUDA error: out of memory" in caplog.text
     assert machine.held == 0
 
 

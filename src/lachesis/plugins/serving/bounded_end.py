@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -95,7 +95,8 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
     """Limit the time from the first SIGTERM or SIGINT until this process and its children are killed.
 
     The signal goes to the handlers that are, or will be, installed for it: of whoever serves. What these wait for, or
-    whether they return, does not matter.
+    whether they return, does not matter. The limit holds beyond the block where a thread started in it lives on, as
+    Python waits for such threads.
 
     Yields:
         The signals that have come.
@@ -103,6 +104,7 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
     received: list[int] = []
     timers: list[threading.Timer] = []
     earlier = {child.pid for child in _children()}
+    earlier_threads = set(threading.enumerate())
     install = signal.signal
     own: dict[Any, Any] = {}
 
@@ -145,10 +147,16 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
         signal.signal = install
         for number, handler in before.items():
             install(number, handler)
-        for timer in timers:
-            timer.cancel()
+        if not _awaited_threads(earlier_threads):
+            for timer in timers:
+                timer.cancel()
         if received:  # this process waits for its children when it ends, and may not for what is stuck
             _kill(child.pid for child in _children() if child.pid not in earlier)
+
+
+def _awaited_threads(earlier: Collection[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads, started since, that Python waits for before it ends a process."""
+    return [one for one in threading.enumerate() if not one.daemon and one not in earlier]
 
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:

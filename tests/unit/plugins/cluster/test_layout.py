@@ -76,7 +76,7 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
         (
             SHARED,
             Machines(1, 2),
-            "on one GPU, and a node of 2",
+            "on one GPU, but a node of 2",
         ),
         ({"engine": {"kind": "vllm"}, "bridge": {"kind": "none"}}, Machines(2, 1), "bridge.kind none has engine and"),
         ({"engine": {"kind": "http"}} | BROADCAST, Machines(1, 1), "this job starts no server"),

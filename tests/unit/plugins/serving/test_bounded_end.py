@@ -39,6 +39,8 @@ HANDLERS = {
     "waits": "signal.signal(signal.SIGTERM, lambda *_: child.wait())",
 }
 WAITS = {
+    "a_thread": "done = threading.Event(); signal.signal(signal.SIGTERM, lambda *_: done.set()); "
+    "threading.Thread(target=time.sleep, args=(1000,)).start(); done.wait()",
     "a_child": "child.wait()",
     "a_lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
     "a_loop": "import asyncio; asyncio.run(asyncio.sleep(1000))",
@@ -50,7 +52,9 @@ def server(handler: str, wait: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("handler", "wait"), [("never", "a_child"), ("waits", "a_lock"), ("never", "a_loop")])
+@pytest.mark.parametrize(
+    ("handler", "wait"), [("never", "a_child"), ("waits", "a_lock"), ("never", "a_loop"), ("never", "a_thread")]
+)
 def test_it_is_killed_with_its_children_when_its_time_is_over(handler: str, wait: str):
     with server(HANDLERS[handler], WAITS[wait]) as process:
         assert process.stdout is not None and process.stderr is not None
