@@ -111,10 +111,7 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
     def begin(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
-            timer.daemon = True
-            timer.start()
-            timers.append(timer)
+            timers.append(_started_timer(number, words, error_output, limit_s))
 
     def watched(handler: Any) -> Any:
         def handle(number: int, frame: Any) -> None:
@@ -157,6 +154,14 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
 def _awaited_threads(earlier: Collection[threading.Thread]) -> list[threading.Thread]:
     """Return the threads, started since, that Python waits for before it ends a process."""
     return [one for one in threading.enumerate() if not one.daemon and one not in earlier]
+
+
+def _started_timer(number: int, words: LastWords, error_output: int, limit_s: float) -> threading.Timer:
+    """Start the timer that ends this process and its children."""
+    timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:
