@@ -70,7 +70,7 @@ def test_the_search_knows_where(site: Path, words: str, page: str):
 def test_a_link_that_leads_nowhere_fails(tmp_path: Path):
     for name in ("docs", "benchmarks", "examples", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(".cache", "__pycache__", "*.png"))
-    for name in ("mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in ("mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     page = tmp_path / "docs" / "losses.md"
     page.write_text(page.read_text() + "\n[away](commands.md#no-such-heading)\n")

@@ -30,7 +30,16 @@ def tinker_server(model: Path, directory: Path, *words: str) -> Iterator[str]:
             stderr=output,
         )
     try:
-        yield until(lambda: re.search(r"to tinker at (\S+)", log.read_text()), log.read_text)[1]
+        until(lambda: address(log) or started.poll() is not None, log.read_text)
+        found = address(log)
+        assert found, log.read_text()
+        yield found
     finally:
         started.terminate()
         started.wait(timeout=20)
+
+
+def address(log: Path) -> str | None:
+    """Return the address that the server has printed; None while it is not up."""
+    found = re.search(r"to tinker at (\S+)", log.read_text())
+    return found and found[1]
