@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import lachesis.train as _train_room
 from lachesis.common.chatter import without_chatter
 from lachesis.common.openmp import brief_waits
-from lachesis.common.public_names import find_public_names
 from lachesis.common.version import __version__
+from lachesis.plugins.public_names import find_public_names
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge

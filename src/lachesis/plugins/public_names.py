@@ -1,4 +1,4 @@
-"""Aliases of modules, by the names that users import."""
+"""Aliases of plug-ins' modules, by the names that users import."""
 
 from __future__ import annotations
 

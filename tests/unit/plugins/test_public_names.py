@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from lachesis.common.public_names import find_public_names
+from lachesis.plugins.public_names import find_public_names
 
 
 @pytest.mark.parametrize(
