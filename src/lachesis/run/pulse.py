@@ -40,13 +40,11 @@ class Pulse:
         name: what messages call it.
         health_url: what it answers as long as it is well; ``None`` if there is nothing to ask.
         pid: of its main process, if that is one of this machine's.
-        read: what is wrong according to an answer; empty if nothing is.
     """
 
     name: str
     health_url: str | None
     pid: Callable[[], int | None]
-    read: Callable[[httpx.Response], str] = lambda _: ""
     trouble: str = ""
     _since: float = 0.0
     _heard: bool = field(default=False, repr=False)
@@ -91,6 +89,10 @@ class Pulse:
         self._heard = True
         return trouble
 
+    def read(self, answer: httpx.Response) -> str:
+        """Return a sentence if an answer shows that something is wrong; the empty text if not."""
+        return ""
+
 
 def _is_stopped(process: psutil.Process) -> bool:
     try:
@@ -121,15 +123,42 @@ class TransferPulse:
             logger.warning(f"{found.name} has taken {found.counted_s():.0f} s{before}; see the engine's log")
 
 
-def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) -> Pulse:
-    """Return the pulse of an inference server; its session names the process if it runs on this machine.
+@dataclass(slots=True)
+class ServerPulse(Pulse):
+    """Pulse of an inference server that may answer and still generate nothing.
 
-    One that generates nothing may wait for an environment that thinks: each time that is told, it is later.
+    Such a server may also wait for an environment that thinks. Each report that turns out to be such a pause doubles
+    the time until the next one.
 
-    Args:
-        has_requests: says whether it has requests of this process.
+    Attributes:
+        has_requests: returns True while the server has requests of this process.
     """
-    before, least_s, told = (-1, 0.0), SILENCE_S, False
+
+    has_requests: Callable[[], bool] = lambda: False
+    _tokens: int | None = None
+    _tokens_since: float = 0.0
+    _patience_s: float = field(default_factory=lambda: SILENCE_S)
+    _is_told: bool = False
+
+    def read(self, answer: httpx.Response) -> str:
+        """Return a sentence if the server has generated nothing of what the run waits for."""
+        found = answer.json() if answer.is_success else {}
+        tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
+        is_asked = self.has_requests() or any(FROM_OTHERS in name for name in waits)
+        rests = tokens is None or found["paused"] or found["sleeping"]
+        if rests or not is_asked or tokens != self._tokens or any(name.startswith(TRANSFER) for name in waits):
+            if self._is_told:
+                self._patience_s *= 2
+            self._tokens, self._tokens_since, self._is_told = tokens, time.monotonic(), False
+            return ""
+        self._is_told = time.monotonic() - self._tokens_since > self._patience_s
+        if not self._is_told:
+            return ""
+        return f"answers and has generated nothing for {self._patience_s:g} s, for which the run waits"
+
+
+def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) -> Pulse:
+    """Return the pulse of an inference server; its session names the process if it runs on this machine."""
 
     def pid() -> int | None:
         try:
@@ -138,17 +167,7 @@ def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) 
             return None
         return None if session is None else session.pid
 
-    def read(answer: httpx.Response) -> str:
-        nonlocal before, least_s, told
-        found = answer.json() if answer.is_success else {}
-        tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
-        rests = tokens is None or found["paused"] or found["sleeping"] or any(one.startswith(TRANSFER) for one in waits)
-        if rests or tokens != before[0] or not (has_requests() or any(FROM_OTHERS in one for one in waits)):
-            before, least_s, told = (tokens, time.monotonic()), 2 * least_s if told else least_s, False
-        told = time.monotonic() - before[1] > least_s
-        return f"answers and has generated nothing for {least_s:g} s, for which the run waits" * told
-
-    return Pulse(f"the engine at {url}", f"{url}/bridge/info", pid, read)
+    return ServerPulse(f"the engine at {url}", f"{url}/bridge/info", pid, has_requests=has_requests)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Sent:
 
 
 class Channel:
-    """One end of a channel, made by :meth:`connect`. One thread at a time uses it; any may :meth:`abort` it.
+    """End of a channel, made by :meth:`connect`. One thread at a time uses it; any thread may :meth:`abort` it.
 
     After an error inside an update the channel is broken and every later call says why: close it and connect both
     sides anew. An update that was refused by its header leaves the channel intact.
