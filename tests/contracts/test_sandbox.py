@@ -39,13 +39,6 @@ def run(sandbox: LocalSandbox, source: str, stdin: bytes = b"", **limits: Any) -
     return sandbox.run(Program(source=source, stdin=stdin, limits=Limits(**({"wall_s": 60.0} | limits))))
 
 
-# What follows `python3` is -I, -c and a source, with the directory that a container has.
-DOCKER = """#!/bin/bash
-while [ "$1" != python3 ]; do shift; done
-cat | {python} -I -c "$(echo "$4" | sed "s#'/lachesis'#'{root}'#")" | cat
-"""
-
-
 class TestWalls:
     @pytest.mark.parametrize("kind", ["namespaces", "landlock"])
     def test_ten_escapes_are_held(self, kind: str):
@@ -74,22 +67,8 @@ class TestWalls:
         with pytest.raises(SandboxError, match=r"an honest program does not run in it \(no python\)"):
             try_escapes(Closed())
 
-    def test_a_container_is_asked_over_pipes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        """With a `docker` that only gives pipes, as the real one does."""
-        (tmp_path / "docker").write_text(DOCKER.format(root=PACKAGE.parent, python=sys.executable))
-        (tmp_path / "docker").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        opened = open_sandbox("docker:some-image", count=1)
-        try:
-            assert run(opened, "print(input())", b"hello").stdout == b"hello\n"
-            tests = FunctionTests("def f(): return 1", ("assert f() == 1", "assert f() == 2"))
-            assert [verdict.passed for verdict in opened.test(tests)] == [True, False]
-        finally:
-            opened.close()
-
     def test_without_a_wall_it_refuses_and_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(choice, "_AUTOMATIC", ("docker",))
-        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.setattr(choice, "_AUTOMATIC", ("jail",))
         with pytest.raises(SandboxError, match="no sandbox works here, so no code of the model is run") as caught:
             open_sandbox("auto")
         assert "allow user namespaces" in caught.value.remedy

@@ -57,7 +57,7 @@ def test_environments_have_problems_of_their_own_and_the_held_out_ones_are_loade
     assert len(held_out) == expected
 
 
-@pytest.mark.parametrize(("sandbox", "said"), [("auto", None), ("none", "none"), ("docker:image", "docker:image")])
+@pytest.mark.parametrize(("sandbox", "said"), [("auto", None), ("none", "none"), ("landlock", "landlock")])
 def test_rewards_use_the_sandbox_of_the_configuration(config, monkeypatch: pytest.MonkeyPatch, sandbox, said):
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)

@@ -204,7 +204,7 @@ class RewardsConfig(Section):
     sandbox: str = Field(
         default="auto",
         description="Sandbox for the model's code in rewards: `auto` takes the best that works here (or refuses), "
-        "`namespaces`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, or `none`.",
+        "`namespaces`, `landlock`, or `none`.",
     )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."

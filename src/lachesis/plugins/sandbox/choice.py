@@ -6,27 +6,24 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
 
-from lachesis.plugins.sandbox import commands
 from lachesis.plugins.sandbox.escapes import try_escapes
 from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import SandboxError
 
 # Which sandbox code rewards use, where no configuration says so; processes that a run starts have it from the run's.
 VARIABLE = "LACHESIS_SANDBOX"
-KINDS = ("auto", "namespaces", "landlock", "docker", "podman", "none")
-# What `auto` tries, the strongest first. Containers take seconds to start and want an image: they have to be asked for.
+KINDS = ("auto", "namespaces", "landlock", "none")
+# What `auto` tries, the strongest first.
 _AUTOMATIC = ("namespaces", "landlock")
 REMEDY = (
     "allow user namespaces (sysctl user.max_user_namespaces=15000; in a container: --security-opt "
-    "seccomp=unconfined), use Linux 6.12 or later, or set rewards.sandbox to docker "
-    "or podman; rewards.sandbox: none runs code of the model without any wall"
+    "seccomp=unconfined), or use Linux 6.12 or later; rewards.sandbox: none runs code of the model without any wall"
 )
 
 
 def open_sandbox(kind: str = "auto", *, count: int | None = None) -> LocalSandbox:
-    """Open a sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE`` or ``podman:IMAGE``.
+    """Open a sandbox of a kind: one of :data:`KINDS`.
 
     Args:
         kind: name of the sandbox.
@@ -37,19 +34,11 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> LocalSandbo
     """
     if kind == "auto":
         return _open_best(count)
-    name, _, image = kind.partition(":")
-    if name in ("docker", "podman"):
-        return LocalSandbox(
-            name, walls="landlock", count=count, container=commands.container(name, image or commands.DEFAULT_IMAGE)
-        )
-    if (build := _BUILD.get(kind)) is None:
-        raise SandboxError(
-            f"there is no sandbox {kind!r}",
-            remedy=f"name one of {', '.join(KINDS)}, docker:IMAGE or podman:IMAGE",
-        )
+    if kind not in KINDS:
+        raise SandboxError(f"there is no sandbox {kind!r}", remedy=f"name one of {', '.join(KINDS)}")
     if not sys.platform.startswith("linux"):
         raise SandboxError(f"the sandbox {kind} is for Linux, this is {sys.platform}", remedy=REMEDY)
-    return build(count)
+    return LocalSandbox(kind, count=count)
 
 
 def _open_best(count: int | None) -> LocalSandbox:
@@ -72,11 +61,6 @@ def _open_best(count: int | None) -> LocalSandbox:
     raise SandboxError(f"no sandbox works here, so no code of the model is run ({'; '.join(tried)})", remedy=REMEDY)
 
 
-_BUILD: Mapping[str, Callable[[int | None], LocalSandbox]] = {
-    "namespaces": lambda count: LocalSandbox("namespaces", walls="namespaces", count=count),
-    "landlock": lambda count: LocalSandbox("landlock", walls="landlock", count=count),
-    "none": lambda count: LocalSandbox("none", walls="none", count=count),
-}
 _shared: dict[str, LocalSandbox] = {}
 _lock = threading.Lock()
 

@@ -6,13 +6,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lachesis.plugins.sandbox.cgroup import remove_cgroup
-from lachesis.plugins.sandbox.commands import run_inside
 from lachesis.plugins.sandbox.job import REQUEST_S
 from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, pack, receive, send, send_packed
 from lachesis.plugins.sandbox.records import (
@@ -49,21 +48,17 @@ class LocalSandbox:
     Args:
         walls: kind of wall that the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
         count: of wardens, and so of programs at a time; one for each processor if unset.
-        container: command line of a container that they run in.
 
     Raises:
         SandboxError: the wall cannot be put up here.
     """
 
-    def __init__(
-        self, name: str, *, walls: str, count: int | None = None, container: Callable[[], Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, walls: str, *, count: int | None = None) -> None:
         self._walls = walls
-        self._container = container
         self._closed = threading.Event()
         self.count = count or len(os.sched_getaffinity(0))
         first = self._start()
-        self.wall = Wall(name, tuple(first.layers))
+        self.wall = Wall(walls, tuple(first.layers))
         self._idle: queue.LifoQueue[_Warden | None] = queue.LifoQueue()
         for warden_ in [None] * (self.count - 1) + [first]:
             self._idle.put(warden_)
@@ -163,7 +158,7 @@ class LocalSandbox:
     def _start(self) -> _Warden:
         if self._closed.is_set():
             raise SandboxError("the sandbox is closed")
-        return _Warden(self._walls, self._container)
+        return _Warden(self._walls)
 
 
 def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
@@ -199,9 +194,8 @@ def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: 
 class _Warden:
     """Warden, seen from this process."""
 
-    def __init__(self, walls: str, container: Callable[[], Sequence[str]] | None) -> None:
-        main, args = (keep, (walls,)) if container is None else (run_inside, (container(), walls))
-        self._child = ChildProcess(main, *args, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))
+    def __init__(self, walls: str) -> None:
+        self._child = ChildProcess(keep, walls, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))
         try:
             self._child.link.settimeout(_START_S)
             hello = receive(self._child.link)
