@@ -178,7 +178,7 @@ def test_reading_a_configuration_is_quick_and_loads_no_framework():
 
 def test_the_package_is_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "lachesis", "version"],
+        [sys.executable, "-m", "lachesis", "--version"],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,

@@ -45,7 +45,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
         "rollouts": Command(
             "plugins.report.rollout_commands",
-            "Search a run's rollouts, read one by turns, compare two steps of a prompt.",
+            "Search a run's rollouts, or read one by turns.",
         ),
     },
     "Serve": {
@@ -68,7 +68,6 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "scripts": Command(
             "plugins.dialects.commands.scripts", "Write scripts that answer to other trainers' commands."
         ),
-        "version": Command("cli.inspection", "Print the version."),
     },
 }
 COMMANDS: Mapping[str, Command] = {name: command for panel in PANELS.values() for name, command in panel.items()}

@@ -1,4 +1,4 @@
-"""Commands that inspect runs, data and rewards without changing them."""
+"""The command ``status``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 from lachesis.cli.base import app, console
-from lachesis.common.version import __version__
 
 
 @app.command()
@@ -28,9 +27,3 @@ def status(
             console.print(Text.assemble((f"{title:<11}", "bold"), text))
     if not found.goes_on and found.state != "finished":
         raise typer.Exit(1)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    console.print(__version__)
