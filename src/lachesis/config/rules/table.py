@@ -1,0 +1,58 @@
+"""Rules that ``rules.toml`` states: a condition on the configuration, and what to say where it holds."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, get_args
+
+from jinja2 import Environment
+
+from lachesis.common.types import Level
+from lachesis.config.rules.base import Rule, Said, changed
+from lachesis.config.schema import LachesisConfig
+
+_LEVELS: tuple[Level, ...] = get_args(Level)
+# Loss types that have a ratio of each token, or none.
+_TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+
+
+@cache
+def rows() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of the table, by the name of their rule."""
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+
+
+def rule(name: str) -> Rule:
+    """Return the rule that the rows of this name state."""
+    stated = partial(_stated, name)
+    stated.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]  # findings go by it
+    return stated
+
+
+def names_of(config: LachesisConfig) -> dict[str, Any]:
+    """Return the names that conditions and messages may use: the sections, and ``config`` for what it computes."""
+    sections = {name: getattr(config, name) for name in LachesisConfig.model_fields}
+    return sections | {"config": config, "teacher": config.algorithm.teacher, "token_ratios": _TOKEN_RATIOS}
+
+
+def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
+    names = names_of(config)
+    for row in rows()[name]:
+        level = next(one for one in _LEVELS if one in row)
+        if not _condition(row["when"])(**names):
+            continue
+        each = [key for path in row.get("each", ()) for key in changed(config, *path.split("."))]
+        several = [key for path in row.get("changed", ()) for key in changed(config, *path.split("."))]
+        if "each" in row:
+            yield from ((level, row[level].format(key=key, **names)) for key in each)
+        elif several or "changed" not in row:
+            words = {"changed": " and ".join(several), "listed": ", ".join(several)}
+            yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
+
+
+@cache
+def _condition(text: str) -> Any:
+    return Environment().compile_expression(text)

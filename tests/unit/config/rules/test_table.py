@@ -1,0 +1,53 @@
+"""Each row of rules.toml says something, of keys that there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from string import Formatter
+from typing import Any
+
+import pytest
+
+from lachesis.common.types import LEVELS
+from lachesis.config.keys import find_keys, find_section
+from lachesis.config.rules import RULES, table
+from lachesis.config.schema import LachesisConfig
+
+ROWS = [(name, row) for name, rows in table.rows().items() for row in rows]
+# Of the configuration itself, and of sections beside their keys: what they compute.
+COMPUTED = {"engine.place", "model.sees_images", "algorithm.holds_reference"}
+WORDS = {"changed", "listed", "do", "key"}
+
+
+def names_in(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the dotted names of a row: in its condition without texts, in its lists and in its message."""
+    yield from re.findall(r"(?<![\w.])[a-z]\w*(?:\.\w+)+", re.sub(r"'[^']*'", "", row["when"]))
+    yield from (*row.get("changed", ()), *row.get("each", ()))
+    for _, name, _, _ in Formatter().parse(next(row[level] for level in LEVELS if level in row)):
+        if name:
+            yield name.partition("[")[0]
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_a_row_names_keys_that_there_are(name: str, row: dict[str, Any]):
+    assert [level for level in LEVELS if level in row] == [*row.keys() - {"when", "changed", "each"}]
+    for dotted in names_in(row):
+        path = re.sub(r"^teacher\.", "algorithm.teacher.", dotted)
+        path = re.sub(r"\.(values|startswith)$", "", path)
+        if dotted in WORDS or path in COMPUTED:
+            continue
+        if path.startswith("config."):
+            assert hasattr(LachesisConfig, path.removeprefix("config."))
+        else:
+            assert find_keys(path) or find_section(path), f"{name} names {dotted}"
+
+
+def test_every_rule_of_the_table_is_asked():
+    asked = {rule.__name__.removeprefix("_") for rule in RULES}
+    assert table.rows().keys() <= asked
+
+
+def test_what_does_not_hold_says_nothing():
+    config = LachesisConfig.model_validate({"model": {"path": "m"}, "run": {"steps": 1}})
+    assert [said for name in table.rows() for said in table.rule(name)(config) if said[0] == "problem"] == []
