@@ -6,6 +6,7 @@ import atexit
 import importlib
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -15,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from multiprocessing import reduction
 from multiprocessing.process import current_process
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from lachesis.process import supervisor
+from lachesis.process.workers import ProcessLimits
 from tests.forkserver import forked_from, forkserver, take_over
 
 if TYPE_CHECKING:  # it is not needed where commands run
@@ -51,6 +54,16 @@ else:
     raise SystemExit
 warm.go_on_as(command)
 """
+# A worker process, whose descriptors have other numbers.
+_RUN_CHILD = re.compile(r"run_child\((\d+), (\d+), (.*)\)$", re.MULTILINE)
+_NO_LIMITS = str(asdict(ProcessLimits()))
+_WORKER = """
+from lachesis.process.workers import run_child
+from tests.warm import received
+run_child(received[{}], received[{}], {})
+"""
+# In a worker process that is forked: the one that has started it, which is not its parent.
+STARTED_BY = "LACHESIS_TESTS_STARTED_BY"
 COMMAND = "from lachesis.cli import main; main()"
 # The servers that it starts are forked, too.
 FORKING = f"from tests import warm; warm.fork_servers(); {COMMAND}"
@@ -236,6 +249,22 @@ def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
     assign(importlib.import_module("lachesis.process.managed"), "subprocess", own)
 
 
+def fork_workers() -> None:
+    """From now on processes for reward functions that this process starts are forked."""
+    own = SimpleNamespace(**vars(subprocess) | {"Popen": _worker})
+    importlib.import_module("lachesis.process.workers").subprocess = own  # type: ignore[attr-defined]
+
+
+def _worker(words: Sequence[str], **options: Any) -> subprocess.Popen:
+    python, *isolated, _, program = words
+    begun = _RUN_CHILD.search(program)
+    # One that is walled in, or bounded in its memory, has little of what is imported here.
+    if python != sys.executable or options["cwd"] is not None or begun is None or begun[3] != _NO_LIMITS:
+        return subprocess.Popen(words, **options)
+    env = options.pop("env") | {STARTED_BY: str(os.getpid())}
+    return Popen([python, *isolated, "-c", _WORKER.format(*begun.groups())], env=env, **options)
+
+
 def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
     python, _, _, script, *arguments = words
     if arguments[3] != sys.executable:
@@ -294,15 +323,16 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    unbuffered = "-u" in words[:1]
+    unbuffered, outside = "-u" in words[:1], "-P" in words[:1]
     _take(streams, unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
     if register := environment.get(REGISTER):
         with open(register, "a") as file:
             file.write(json.dumps({"pid": os.getpid(), "words": list(words)}) + "\n")
     code = 1
     try:
-        _look_in([directory, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
-        _execute(words[unbuffered:])
+        own = [] if outside else [directory]
+        _look_in([*own, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
+        _execute(words[unbuffered or outside :])
         code = 0
     except SystemExit as end:
         code = _code(end)
@@ -339,6 +369,7 @@ def _look_in(paths: Sequence[str]) -> None:
     spec = importlib.util.find_spec("lachesis")
     if spec is not None and spec.origin == known:
         sys.modules.update(kept)
+        fork_workers()
 
 
 def _execute(words: Sequence[str]) -> None:

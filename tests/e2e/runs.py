@@ -60,7 +60,7 @@ def write_reward(directory: Path, body: str) -> str:
         "import os, signal, threading, time\n"
         "def send(number):\n"
         "    if threading.current_thread() is threading.main_thread():  # of a process that the run has started\n"
-        "        os.kill(os.getppid(), number)\n"
+        f"        os.kill(int(os.environ.get({warm.STARTED_BY!r}) or os.getppid()), number)\n"
         "    else:\n"
         "        signal.pthread_kill(threading.main_thread().ident, number)\n"
         "calls = []\n"

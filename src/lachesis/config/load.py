@@ -241,7 +241,7 @@ def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:
 
     All are at the top level, or at that of one of several sources.
     """
-    kinds = {section.path: section.default_kind for section in all_sections() if section.discriminated}
+    kinds = {section.path: section.default_kind for section in all_sections(LachesisConfig) if section.discriminated}
     whole: dict[str, Any] = {
         name: {"kind": kinds[name], **value} if kinds.get(name) is not None and isinstance(value, dict) else value
         for name, value in data.items()

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_frozen = False
+_frozen = _left_alone = False
 
 
 @contextmanager
@@ -50,9 +50,10 @@ def thaw() -> None:
 def _freeze() -> None:
     """Freeze all objects, unless the program has frozen its own.
 
-    Python thaws all at once, theirs with ours.
+    Python thaws all at once, theirs with ours. Counting what is frozen takes a tenth of a second.
     """
-    global _frozen
-    if _frozen or not gc.get_freeze_count():
+    global _frozen, _left_alone
+    _left_alone = _left_alone or (not _frozen and gc.get_freeze_count() > 0)
+    if not _left_alone:
         gc.freeze()
         _frozen = True

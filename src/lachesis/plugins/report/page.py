@@ -143,9 +143,8 @@ _DOTTED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)")
 
 def key_lines(text: str) -> list[tuple[str, str]]:
     """Return each line of a YAML text, and the dotted key that begins in it, or ""."""
-    root = yaml.compose(text)
     keys: dict[int, str] = {}
-    for line, key in _keys(root, ""):
+    for line, key in _keys(yaml.compose(text, Loader=report_data.LOADER), ""):
         keys.setdefault(line, key)
     return [(line, keys.get(number, "")) for number, line in enumerate(text.splitlines())]
 
