@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from lachesis.common.errors import ConfigError
 from lachesis.common.http import server_url
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
+from lachesis.config.rules.table import rule
 from lachesis.config.schema import (
     SERVERS_DNS,
     SERVERS_FILE,
@@ -18,35 +19,6 @@ from lachesis.config.schema import (
 
 # A number, or the name of a GPU or of a part of one.
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
-_OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
-
-
-def _bridge(config: LachesisConfig) -> Iterator[Said]:
-    """Check that the bridge fits the engine and the adapter, by the capabilities it declares."""
-    kind, capabilities = config.bridge.kind, config.bridge.capabilities
-    engine, place = config.engine.kind, config.engine.place
-    if kind == "in_process" and place != "trainer":
-        yield problem(
-            f"bridge.kind in_process reaches the trainer's own process only, and engine.kind is {engine}; "
-            f"set bridge.kind: {_OTHER_BRIDGES}"
-        )
-    if kind != "in_process" and place == "trainer":
-        yield problem(
-            f"engine.kind {engine} has the trainer's own weights and no bridge but in_process, and bridge.kind is "
-            f"{kind}; remove bridge, or set engine.kind: vllm, embedded_server or http"
-        )
-    if capabilities.adapter_only and config.adapter.kind == "none":
-        yield problem(
-            f"bridge.kind {kind} transfers adapters only, and adapter.kind is none; "
-            "set adapter.kind: lora or choose another bridge"
-        )
-    if capabilities.owns_engine and place == "elsewhere":
-        yield problem(
-            f"bridge.kind {kind} restarts the engine, and engine.kind {engine} is not the run's to restart; "
-            "set engine.kind: vllm or embedded_server"
-        )
-    if not config.bridge.proof:
-        yield warning("bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")
 
 
 def _addresses(config: LachesisConfig) -> Iterator[Said]:
@@ -76,93 +48,20 @@ def _devices(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _shared(config: LachesisConfig) -> Iterator[Said]:
-    """Check bridges with a single copy of the weights, in which trainer and engine share tensors."""
+    """Check that a single copy of the weights is in one engine, in which trainer and engine share tensors."""
     bridge, engine = config.bridge, config.engine
-    shares_base = (bridge.kind == "lora_only" or bridge.kind == "lora_nccl") and bridge.share_base
-    if bridge.kind != "shared_vllm" and not shares_base:
+    if not config.shares_weights or engine.kind != "http":
         return
-    key = "bridge.share_base" if shares_base else "bridge.kind shared_vllm"
-    if engine.kind == "vllm" and engine.tensor_parallel_size > 1:
-        yield problem(
-            f"{key} gives the trainer the engine's own tensors, and with engine.tensor_parallel_size "
-            f"{engine.tensor_parallel_size} each GPU holds slices that no layer of the trainer's can use; set it to 1"
-        )
-    if engine.kind == "http" and any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
+    if any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
+        key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
         yield problem(f"{key} has one copy of the weights, and engine.urls may come to name several; name the server")
-    if engine.kind == "vllm" and engine.data_parallel_size > 1:
-        yield problem(
-            f"{key} has one copy of the weights, and engine.data_parallel_size {engine.data_parallel_size} makes "
-            "several; set it to 1"
-        )
-    if engine.kind == "vllm" and engine.devices is not None:
-        yield note(
-            f"{key} works on one GPU: engine.devices {engine.devices} has to name the trainer's, and "
-            "engine.gpu_memory_utilization to leave it room"
-        )
-    if engine.kind == "vllm" and engine.enable_sleep_mode:
-        yield problem(f"{key}: a sleeping engine gives up the tensors that are trained; remove enable_sleep_mode")
-    if bridge.kind == "shared_vllm" and config.adapter.kind != "none":
-        yield problem(
-            "bridge.kind shared_vllm trains the engine's weights themselves, and adapter.kind is "
-            f"{config.adapter.kind}; for LoRA on the engine's weights use lora_only with share_base"
-        )
-    if config.model.quantization != "none":
-        yield problem(
-            f"{key}: the engine's weights are not quantized, and model.quantization is {config.model.quantization}; "
-            "remove it"
-        )
-
-
-def _merged(config: LachesisConfig) -> Iterator[Said]:
-    capabilities = config.bridge.capabilities
-    sends_all = not capabilities.adapter_only and not capabilities.shares_storage
-    if config.model.quantization != "none" and sends_all:
-        yield problem(
-            f"bridge.kind {config.bridge.kind} sends all weights with the adapter merged into them, and with "
-            f"model.quantization {config.model.quantization} the base's are not there; set bridge.kind: lora_only or "
-            "lora_nccl, which send the adapter itself"
-        )
 
 
 def _engine(config: LachesisConfig) -> Iterator[Said]:
     engine = config.engine
-    if engine.kind == "vllm" and engine.enforce_eager:
-        yield note("engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield from _copies(config, engine)
-    every = getattr(config.bridge, "every_steps", 1)
-    if config.run.steps is not None and every > config.run.steps:
-        yield warning(
-            f"bridge.every_steps {every} is more than run.steps {config.run.steps}: the engine never gets new weights "
-            "during the run"
-        )
     yield from _context(config)
-
-
-def _sleep(config: LachesisConfig) -> Iterator[Said]:
-    """Check that nobody needs an engine while it sleeps, which is while the trainer computes."""
-    engine = config.engine
-    if engine.kind != "vllm" or not engine.enable_sleep_mode:
-        return
-    if config.source.kind == "atropos":
-        yield problem(
-            "engine.enable_sleep_mode puts the engine to sleep while the trainer computes, and with source.kind "
-            "atropos environments ask it at any time; remove enable_sleep_mode"
-        )
-    if config.pipeline.async_prefetch:
-        yield problem(
-            "engine.enable_sleep_mode puts the engine to sleep while the trainer computes, and with "
-            "pipeline.async_prefetch it generates meanwhile; remove one of the two"
-        )
-    if config.model.device == "cpu" and engine.devices is None:
-        yield problem(
-            "engine.enable_sleep_mode gives the memory of a GPU back, and model.device is cpu; remove enable_sleep_mode"
-        )
-    if engine.devices is not None:
-        yield note(
-            f"engine.enable_sleep_mode gives memory back on the engine's GPU: engine.devices {engine.devices} has to "
-            "name the trainer's, or nothing is gained"
-        )
 
 
 def _rounded(config: LachesisConfig) -> Iterator[Said]:
@@ -231,13 +130,7 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
     if (engine.kind != "vllm" and engine.kind != "embedded_server") or engine.max_model_len is None:
         return
     if source.kind == "atropos":
-        if engine.max_model_len < source.max_sequence_length:
-            yield warning(
-                f"engine.max_model_len {engine.max_model_len} is less than source.max_sequence_length "
-                f"{source.max_sequence_length}, which environments are told: it will refuse longer requests; set both "
-                "alike"
-            )
-        return
+        return  # environments are told another length
     longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
     if engine.max_model_len < longest:
         yield problem(
@@ -247,12 +140,6 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
 
 
 SERVING_RULES: tuple[Rule, ...] = (
-    _addresses,
-    _devices,
-    _shared,
-    _merged,
-    _engine,
-    _sleep,
-    _rounded,
-    _bridge,
+    *(_addresses, _devices, _shared, _engine, _rounded),
+    *map(rule, ("shared", "merged", "engine", "sleep", "bridge")),
 )

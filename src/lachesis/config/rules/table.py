@@ -12,7 +12,7 @@ from jinja2 import Environment
 
 from lachesis.common.types import Level
 from lachesis.config.rules.base import Rule, Said, changed
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
 # Loss types that have a ratio of each token, or none.
@@ -35,7 +35,16 @@ def rule(name: str) -> Rule:
 def names_of(config: LachesisConfig) -> dict[str, Any]:
     """Return the names that conditions and messages may use: the sections, and ``config`` for what it computes."""
     sections = {name: getattr(config, name) for name in LachesisConfig.model_fields}
-    return sections | {"config": config, "teacher": config.algorithm.teacher, "token_ratios": _TOKEN_RATIOS}
+    episodes = isinstance(config.source, EpisodesSourceConfig)
+    shared = "bridge.kind shared_vllm" if config.bridge.kind == "shared_vllm" else "bridge.share_base"
+    return sections | {
+        "config": config,
+        "teacher": config.algorithm.teacher,
+        "token_ratios": _TOKEN_RATIOS,
+        "plays_episodes": episodes,
+        "brings_groups": not episodes and config.source.kind not in ("local", "agent"),
+        "shared_key": shared if config.shares_weights else "",
+    }
 
 
 def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
