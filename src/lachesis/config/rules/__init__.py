@@ -15,13 +15,14 @@ from lachesis.config.rules.base import Rule, found_by
 from lachesis.config.rules.inputs import INPUT_RULES
 from lachesis.config.rules.pipeline import PIPELINE_RULES
 from lachesis.config.rules.serving import SERVING_RULES
+from lachesis.config.rules.table import rows, rule
 from lachesis.config.rules.training import TRAINING_RULES, learning_rate
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins import load
 
 __all__ = ["RULES", "check", "learning_rate"]
 
-RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERVING_RULES)
+RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERVING_RULES, *map(rule, rows()))
 
 
 def check(

@@ -87,51 +87,15 @@ def _agent(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _tools(config: LachesisConfig) -> Iterator[Said]:
-    if config.source.kind != "local":
-        return
-    own = ("tool_parser", "max_turns", "tool_timeout_s", "tool_result_tokens", "rollout_timeout_s")
-    if not config.source.tools:
-        if unused := changed(config, "source", *own):
-            yield problem(f"{', '.join(unused)} go with source.tools, which is empty; name a function there")
-        return
-    if config.source.rollout_func is not None:
-        yield problem(
-            "source.tools and source.rollout_func both say how completions are made; keep one, as a function can call "
-            "tools itself"
-        )
-    for i, server in enumerate(config.source.tools):
+    """Check how MCP servers are named."""
+    tools = config.source.tools if config.source.kind == "local" else []
+    for i, server in enumerate(tools):
         if isinstance(server, str):
             continue
         if bool(server.command) == bool(server.url):
             yield problem(f"source.tools[{i}]: an MCP server has either a command or a url; give one")
         elif (server.env and server.url) or (server.headers and server.command):
             yield problem(f"source.tools[{i}]: env goes with command, and headers with url; take it out")
-    if "tools" in config.data.chat_template_kwargs:
-        yield problem("data.chat_template_kwargs.tools is what source.tools sets; take it out")
-
-
-def _layers(config: LachesisConfig) -> Iterator[Said]:
-    adapter = config.adapter
-    if adapter.kind == "lora" and config.model.train_layers is not None:
-        yield problem(
-            "model.train_layers is for full fine-tuning, and adapter.kind is lora, which trains the adapter alone; set "
-            "adapter.layers instead"
-        )
-    if adapter.kind != "lora" or adapter.layers is None:
-        return
-    if isinstance(adapter.targets, str) and adapter.targets != "all-linear":
-        yield problem(
-            f"adapter.layers goes with a list of modules, and adapter.targets is the expression {adapter.targets!r}; "
-            f"write [{adapter.targets}], or all-linear"
-        )
-
-
-def _activations(config: LachesisConfig) -> Iterator[Said]:
-    if config.model.gradient_checkpointing and config.model.activations not in ("keep", "recompute"):
-        yield problem(
-            f"model.gradient_checkpointing: true is model.activations: recompute, and that is "
-            f"{config.model.activations}; keep one of the two keys"
-        )
 
 
 def _chat_template(config: LachesisConfig) -> Iterator[Said]:
@@ -145,10 +109,6 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
     for key, part in (("data", data), *((f"data.more[{i}]", dataset) for i, dataset in enumerate(data.more))):
         if part.transform is not None and part.format != "auto":
             yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
-    if data.prepared_path is None and data.processes is not None and data.processes > 1 and data.transform is None:
-        yield note(f"data.processes {data.processes}: without data.transform preparing is quick with one")
-    if data.path is None and data.more:
-        yield problem("data.more is further data besides data.path, which is missing; set it")
 
 
 def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
@@ -160,8 +120,6 @@ def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
             f"rewards.weights has {len(weights)} values for {len(functions)} rewards.functions; "
             "give one each, or leave weights out"
         )
-    elif not any(weights):
-        yield problem("rewards.weights are all 0, so nothing would be learned")
 
 
 def _held_out(config: LachesisConfig) -> Iterator[Said]:
@@ -171,10 +129,6 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         yield problem(
             f"{' and '.join([*given, 'data.eval_size'])} both say where held-out problems come from; keep one"
         )
-    if data.eval_path is not None and data.eval_path == data.path and data.eval_split in (None, data.split):
-        yield warning("data.eval_path is data.path, so accuracy is measured on the training problems")
-    if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
-        yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
     held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
     apart, held_out = held_out, held_out or bool(evaluation.benchmarks)
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
@@ -201,16 +155,6 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
             f"{' and '.join(by_evaluations)} go by evaluations on the way, and there are none; set "
             "evaluation.every_steps, and data.eval_size or data.eval_path"
         )
-    if config.run.steps is not None and evaluation.every_steps > config.run.steps:
-        yield note(
-            f"evaluation.every_steps {evaluation.every_steps} is more than run.steps {config.run.steps}: "
-            "there is an evaluation before and after the run only"
-        )
-    if evaluation.samples_per_problem > 1 and evaluation.temperature == 0:
-        yield problem(
-            f"evaluation.samples_per_problem is {evaluation.samples_per_problem} and evaluation.temperature 0, so all "
-            "samples of a problem would be the same; set a temperature"
-        )
 
 
 def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
@@ -230,45 +174,13 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
-    if config.engine.kind not in ("vllm", "http"):
-        for key in changed(config, "sampling", "generation_kwargs", "guided_regex"):
-            yield problem(f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     for name in sorted(SamplingConfig.model_fields.keys() & config.sampling.generation_kwargs.keys()):
         yield problem(f"sampling.generation_kwargs.{name} has its own key: sampling.{name}")
     for name in sorted({"max_tokens", "n", "logprobs", "seed"} & set(config.sampling.generation_kwargs)):
         yield problem(f"sampling.generation_kwargs.{name} is set by the run itself; remove it")
-    if config.sampling.min_tokens > config.sampling.max_completion_length:
-        yield problem(
-            f"sampling.min_tokens {config.sampling.min_tokens} is more than max_completion_length "
-            f"{config.sampling.max_completion_length}"
-        )
-
-
-def _group_size(config: LachesisConfig) -> Iterator[Said]:
-    if (
-        config.sampling.num_generations == 2
-        and config.algorithm.scale_rewards == "group"
-        and (config.algorithm.advantage is None)
-    ):
-        yield note(
-            "with sampling.num_generations 2 and algorithm.scale_rewards group every advantage is about "
-            "+0.71 or -0.71, however far the two rewards are apart (or 0 where they are equal)"
-        )
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(
-        _run_name,
-        _function_spec,
-        _custom_parts,
-        _agent,
-        _tools,
-        _layers,
-        _activations,
-        _chat_template,
-        _data,
-        _reward_weights,
-        _held_out,
-    ),
-    *(_truncated_sampling, _engine_sampling, _group_size),
+    *(_run_name, _function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _reward_weights, _held_out),
+    *(_truncated_sampling, _engine_sampling),
 )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.rules.table import rule
 from lachesis.config.schema import LachesisConfig, SamplingConfig
 from lachesis.config.steps import batches_ahead, oldest_sample, prompts_per_generation, steps_per_batch
 
@@ -100,7 +99,4 @@ def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-PIPELINE_RULES: tuple[Rule, ...] = (
-    *(_prefetch, _streaming, _reroll, _source, _rollout_api),
-    *map(rule, ("prefetch", "streaming", "replay", "reroll", "source", "rollout_api")),
-)
+PIPELINE_RULES: tuple[Rule, ...] = (*(_prefetch, _streaming, _reroll, _source, _rollout_api),)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from lachesis.common.errors import ConfigError
 from lachesis.common.http import server_url
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
-from lachesis.config.rules.table import rule
 from lachesis.config.schema import (
     SERVERS_DNS,
     SERVERS_FILE,
@@ -139,7 +138,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (
-    *(_addresses, _devices, _shared, _engine, _rounded),
-    *map(rule, ("shared", "merged", "engine", "sleep", "bridge")),
-)
+SERVING_RULES: tuple[Rule, ...] = (*(_addresses, _devices, _shared, _engine, _rounded),)

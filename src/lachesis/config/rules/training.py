@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
-from lachesis.config.rules.table import rule
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.training import placeholders
 from lachesis.config.steps import steps_per_batch
@@ -112,6 +111,4 @@ def _microbatch(config: LachesisConfig) -> Iterator[Said]:
 
 TRAINING_RULES: tuple[Rule, ...] = (
     *(_learning_rate, _vanishing_updates, _preset, _loss, _teacher, _iterations, _microbatch),
-    *map(rule, ("schedule", "optimizer", "weight_update", "algorithm", "loss", "reference", "sampler_correction")),
-    *map(rule, ("router_replay", "teacher", "stages", "adapter", "float8", "quantization", "deadlines", "checkpoint")),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from lachesis.common.types import LEVELS
 from lachesis.config.keys import find_keys, find_section
-from lachesis.config.rules import RULES, table
+from lachesis.config.rules import table
 from lachesis.config.schema import LachesisConfig
 
 ROWS = [(name, row) for name, rows in table.rows().items() for row in rows]
@@ -47,11 +47,6 @@ def test_a_row_names_keys_that_there_are(name: str, row: dict[str, Any]):
             assert hasattr(LachesisConfig, path.removeprefix("config."))
         else:
             assert find_keys(path) or find_section(path), f"{name} names {dotted}"
-
-
-def test_every_rule_of_the_table_is_asked():
-    asked = {rule.__name__.removeprefix("_") for rule in RULES}
-    assert table.rows().keys() <= asked
 
 
 def test_what_does_not_hold_says_nothing():
