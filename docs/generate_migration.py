@@ -29,12 +29,13 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_migration.py from src/lachesis/plugins/dialects/; do not edit. -->
 
-`lachesis train FILE` takes a file in Axolotl's or TRL's keys as it stands. `lachesis translate FILE` prints it in
-Lachesis' keys, and does the same for scripts of verl, OpenRLHF and ms-swift. `lachesis grpo` takes the flags of the
-Atropos trainer.
+`lachesis train FILE` and `lachesis plan FILE` take a file or script in Axolotl's or TRL's keys as it stands. Rewards
+of verl, OpenRLHF and ms-swift have another signature: their files and scripts train with `--set
+rewards.functions=[FILE.py:FUNCTION]`. `lachesis translate FILE` prints any of them in Lachesis' keys. `lachesis grpo`
+takes the flags of the Atropos trainer.
 
-In a terminal, `lachesis explain KEY` says what a key of any of them means here. On the site, search all {count} of
-them:
+In a terminal, `lachesis explain KEY` says what a key of any of them means here, and `lachesis explain FILE` what each
+key of a file does. On the site, search all {count} of them:
 
 <div id="keys" data-source="assets/keys.json"></div>
 

@@ -94,8 +94,7 @@ def load_document(
         put_stages(document, document)
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
         return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
-    from lachesis.plugins.dialects import apply_ours, translate
-    from lachesis.plugins.dialects.defaults import default_findings
+    from lachesis.plugins.dialects import apply_ours, findings_of, translate
 
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs, row_sections=row_sections(dialect))
@@ -113,7 +112,7 @@ def load_document(
         config,
         base_dir,
         dialect=dialect,
-        findings=(*translation.findings, *default_findings(translation)),
+        findings=tuple(findings_of(translation, dialect=dialect)),
         located=partial(located, document=translation.document),
         name=document.name,
     )

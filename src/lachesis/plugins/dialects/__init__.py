@@ -6,21 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import flat, is_object
+from lachesis.common.types import Finding
 from lachesis.config.document import Document, apply_overrides
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import axolotl, trl
 from lachesis.plugins.dialects.atropos import SERVER, TRAINER
 from lachesis.plugins.dialects.axolotl import AXOLOTL
+from lachesis.plugins.dialects.defaults import default_findings
 from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.openrlhf import OPENRLHF
-from lachesis.plugins.dialects.other_systems import other_system
+from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS, System, SystemName, other_system
+from lachesis.plugins.dialects.scripts import check_expanded, verl_document
 from lachesis.plugins.dialects.table import Dialect, Translation
 from lachesis.plugins.dialects.trl import TRL
 from lachesis.plugins.dialects.verl import VERL
 
-DialectName = Literal["canonical", "axolotl", "trl"]
+DialectName = Literal["canonical", "axolotl", "trl"] | SystemName
 
 DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, VERL, OPENRLHF, TRAINER, SERVER, ACCELERATE, ENVIRONMENT)
 
@@ -31,13 +34,10 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     A canonical section holds keys, so ``optimizer: adamw`` is not a canonical section.
 
     Raises:
-        ConfigError: it is a file for accelerate, which describes processes and no training, or verl's or OpenRLHF's.
+        ConfigError: it is a file for accelerate or of an environment, which describes no training.
     """
-    if (system := other_system(data)) is not None:
-        raise ConfigError(
-            f"this is a configuration of {system}, whose rewards have another signature",
-            remedy="`lachesis translate FILE` writes what is common in our keys",
-        )
+    if (system := other_system(dict(flat(data)))) is not None:
+        return system
     if {"env", "openai"} <= data.keys():
         raise ConfigError(
             "this is a file of an Atropos environment, which serves prompts and trains nothing",
@@ -58,20 +58,43 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
 
 
 def translate(document: Document, *, dialect: DialectName, processes: int | None = 1) -> Translation:
-    """Translate a document of Axolotl's or TRL's to a canonical one.
+    """Translate another trainer's document to a canonical one.
 
     Args:
-        document: their YAML.
+        document: their YAML, or the arguments of a script.
         dialect: of the document.
-        processes: trainer processes, by which batch sizes there are multiplied; None if the launcher started only
-            one: the number that the file is for counts then.
+        processes: trainer processes, by which batch sizes of Axolotl and TRL are multiplied; None if the launcher
+            started only one: the number that the file is for counts then.
     """
+    if dialect in OTHER_SYSTEMS:
+        return _of_other_system(document, OTHER_SYSTEMS[dialect])
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
     translation = translator(document, processes=processes)
     data = translation.document.data.setdefault("data", {})
     if is_object(data):  # texts are continued there, whatever chat template the tokenizer has
         data.setdefault("conversations", False)
     return translation
+
+
+def _of_other_system(document: Document, system: System) -> Translation:
+    if system.keys is VERL:
+        document = verl_document(document)
+    check_expanded(document, system.keys)
+    translation = system.translate(document)
+    run = translation.document.data.setdefault("run", {})
+    if "steps" in run:
+        run.pop("epochs", None)
+    return translation
+
+
+def findings_of(translation: Translation, *, dialect: DialectName) -> list[Finding]:
+    """Return the remarks of a translation, with those on defaults that differ and on rewards of another form."""
+    if dialect not in OTHER_SYSTEMS:
+        return [*translation.findings, *default_findings(translation)]
+    rewards = translation.document.data.get("rewards")
+    text = f"{dialect}'s rewards have another signature: write rewards.functions"
+    said = [] if rewards else [Finding(level="note", rule="dialect", message=text)]
+    return [*translation.findings, *said]
 
 
 def apply_ours(translation: Translation, overrides: Sequence[str], *, keys: Mapping[str, Any]) -> None:
@@ -95,7 +118,9 @@ def apply_ours(translation: Translation, overrides: Sequence[str], *, keys: Mapp
 
 
 def keys_of(dialect: DialectName) -> Dialect:
-    """Return the table of the keys of Axolotl's files, or of TRL's."""
+    """Return the table of another trainer's keys."""
+    if dialect in OTHER_SYSTEMS:
+        return OTHER_SYSTEMS[dialect].keys
     return AXOLOTL if dialect == "axolotl" else TRL
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from lachesis.common.json_values import flat
-from lachesis.config.document import Document, apply_overrides, to_yaml
+from lachesis.common.json_values import flat, is_list, is_object
+from lachesis.config.document import apply_overrides, to_yaml
+from lachesis.config.keys import find_keys, value_in_words
 from lachesis.config.load import row_sections, validate
-from lachesis.config.problems import config_error
-from lachesis.plugins.dialects import recognize, translate
-from lachesis.plugins.dialects.defaults import default_findings
-from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS, other_system
-from lachesis.plugins.dialects.scripts import check_expanded, read_any, verl_document
+from lachesis.plugins.dialects import findings_of, keys_of, recognize, translate
+from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
+from lachesis.plugins.dialects.scripts import read_any
 from lachesis.plugins.dialects.table import Translation
 
 
@@ -23,8 +23,6 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         ConfigError: the file cannot be read, is of an unknown trainer, or asks for something impossible here.
     """
     document = read_any(path)
-    if (system := other_system(dict(flat(document.data)))) is not None:
-        return _of_other_system(document, system, overrides)
     dialect = recognize(document.data)
     apply_overrides(document, overrides, row_sections=() if dialect == "canonical" else row_sections(dialect))
     if dialect == "canonical":
@@ -32,29 +30,38 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         return to_yaml(document.data)
     translation = translate(document, dialect=dialect, processes=None)
     validate(translation.document, complete=False)
-    findings = (*translation.findings, *default_findings(translation))
-    said = [f"{finding.level}: {finding.message}" for finding in findings]
-    return _written(f"Translated from {translation.dialect.name}'s keys in {path.name}.", said, translation)
+    said = [f"{finding.level}: {finding.message}" for finding in findings_of(translation, dialect=dialect)]
+    name = dialect if dialect in OTHER_SYSTEMS else translation.dialect.name
+    return _written(f"Translated from {name}'s keys in {path.name}.", said, translation)
 
 
-def _of_other_system(document: Document, system: str, overrides: Sequence[str]) -> str:
-    dialect, translator = OTHER_SYSTEMS[system]
-    if system == "verl":
-        document = verl_document(document)
-    apply_overrides(document, overrides)
-    check_expanded(document, dialect)
-    translation = translator(document)
-    data = translation.document.data
-    if translation.document.problems:
-        raise config_error(document.name, translation.document.problems)
-    if "steps" in data.setdefault("run", {}):
-        data["run"].pop("epochs", None)
-    validate(translation.document, complete=False)
-    said = [
-        *(f"{finding.level}: {finding.message}" for finding in translation.findings),
-        f"{system}'s rewards have another signature: write rewards.functions",
-    ]
-    return _written(f"Translated from {system}'s keys in {Path(document.name).name}.", said, translation)
+def keys_in(path: Path) -> Iterator[str]:
+    """Yield a line for each key of a file or script: what it sets here, or what happens to it instead.
+
+    Raises:
+        ConfigError: as :func:`translated`, but for the values.
+    """
+    document = read_any(path)
+    dialect = recognize(document.data)
+    rows = frozenset[str]() if dialect == "canonical" else row_sections(dialect)
+    for name, value in _leaves(document.data, rows):
+        if dialect == "canonical":
+            meaning = next((key.description for key in find_keys(name)), "no key of Lachesis")
+        else:
+            table = keys_of(dialect)
+            entry = table.entries.get(name)
+            meaning = entry.in_words if entry else f"no key of {table.name}'s that Lachesis knows"
+        yield f"{name}: {value_in_words(value)}  ->  {meaning}"
+
+
+def _leaves(data: Mapping[str, Any], rows: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each key, also of those in lists of mappings."""
+    for name, value in flat(data):
+        if name in rows and is_list(value):
+            for row in filter(is_object, value):
+                yield from flat(row, f"{name}.")
+        else:
+            yield name, value
 
 
 def _written(title: str, said: Sequence[str], translation: Translation) -> str:

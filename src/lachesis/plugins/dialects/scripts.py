@@ -35,6 +35,7 @@ class _Words(Words):
     verl_files: frozenset[str]
     switches_of_hydra: dict[str, str]
     model_flags: frozenset[str]
+    launchers: frozenset[str]
     run_names: list[str]
 
 
@@ -89,7 +90,7 @@ def read_script(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", remedy="give a readable file") from error
     try:
-        started = _started(commands(text, environment=os.environ), path)
+        started = _with_config(_started(commands(text, environment=os.environ), path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", remedy=error.remedy) from error
     document = Document(name=str(path), data={})
@@ -103,8 +104,6 @@ def read_script(path: Path) -> Document:
     trainer = re.search(r"(?:^|\W)(grpo|rloo)(?:\.py)?$", started.program)
     if trainer is not None and other_system(found) is None:
         found.setdefault(TRAINER_KEY, trainer[1])
-    if started.program.startswith("axolotl") and started.arguments:
-        config = started.arguments[0]
     nested = _nested(found)
     if isinstance(config, str):
         below = _beside(path, config)
@@ -149,6 +148,16 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
         raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
     return Started("", longest)
+
+
+def _with_config(started: Started) -> Started:
+    """Return `axolotl train FILE` with --config before its file, and the flags for its launcher apart."""
+    words = list(started.arguments)
+    if not started.program.startswith("axolotl") or not words:
+        return started
+    end = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[1:end] if word not in _WORDS.launchers]
+    return Started(started.program, ["--config", words[0], *kept], words[end + 1 :])
 
 
 def _other_method(started: Started) -> str | None:

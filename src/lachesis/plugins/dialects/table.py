@@ -58,6 +58,13 @@ class Entry:
         told = self.treatment == "nothing" and type(value) in (int, float)
         return (bool(value) or told) and value not in self.fine
 
+    @property
+    def in_words(self) -> str:
+        """Return the key of ours that it sets, or what happens to it instead, and its note."""
+        instead = {"nothing": "nothing here", "cannot": "not honoured", "refused": "refused"}
+        what = self.path or instead.get(self.treatment, "nothing by itself")
+        return f"{what} ({self.note})" if self.note else what
+
 
 def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     """Yield the entries of ``names/FILE.toml``: of the sections named, or of all, in their order.

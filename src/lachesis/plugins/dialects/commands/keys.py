@@ -10,19 +10,19 @@ import typer
 from lachesis.cli.base import Overrides, app, console
 from lachesis.plugins.dialects.codes import meaning
 from lachesis.plugins.dialects.explain import Explanation, explain
-from lachesis.plugins.dialects.foreign_files import translated
+from lachesis.plugins.dialects.foreign_files import keys_in, translated
 
 
 @app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_command(
     key: Annotated[
-        str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'; an exit code; a health rule.")
+        str, typer.Argument(help="A key of ours or of another trainer's; a file; an exit code; a health rule.")
     ],
 ) -> None:
-    """Explain a configuration key: meaning, type, default, and names in other trainers."""
-    if lines := list(meaning(key)):
+    """Explain a configuration key, or each key of a file: meaning, type, default, and names in other trainers."""
+    if lines := list(keys_in(Path(key)) if Path(key).is_file() else meaning(key)):
         for line in lines:
-            console.print(line)
+            console.print(line, soft_wrap=True, markup=False)
         return
     answer = explain(key)
     if answer.description:
