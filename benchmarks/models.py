@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+import vision_models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lachesis.common.errors import LachesisError, first_line
@@ -125,6 +126,20 @@ class Row:
         return f"| {self.name} | {self.way} | {self.error} | {self.gradients} | {self.lora} |"
 
 
+@dataclass(frozen=True, slots=True)
+class SeenRow:
+    """What was found of a model for images: the largest errors of engine and trainer on them, in nats."""
+
+    name: str
+    engine: str
+    trainer: str
+
+    def __str__(self) -> str:
+        return f"| {self.name} | {self.engine} | {self.trainer} |"
+
+
+# Those that tests/contracts/test_vllm_images.py has vLLM serve.
+SERVED = ("idefics3",)
 # A gradient that is so much smaller than the largest one of the model counts as so large.
 _LEAST = 1e-4
 
@@ -140,16 +155,18 @@ one and why in its first lines, and the report under *Configuration*.
 *Packed* is one stream of tokens without padding, in which a group's prompt is computed once; *padded* is a row for each
 sequence.
 
-Models for images and text (Gemma 3 and 4, Qwen2-VL to Qwen3.5, Mistral 3, Llava, SmolVLM, InternVL, Llama 4) are
-trained on text, or on text and images ([images](data-and-rewards.md#images)) one row for each sequence. What they have
-beside the language model is frozen, and saved as it is under the checkpoint's own names; `model.vision: trained` trains
-it too.
+Models for images and text are trained on text, or on text and images ([images](data-and-rewards.md#images)), then on
+padded rows. What they have beside the language model is frozen, and saved as it is under the checkpoint's own names;
+`model.vision: trained` trains it too. A model with images that is not below is tried as it is; `logprob_diff_max` shows
+whether engine and trainer agree.
 
 These model types of transformers {version} were compared, as tiny models of random weights in float32 on a CPU, with
 transformers' own computation of one sequence at a time. [The table](../benchmarks/raw/models.md) has the largest
 difference of each in logprobs, in gradients, and in logprobs with an adapter on `all-linear`.
 
 {lists}
+
+{vision}
 """
 TABLE = """\
 # Models, compared
@@ -163,27 +180,41 @@ gradient, relative to its size. *LoRA* is the same as *logprobs* for an adapter 
 | model type | trains | logprobs | gradients | LoRA |
 |---|---|---|---|---|
 """
+VISION = """
+With images of random pixels: *engine* is the largest difference of the embedded engine's logprobs from transformers',
+*trainer* that of the trainer's from the engine's.
+
+| model type | engine | trainer |
+|---|---|---|
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a dozen of them")
-    parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES], metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES, *vision_models.ARCHITECTURES], metavar="NAME")
     parser.add_argument("--page", type=Path, help="file to write the page to")
     parser.add_argument("--table", type=Path, help="file to write the table to")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
-    for name in options.only or (A_DOZEN if options.tiny else ARCHITECTURES):
-        rows.append(row(name))
-        sys.stdout.write(f"{rows[-1]}\n")
+    rows: list[Row] = []
+    seen: list[SeenRow] = []
+    chosen = options.only or (A_DOZEN if options.tiny else [*ARCHITECTURES, *vision_models.ARCHITECTURES])
+    for name in chosen:
+        found = row(name) if name in ARCHITECTURES else seen_row(name)
+        rows += [found] if isinstance(found, Row) else []
+        seen += [found] if isinstance(found, SeenRow) else []
+        sys.stdout.write(f"{found}\n")
         sys.stdout.flush()
     rows.sort(key=lambda found: found.name)
+    seen.sort(key=lambda found: found.name)
+    version = transformers.__version__
     if options.page:
-        options.page.write_text(PAGE.format(version=transformers.__version__, lists=lists(rows)))
+        options.page.write_text(PAGE.format(version=version, lists=lists(rows), vision=vision_list(seen)))
     if options.table:
-        options.table.write_text(TABLE.format(version=transformers.__version__) + "".join(f"{line}\n" for line in rows))
+        tables = (TABLE.format(version=version), *(f"{line}\n" for line in rows))
+        options.table.write_text("".join((*tables, VISION, *(f"{line}\n" for line in seen))))
 
 
 def lists(rows: Sequence[Row]) -> str:
@@ -191,7 +222,18 @@ def lists(rows: Sequence[Row]) -> str:
     ways = {"Packed": "packed", "Padded": "padded", "Not": "not:"}
     named = {title: [row.name for row in rows if row.way.startswith(way)] for title, way in ways.items()}
     parts = [f"**{title}** ({len(names)}): {', '.join(names)}." for title, names in named.items() if names]
-    return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts)
+    return "\n\n".join(map(filled, parts))
+
+
+def vision_list(rows: Sequence[SeenRow]) -> str:
+    """Return the names of the models that train with images, and which of them vLLM was seen to serve them to."""
+    names = [row.name for row in rows if not row.engine.startswith("not")]
+    compared = f"With vLLM's engine too, compared on its CPU build: {', '.join(SERVED)}."
+    return filled(f"**With images**, padded ({len(names)}): {', '.join(names)}. {compared}")
+
+
+def filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def row(name: str) -> Row:
@@ -201,6 +243,19 @@ def row(name: str) -> Row:
     except (LachesisError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as failure:
         return Row(name, f"not: {first_line(failure)[:120]}", "", "", "")
     return Row(name, way, f"{error:.0e}", f"{gradients:.0e}", with_lora(name))
+
+
+def seen_row(name: str) -> SeenRow:
+    """Compare a model on prompts with images."""
+    try:
+        model = vision_models.tiny(name)
+        groups = vision_models.sampled(model, vision_models.prompts(name))
+        engine, trainer = (
+            vision_models.error_of_engine(model, groups), vision_models.error_of_trainer(model, groups),
+        )  # fmt: skip
+    except (LachesisError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as failure:
+        return SeenRow(name, f"not: {first_line(failure)[:120]}", "")
+    return SeenRow(name, f"{engine:.0e}", f"{trainer:.0e}")
 
 
 def with_lora(name: str) -> str:

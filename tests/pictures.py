@@ -41,11 +41,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def model(*, seed: int = 0) -> PreTrainedModel:
-    """An Idefics3, the architecture of SmolVLM, of two layers and a tower of one."""
+def model(*, seed: int = 0, **sizes: object) -> PreTrainedModel:
+    """An Idefics3, the architecture of SmolVLM, of two layers and a tower of one; ``sizes`` are of its text model."""
     text = {"model_type": "llama", "vocab_size": 16, "hidden_size": 32, "intermediate_size": 48}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    text |= {"bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 128, "initializer_range": 0.2}
+    text |= {"bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 128, "initializer_range": 0.2, **sizes}
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     tower |= {"image_size": SIZE, "patch_size": PATCH, "initializer_range": 0.2}
     config = AutoConfig.for_model(
@@ -66,9 +66,9 @@ def processor() -> Idefics3Processor:
     return Idefics3Processor(images, tokenizer(), image_seq_len=PER_IMAGE, chat_template=TEMPLATE)
 
 
-def save(directory: Path) -> Path:
+def save(directory: Path, **sizes: object) -> Path:
     """Write model, tokenizer and processor."""
-    for part in (model(), processor(), tokenizer()):
+    for part in (model(**sizes), processor(), tokenizer()):
         part.save_pretrained(directory)
     return directory
 

@@ -83,6 +83,7 @@ NO_SCRIPTS = {
     "needs_gpu",
     "overlap_table",
     "step_workloads",
+    "vision_models",
 }
 
 

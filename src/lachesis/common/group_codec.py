@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +39,9 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool =
         line["prompt"]["source"] = prompt.source
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
-    if whole and prompt.images is not None:
-        line["prompt"]["images"] = _encode_images(prompt.images)
+    if prompt.images is not None:
+        shown = {"images": prompt.images.encoded()} if whole else {"thumbnails": list(prompt.images.thumbnails)}
+        line["prompt"] |= shown
     if group.logged:
         line["logged"] = {str(name): json_safe(list(values)) for name, values in group.logged.items()}
     if group.replaces is not None:
@@ -96,30 +96,10 @@ def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _encode_images(images: PromptImages) -> list[dict[str, Any]]:
-    """Return both of the record's mappings of arrays, each array as dtype, shape and bytes in base 64."""
-    return [
-        {
-            name: [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]
-            for name, array in arrays.items()
-        }
-        for arrays in (images.inputs, images.token_types)
-    ]
-
-
-def _decode_images(fields: Sequence[Mapping[str, Any]]) -> PromptImages:
-    import numpy as np  # most readers of groups can do without these
-
+def _decode_images(fields: Mapping[str, Any]) -> PromptImages:
     from lachesis.common.prompt_images import PromptImages
 
-    inputs, token_types = (
-        {
-            name: np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)
-            for name, (dtype, shape, text) in arrays.items()
-        }
-        for arrays in fields
-    )
-    return PromptImages(inputs, token_types)
+    return PromptImages.decoded(fields)
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:

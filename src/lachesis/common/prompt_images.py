@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,44 @@ class PromptImages:
 
     ``inputs`` holds numpy arrays by the name of the model's argument, such as ``pixel_values`` and ``image_grid_thw``.
     ``token_types`` holds, by argument too, a number for each token of the prompt, such as ``mm_token_type_ids``.
+    ``sizes`` has the width and height of each image before it was processed, ``thumbnails`` a small picture of each for
+    pages, as a ``data:`` address.
     """
 
     inputs: Mapping[str, Any]
     token_types: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sequence[tuple[int, int]] = ()
+    thumbnails: Sequence[str] = ()
+
+    def encoded(self) -> dict[str, Any]:
+        """Return the record as JSON-safe values: each array as dtype, shape and bytes in base 64."""
+        return {
+            "inputs": {name: _encoded(array) for name, array in self.inputs.items()},
+            "token_types": {name: _encoded(array) for name, array in self.token_types.items()},
+            "sizes": [list(size) for size in self.sizes],
+            "thumbnails": list(self.thumbnails),
+        }
+
+    @classmethod
+    def decoded(cls, fields: Mapping[str, Any]) -> PromptImages:
+        """Return the record that :meth:`encoded` encoded.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: the fields are those of no such record.
+        """
+        return cls(
+            {name: _decoded(*array) for name, array in fields["inputs"].items()},
+            {name: _decoded(*array) for name, array in fields["token_types"].items()},
+            [(int(width), int(height)) for width, height in fields["sizes"]],
+            fields["thumbnails"],
+        )
+
+
+def _encoded(array: Any) -> list[Any]:
+    return [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]
+
+
+def _decoded(dtype: str, shape: Sequence[int], text: str) -> Any:
+    import numpy as np  # most readers of groups can do without it
+
+    return np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)

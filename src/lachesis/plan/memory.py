@@ -58,22 +58,29 @@ class Lengths:
     """Numbers of tokens: of a longest sequence, in one forward pass, and in flight while generating.
 
     ``keys`` are those that queries see over the tokens of a pass: more than one for each where completions share a
-    prompt, whose keys are there for each of them.
+    prompt, whose keys are there for each of them. ``patches`` are those of a pass's images.
     """
 
     longest: int
     microbatch: int
     in_flight: int
     keys: float = 1.0
+    patches: int = 0
 
 
 def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
     """Return the number of trained parameters: all, those of some layers, or the adapter's."""
     if config.adapter.kind == "none":
         chosen = config.model.train_layers
-        return shape.parameters if chosen is None else len(set(chosen)) * shape.layer_parameters
+        tower = tower_parameters(config, shape) if config.model.vision == "trained" else 0
+        return shape.parameters + tower if chosen is None else len(set(chosen)) * shape.layer_parameters
     whole = shape.lora_parameters(rank=config.adapter.r, targets=config.adapter.targets)
     return whole if config.adapter.layers is None else whole * len(set(config.adapter.layers)) // shape.layers
+
+
+def tower_parameters(config: LachesisConfig, shape: ModelShape) -> int:
+    """Return the parameters of the encoder of images; 0 where none are shown."""
+    return shape.tower.parameters if shape.tower is not None and config.model.sees_images else 0
 
 
 def memory_parts(
@@ -110,6 +117,7 @@ def _held_parts(
     trained = trainable_parameters(config, shape)
     if not config.shares_weights:
         yield MemoryPart("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
+    yield MemoryPart("vision tower", "trainer", ALWAYS, tower_parameters(config, shape) * width)
     if config.adapter.kind == "lora":
         yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)
     yield MemoryPart("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
@@ -134,6 +142,10 @@ def _pass_parts(
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
         yield MemoryPart("backward pass", "trainer", ("passes",), backward)
+    if shape.tower is not None:  # a frozen one keeps nothing, so that one layer is there at a time
+        layers = shape.tower.layers if config.model.vision == "trained" else 1
+        each = 4 * shape.tower.patch + width * layers * shape.tower.layer_elements
+        yield MemoryPart("images", "trainer", ("passes",), lengths.patches * each)
     if config.model.quantization != "none":
         largest = max((rows * columns for rows, columns in shape.quantizable), default=0)
         yield MemoryPart("dequantized matrix", "trainer", ("passes",), largest * width)
@@ -359,7 +371,9 @@ def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) 
 
 def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
     """Return the bytes of final/, and of each export of a bridge over the disk: the model, or the adapter."""
-    saved = shape.parameters if config.adapter.kind == "none" else trainable_parameters(config, shape)
+    saved = trainable_parameters(config, shape)
+    if config.adapter.kind == "none":
+        saved = shape.parameters + tower_parameters(config, shape)
     return saved * weight_bytes(config, shape, device=device)
 
 
@@ -429,7 +443,10 @@ def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths
     kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
     cache = shape.kv_elements_per_token * kept * lengths.in_flight // min(ways, shape.kv_heads)
     parts = [MemoryPart("KV cache", "engine", ("generation",), cache)]
-    return parts if config.engine.place == "trainer" else [MemoryPart("weights", "engine", phases, held), *parts]
+    if config.engine.place == "trainer":
+        return parts
+    tower = tower_parameters(config, shape) * width
+    return [MemoryPart("weights", "engine", phases, held), MemoryPart("vision tower", "engine", phases, tower), *parts]
 
 
 def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
@@ -110,6 +110,7 @@ def plan(
     devices: int = 1,
     found: FoundShape | None = None,
     prompt_tokens: int | None = None,
+    image_tokens: int = 0,
 ) -> Plan:
     """Compute the plan of a configuration.
 
@@ -119,11 +120,14 @@ def plan(
         devices: that train together.
         found: the model's shape; looked for on this machine, and in the table of known models, if unset.
         prompt_tokens: longest prompt of the data, if that is known.
+        image_tokens: those of the prompt that has the most of images.
 
     Raises:
         ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
             it goes together with.
     """
+    if image_tokens and config.model.vision is None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vision": "frozen"})})
     mesh = derive_mesh(config.distributed, ranks=devices)
     chosen = device or _device(config)
     found = found or find_shape(config.model.path, revision=config.model.revision)
@@ -132,6 +136,9 @@ def plan(
         require_heads(mesh.context, heads=shape.heads, kv_heads=shape.kv_heads)
         require_experts(mesh.expert, experts=shape.experts)
     lengths = _lengths(config, shape, prompt_tokens)
+    if shape is not None and shape.tower is not None:
+        rows = -(-lengths.microbatch // lengths.longest)
+        lengths = replace(lengths, patches=rows * image_tokens * shape.tower.merged)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher
     held = None if taught is None or taught.kind != "model" else taught.model

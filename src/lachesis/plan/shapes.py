@@ -7,7 +7,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +24,40 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShape:
+    """Shape of an image encoder: widths in elements.
+
+    ``patch`` is the number of a patch's values, ``merged`` that of patches that become one token of the decoder;
+    ``around`` counts the parameters beside the layers. ``matrices`` are those of a feed-forward part: three if gated.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    matrices: int
+    patch: int
+    merged: int
+    around: int
+
+    @property
+    def parameters(self) -> int:
+        """Return the parameters of the encoder and of what joins it to the decoder."""
+        layer = self.hidden * (4 * self.hidden + self.matrices * self.intermediate + 8) + 2 * self.intermediate
+        return self.layers * layer + self.patch * self.hidden + self.around
+
+    @property
+    def layer_elements(self) -> int:
+        """Return the elements that the backward pass of one layer keeps for each patch."""
+        return 8 * self.hidden + 2 * (self.matrices - 1) * self.intermediate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Shape of a decoder: widths in elements, ``dtype`` that of the checkpoint.
 
     ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
     without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3. ``kind`` is the ``model_type`` of its
-    text model.
+    text model. ``tower`` is its encoder of images, if config.json describes one.
     """
 
     layers: int
@@ -47,6 +75,7 @@ class ModelShape:
     dtype: str
     qk_norm: bool = False
     kind: str = ""
+    tower: TowerShape | None = None
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -195,7 +224,8 @@ def _parse(content: str, *, where: str) -> ModelShape:
         raise ConfigError(f"{where} is not a mapping", remedy="give a model directory that is whole")
     text = data.get("text_config", data)
     try:
-        return _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+        shape = _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+        return replace(shape, tower=_tower(data, out=shape.hidden))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: no decoder whose memory is known: {error!r}", remedy="plan without it, from the batches alone"
@@ -222,6 +252,33 @@ def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
         dtype=dtype.removeprefix("torch."),
         qk_norm=str(data.get("model_type", "")).startswith("qwen3"),
         kind=str(data.get("model_type", "")),
+    )
+
+
+def _tower(data: Mapping[str, Any], *, out: int) -> TowerShape | None:
+    """Return the shape of the image encoder beside a decoder ``out`` wide; None if its usual keys are missing."""
+    vision = data.get("vision_config")
+    layers = None if vision is None else vision.get("depth") or vision.get("num_hidden_layers")
+    if vision is None or not layers or not {"patch_size", "hidden_size"} <= vision.keys():
+        return None
+    hidden = int(vision.get("embed_dim") or vision["hidden_size"])
+    patch, size = (
+        one[0] if isinstance(one, list) else one or 0 for one in map(vision.get, ("patch_size", "image_size"))
+    )
+    merge = vision.get("spatial_merge_size") or data.get("spatial_merge_size") or data.get("scale_factor") or 1
+    side, pooled = size // patch, data.get("mm_tokens_per_image")
+    places = int(vision.get("num_position_embeddings") or side**2)
+    # Qwen's mergers, one more for each layer that the decoder sees, have two matrices, as have Llava's projectors.
+    wide, mergers = (1 if pooled else merge**2) * hidden, 1 + len(vision.get("deepstack_visual_indexes") or ())
+    joint = mergers * wide * (out + wide * ("spatial_merge_size" in vision)) + out**2 * ("projector_hidden_act" in data)
+    return TowerShape(
+        layers=int(layers),
+        hidden=hidden,
+        intermediate=int(vision.get("intermediate_size") or hidden * vision.get("mlp_ratio", 4)),
+        matrices=3 if vision.get("hidden_act") == "silu" or vision.get("model_type") == "pixtral" else 2,
+        patch=int(vision.get("in_channels") or 3) * patch**2 * int(vision.get("temporal_patch_size") or 1),
+        merged=max(1, side**2 // int(pooled)) if pooled else merge**2,
+        around=places * hidden + joint,
     )
 
 

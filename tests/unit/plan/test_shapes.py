@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lachesis.plan.shapes import find_shape, known_architecture
+from lachesis.train.distributed.strategy import text_part
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +55,39 @@ def test_known_models_have_the_parameters_that_were_published(name: str, paramet
     found = find_shape(name)
     assert found is not None and found.source == "table"
     assert found.shape.parameters == parameters
+
+
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+_LLAMA = {"model_type": "llama", "hidden_size": 960, "pad_token_id": 0}
+# Configurations with towers, and how many patches become one token.
+TOWERS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen2_vl": ({"text_config": _MROPE}, 4),
+    "qwen2_5_vl": ({"text_config": _MROPE}, 4),
+    "qwen3_vl": ({"text_config": _MROPE}, 4),
+    "qwen3_5": ({}, 4),
+    "gemma3": ({"vision_config": _SIGLIP | {"image_size": 896, "patch_size": 14, "vision_use_head": False}}, 16),
+    "smolvlm": ({"text_config": _LLAMA, "pad_token_id": 0}, 4),
+    "llava": ({}, 1),
+    "internvl": ({}, 1),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_has_about_the_parameters_of_transformers_model(name: str, tmp_path: Path):
+    fields, merged = TOWERS[name]
+    config = AutoConfig.for_model(name, **fields)
+    config.get_text_config().num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    text, head = text_part(model), model.get_output_embeddings()
+    of_text = {id(parameter) for module in (text, head) for parameter in module.parameters()}
+    real = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in of_text)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    found = find_shape(str(tmp_path))
+    assert found is not None and found.shape.tower is not None
+    assert found.shape.tower.parameters == pytest.approx(real, rel=0.05)
+    assert found.shape.tower.merged == merged
 
 
 def test_only_exact_names_are_known():

@@ -325,13 +325,7 @@ class _Route:
 
 
 def request_body(request: GenerationRequest) -> dict[str, Any]:
-    """Build the body of ``/generate``; omits neutral parameters, so that every server accepts it.
-
-    Raises:
-        EngineError: the request has images, which no server is sent.
-    """
-    if request.images is not None:
-        raise EngineError("a request has images, which servers are not sent", remedy="set engine.kind: embedded")
+    """Build the body of ``/generate``; omits neutral parameters, so that every server accepts it."""
     params = request.params
     neutral = SamplingParams(max_tokens=0)
     changed = {name: value for name, value in asdict(params).items() if value != getattr(neutral, name)}
@@ -343,6 +337,8 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
         "temperature": params.temperature,
         "skip_special_tokens": False,
     }
+    if request.images is not None:
+        body["images"] = request.images.encoded()
     return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
 
 

@@ -13,13 +13,14 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, Field, GetPydanticSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, GetPydanticSchema, InstanceOf, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from typing_extensions import TypedDict
 
 from lachesis.common.errors import EngineError
 from lachesis.common.json_values import is_object
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, VersionSpan
 from lachesis.engines.serving.bodies import (
     SINGLE,
@@ -88,12 +89,23 @@ class SampledBody(Request):
     )
 
 
+def _images(value: Any) -> Any:
+    """Return the images of a body; raises Refused (400) for what :meth:`PromptImages.encoded` has not written."""
+    if not is_object(value):
+        return value
+    try:
+        return PromptImages.decoded(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"the images cannot be read: {error!r}", remedy="send PromptImages.encoded()") from error
+
+
 class GenerateBody(SampledBody):
     """Body of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
 
     ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
     always returned. Without ``text`` tokens are decoded only if there are stop strings. ``routed_experts``
-    asks a mixture-of-experts model which experts it used. (A trainer asks its engine by a
+    asks a mixture-of-experts model which experts it used. ``images`` are :meth:`PromptImages.encoded`, and the
+    prompt's token ids have their placeholders. (A trainer asks its engine by a
     :class:`~lachesis.common.types.GenerationRequest`.)
     """
 
@@ -103,6 +115,7 @@ class GenerateBody(SampledBody):
     prompt_logprobs: Count | None = None
     text: Flag = True
     routed_experts: Flag = False
+    images: Annotated[InstanceOf[PromptImages] | None, BeforeValidator(_images)] = None
     request_id: Text = Field(default_factory=lambda: uuid.uuid4().hex)
 
     @model_validator(mode="before")

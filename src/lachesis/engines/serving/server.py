@@ -45,6 +45,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Found = Mapping[str, Any] | None
 
 _MAX_BODY = 32 << 20
+# That of a prompt with images, which are sent as the numbers that a model takes.
+_MAX_GENERATE = 1 << 30
 _CLOSED_REQUEST = 499  # nobody reads it; the name that nginx gave it
 _STATUS: dict[type[LachesisError], int] = {EngineUnreachable: 503, DeadlineExceeded: 504}
 _PROBE_S = 30.0
@@ -378,10 +380,10 @@ def error_response(error: LachesisError) -> JSONResponse:
     return JSONResponse(error_document(error), status_code=status, headers=headers)
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request; raises Refused (413) above 32 MiB."""
+async def read_body(request: Request, *, limit: int = _MAX_BODY) -> dict[str, Any]:
+    """Return the JSON object in the body of a request; raises Refused (413) above ``limit`` bytes."""
     try:
-        return parse_object(await http.read_body(request, limit=_MAX_BODY))
+        return parse_object(await http.read_body(request, limit=limit))
     except http.BodyTooLong as error:
         raise Refused(error.message, status=413, remedy=error.remedy) from error
 
@@ -436,7 +438,8 @@ def _endpoint(server: Server, operation: ops.Operation[Any, Any]) -> Endpoint:
 
 async def _generate(server: Server, request: Request) -> Response:
     served = server.served
-    wanted = parse_sampled(GenerateBody, await read_body(request), sampling_fields=served.sampling_fields)
+    document = await read_body(request, limit=_MAX_GENERATE)
+    wanted = parse_sampled(GenerateBody, document, sampling_fields=served.sampling_fields)
     described = served.model_info()
     check_model(wanted.model, info=described, adapter=served.adapter())
     check_prompt(wanted, info=described)

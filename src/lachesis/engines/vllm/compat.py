@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,13 @@ import vllm
 import vllm.envs
 from prometheus_client import REGISTRY
 from vllm.inputs import TextPrompt as TextPrompt
+from vllm.inputs import mm_input as mm_input
 from vllm.inputs import tokens_input as tokens_input
 from vllm.lora.lora_model import LoRAModel as LoRAModel
 from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
 from vllm.lora.request import LoRARequest as LoRARequest
+from vllm.multimodal.processing import ProcessorInputs as ProcessorInputs
+from vllm.multimodal.processing import TimingContext as TimingContext
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
@@ -128,6 +132,16 @@ def lora_name_mapper(model: Any) -> Any:
         return None
     renames = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
     return renames()
+
+
+def shown_tokens(content: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens of an image's place in a prompt that stand for its features; 0.26 may have it as text."""
+    full = content.full
+    tokens = tokenizer.encode(full, add_special_tokens=False) if isinstance(full, str) else [*full]
+    if content.is_embed is None:
+        return tokens
+    arguments = (tokenizer, full) if len(inspect.signature(content.is_embed).parameters) > 1 else (full,)
+    return [token for token, shown in zip(tokens, content.is_embed(*arguments).tolist(), strict=True) if shown]
 
 
 def can_reload_under_lora() -> bool:

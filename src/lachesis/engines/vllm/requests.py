@@ -17,6 +17,7 @@ from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateCompletion, GenerateResult
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.groups import Ended, Group, Member, missing_parts
+from lachesis.engines.vllm.images import image_prompt
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
 from lachesis.engines.vllm.routed_experts import read_routes
 
@@ -158,10 +159,18 @@ class Generator:
         members = [
             Member(f"{request.request_id}-{index}", _seed(request, index), {KEY: key}) for index, key in enumerate(keys)
         ]
-        prompt = _token_prompt(request, cache_salt=cache_salt)
         with _our_errors():
+            prompt = self._token_prompt(request, cache_salt=cache_salt)
             group = Group(self._engine, ended=ended)
             return await group.run(prompt, params, members, lora_request=self._lora_request)
+
+    def _token_prompt(self, request: GenerateBody, *, cache_salt: str) -> Any:
+        """Return a prompt of token ids, which vLLM need not tokenize in another thread first, in vLLM's form."""
+        token_ids = request.prompt_token_ids or ()
+        if request.images is None:
+            return compat.tokens_input(list(token_ids), cache_salt=cache_salt)
+        processor = self._engine.renderer.get_mm_processor()
+        return image_prompt(processor, token_ids, request.images, cache_salt=cache_salt)
 
     def _key(self, request: GenerateBody, index: int) -> str:
         """Return a unique name for the logprobs of a completion."""
@@ -211,7 +220,8 @@ class Generator:
             prompt: Any = compat.TextPrompt(prompt=request.prompt, cache_salt=cache_salt)
         else:
             self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
-            prompt = _token_prompt(request, cache_salt=cache_salt)
+            with _our_errors():
+                prompt = self._token_prompt(request, cache_salt=cache_salt)
         outputs = self._engine.generate(
             prompt, params, f"{request.request_id}-{index}", lora_request=self._lora_request
         )
@@ -253,11 +263,6 @@ def _our_errors() -> Iterator[None]:
         raise engine_is_dead(error) from error
     except compat.caller_errors() as error:
         raise Refused(f"vLLM refuses the request: {error}", remedy="correct the request") from error
-
-
-def _token_prompt(request: GenerateBody, *, cache_salt: str) -> Any:
-    """Return a prompt of token ids, which vLLM need not tokenize in another thread first, in vLLM's form."""
-    return compat.tokens_input(list(request.prompt_token_ids or ()), cache_salt=cache_salt)
 
 
 def _seed(request: GenerateBody, index: int) -> int | None:

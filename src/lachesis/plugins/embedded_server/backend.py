@@ -275,6 +275,8 @@ class EmbeddedBackend(EngineBackend):
         for name, neutral in _NEUTRAL.items():
             if sampling.get(name, neutral) != neutral:
                 raise Refused(f"the embedded engine does not know {name}", remedy=f"leave it at {neutral}, or use vLLM")
+        if request.images is not None:
+            raise Refused("the embedded engine's server takes no images", remedy="set engine.kind: embedded or vllm")
         prompt_ids = request.prompt_token_ids
         if prompt_ids is None:
             prompt_ids = tuple(self.tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]

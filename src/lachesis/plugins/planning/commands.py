@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -64,18 +65,20 @@ def plan_command(
     singles = single_configs(loaded.config)
     samples = {name: sample for name, one in singles.items() if (sample := sample_data(one)) is not None}
     longest = max((sample.longest for sample in samples.values()), default=None)
+    shown = max((sample.images for sample in samples.values()), default=0)
     for name, sample in samples.items():
         check_reward_columns(singles[name], sample)
         words = f"of the first {sample.rows:,} rows{f' of {name}' if name else ''} has about {sample.longest:,} tokens"
-        console.print(f"the longest prompt {words}", style="dim")
+        pictures = f", and the images of one take up to {sample.images:,}" if sample.images else ""
+        console.print(f"the longest prompt {words}{pictures}", style="dim")
     device = device or ("cuda" if gpus or node else None)
-    for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found, prompt_tokens=longest)):
+    counted = partial(plan, loaded.config, devices=devices, found=found, prompt_tokens=longest, image_tokens=shown)
+    for line in plan_lines(counted(device=device)):
         console.print(line)
     if found is not None and (way := way_line(loaded.config.model, kind=found.shape.kind)):
         console.print(way)
     if found is not None and device != "cpu" and not (gpus or node):
-        on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found, prompt_tokens=longest)
-        for line in card_lines(loaded.config, on_gpu):
+        for line in card_lines(loaded.config, counted(device="cuda")):
             console.print(line)
     if gpus is not None:
         train = devices if devices > 1 else None

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import add
 from pathlib import Path
+from typing import Any
 
 from lachesis.common.errors import DataError
+from lachesis.common.hub import mentions
 from lachesis.config.schema import LachesisConfig
-from lachesis.rollouts.datasets.formats import Problem, detect_format, to_problems
+from lachesis.plugins import load
+from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.rows import Row, column_names, parse_line, read_file
 from lachesis.rollouts.rewards.rewarder import Rewarder, load_rewards
 
 _ROWS = 1_000
 # Tokens of a chat template for each message, and letters of a token where the tokenizer is not here.
 _TEMPLATE_TOKENS, _LETTERS = 12, 3
+# Prompts whose images are looked at.
+_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,13 @@ class DataSample:
         rows: number of rows that were read.
         columns: names of the columns that reward functions get.
         longest: tokens of the longest prompt, those of the chat template estimated.
+        images: tokens that images take, in the prompt with the most of them.
     """
 
     rows: int
     columns: frozenset[str]
     longest: int
+    images: int = 0
 
 
 def sample_data(config: LachesisConfig) -> DataSample | None:
@@ -53,6 +61,7 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
             f"{path}: no prompt in column {data.prompt_column!r}; the columns there are: {names}",
             remedy="set data.prompt_column",
         )
+    sees = config.model.vision != "text" and bool(mentions(config.model.path, "vision_config"))
     problems = [
         problem
         for row in rows
@@ -62,10 +71,13 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
             prompt_column=data.prompt_column,
             conversation=True,
             system_prompt=data.system_prompt,
+            images=sees,
         )
     ]
     columns = frozenset(name for problem in problems for name in problem.columns)
-    return DataSample(len(rows), columns, max(_tokens(problems, config), default=0))
+    images = _image_tokens(problems, config, path.parent) if sees else [0] * len(problems)
+    longest = max(map(add, _tokens(problems, config), images), default=0)
+    return DataSample(len(rows), columns, longest, max(images, default=0))
 
 
 def check_reward_columns(config: LachesisConfig, sample: DataSample) -> None:
@@ -95,6 +107,26 @@ def _first_rows(path: Path) -> Sequence[Row]:
     return [parse_line(f"{path}, line {number}", line.removeprefix(b"\xef\xbb\xbf").strip()) for number, line in lines]
 
 
+def _image_tokens(problems: Sequence[Problem], config: LachesisConfig, directory: Path) -> list[int]:
+    """Return the tokens of each prompt's images by the rule of the model's processor; 0 beyond the first with any."""
+    with_images = [number for number, problem in enumerate(problems) if _may_have_images(problem)][:_SHOWN]
+    counts = [0] * len(problems)
+    if with_images:
+        from lachesis.train.model.loading import load_tokenizer  # imports torch
+
+        reader = load("vision", "reader")(config.model, load_tokenizer(config.model))
+        for number in with_images:
+            _, images = reader.prepare(problems[number], directory=directory)
+            counts[number] = sum(reader.placeholders(images)) if images else 0
+    return counts
+
+
+def _may_have_images(problem: Problem) -> bool:
+    messages = problem.prompt if isinstance(problem.prompt, list) else []
+    in_parts = any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
+    return in_parts or any(problem.columns.get(name) is not None for name in IMAGE_COLUMNS)
+
+
 def _tokens(problems: Sequence[Problem], config: LachesisConfig) -> Iterator[int]:
     """Yield the tokens of each prompt."""
     file = Path(config.model.tokenizer or config.model.path) / "tokenizer.json"
@@ -105,6 +137,13 @@ def _tokens(problems: Sequence[Problem], config: LachesisConfig) -> Iterator[int
         tokenizer = Tokenizer.from_file(str(file))
     for problem in problems:
         messages = problem.prompt if isinstance(problem.prompt, list) else [{"content": problem.prompt}]
-        texts = [str(message.get("content") or "") for message in messages if isinstance(message, dict)]
+        texts = [_text(message.get("content")) for message in messages if isinstance(message, dict)]
         counts = [len(text) // _LETTERS if tokenizer is None else len(tokenizer.encode(text).ids) for text in texts]
         yield sum(counts) + _TEMPLATE_TOKENS * len(texts)
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which may be in parts."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return " ".join(str(part.get("text") or "") for part in content if isinstance(part, dict))

@@ -103,6 +103,7 @@ def _group(line: Mapping[str, Any], *, budget: int) -> dict[str, Any]:
     return {
         "id": prompt["id"],
         "prompt": _cut(prompt["text"], MAX_PROMPT_CHARACTERS),
+        "images": prompt.get("thumbnails", []),
         "size": len(samples),
         "samples": [_sample(sample, limit=max(16, budget // len(chosen))) for sample in chosen],
     }

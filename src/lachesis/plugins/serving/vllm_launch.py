@@ -39,6 +39,8 @@ _GROUPS_ON_BY_DEFAULT = (
 )  # fmt: skip
 _DEFAULTS = {
     "--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs", "--api-server-count": "1",
+    # Images of a run come processed, past the half of this cache that the server's process keeps.
+    "--mm-processor-cache-gb": "0",
 }  # fmt: skip
 # Flags that are taken out, and those of vLLM's that are looked at, as argparse reads them.
 _OURS: Mapping[str, Mapping[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Keys of an image part in a message that hold the image itself.
 _HELD_AS = ("image", "path")
+# The longest side of pictures on pages, in pixels.
+_THUMBNAIL = 128
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -76,8 +79,8 @@ class ImageReader:
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
 
-        Images of the column that no part stands for come before the text of the first message of a user. Arrow's
-        encoded images become pictures in the column too.
+        Images of the column that no part stands for come before the text of the first message of a user. Those of parts
+        are put into the column ``images``, for rewards. Arrow's encoded images become pictures in the column too.
 
         Args:
             directory: that relative paths of images are in.
@@ -98,7 +101,8 @@ class ImageReader:
                     f"{problem.place}: images are both in the column {column!r} and in parts of messages",
                     remedy="keep them in one of the two places",
                 )
-            given = given or inline
+            if inline:  # for rewards, which get them as from a column
+                column, value, given = IMAGE_COLUMNS[0], inline, inline
             if given and not parts:
                 prompt = _with_parts(prompt, len(given), problem.place)
             elif len(parts) != len(given):
@@ -112,10 +116,25 @@ class ImageReader:
                 if not self._tokenizer.chat_template:
                     self._tokenizer.chat_template = getattr(self._processor, "chat_template", None)
         images = [_opened(one, place=problem.place, directory=directory) for one in given]
-        columns = problem.columns
+        columns = problem.columns if column is None else {**problem.columns, column: value}
         if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives a script pictures
             columns = {**columns, column: images if isinstance(value, list | tuple) else images[0]}
         return replace(problem, prompt=prompt, columns=columns), images
+
+    def placeholders(self, images: Sequence[Image]) -> list[int]:
+        """Return the tokens that stand for each image in a prompt, by the processor's own rule.
+
+        Raises:
+            ModelError: the processor does not say them.
+        """
+        sizes = [(image.height, image.width) for image in images]
+        try:
+            return list(self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens)
+        except AttributeError as error:
+            raise ModelError(
+                f"{type(self._processor).__name__} does not say how many tokens an image takes: {first_line(error)}",
+                remedy="plan with data.max_prompt_length, from data without images",
+            ) from error
 
     def encode(
         self, text: str, images: Sequence[Image], *, place: str, special_tokens: bool
@@ -147,7 +166,16 @@ class ImageReader:
         token_ids = tuple(made.pop("input_ids")[0].tolist())
         made.pop("attention_mask", None)
         types = {name: made.pop(name)[0].numpy() for name in _TOKEN_TYPES if name in made}
-        return token_ids, PromptImages({name: value.numpy() for name, value in made.items()}, types)
+        inputs = {name: value.numpy() for name, value in made.items()}
+        return token_ids, PromptImages(inputs, types, [one.size for one in images], [_thumbnail(one) for one in images])
+
+
+def _thumbnail(image: Image) -> str:
+    """Return a small picture of an image for pages, as a ``data:`` address."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -39,8 +39,8 @@ def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> 
 def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]]:
     """Yield what does not take images, and what to do."""
     model, source = config.model, config.source
-    if config.engine.kind != "embedded":
-        yield f"engine.kind is {config.engine.kind}, which is not sent any", "set engine.kind: embedded"
+    if config.engine.kind not in ("embedded", "vllm", "http"):
+        yield f"engine.kind is {config.engine.kind}, which is not sent any", "set engine.kind: embedded or vllm"
     if config.sources:
         yield "several sources are mixed (sources), which do not show them", "train on one, by source"
     elif not isinstance(source, LocalSourceConfig):

@@ -12,6 +12,7 @@ from lachesis.common.errors import DataError, RewardError
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.plan import plan
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
+from tests import pictures
 from tests.tiny import tiny_tokenizer
 
 
@@ -73,3 +74,30 @@ def test_a_column_that_a_reward_needs_and_the_file_lacks_is_found(tmp_path: Path
             check_reward_columns(config, sample)
     else:
         check_reward_columns(config, sample)
+
+
+def test_images_are_counted_by_the_processors_rule_and_so_is_their_tower(tmp_path: Path):
+    pictures.save(tmp_path)
+    (tmp_path / "red.png").write_bytes(pictures.png("red"))
+    rows = [{"prompt": "what colour", "images": ["red.png"] * count, "answer": "red"} for count in (1, 2)]
+    config = configured(tmp_path, rows)
+    sample = sample_data(config)
+    assert sample is not None
+    each = pictures.PER_IMAGE + 3  # with the tokens around it
+    assert sample.images == 2 * each
+    of_text = sample_data(configured(tmp_path, [{"prompt": "what colour", "answer": "red"}]))
+    assert of_text is not None
+    assert (of_text.images, sample.longest - of_text.longest) == (0, 2 * each)
+
+    blind, seen = (
+        plan(config, device="cpu", prompt_tokens=sample.longest, image_tokens=tokens) for tokens in (0, sample.images)
+    )
+    assert not [part for part in blind.memory if part.name in ("vision tower", "images")]
+    parts = {part.name: part.bytes for part in seen.memory if part.place == "trainer"}
+    assert seen.shape is not None and seen.shape.tower is not None
+    assert parts["vision tower"] == 4 * seen.shape.tower.parameters
+    assert parts["images"] > 0
+    assert seen.trained == blind.trained, "the tower is frozen"
+    trained = config.model_copy(update={"model": config.model.model_copy(update={"vision": "trained"})})
+    of_trained = plan(trained, device="cpu", prompt_tokens=sample.longest, image_tokens=sample.images)
+    assert of_trained.trained == seen.trained + seen.shape.tower.parameters

@@ -40,6 +40,7 @@ class TestArguments:
         assert value(arguments, "--worker-extension-cls").endswith("worker.WorkerExtension")
         assert value(arguments, "--middleware").endswith("plugin.ModelAliases")
         assert value(arguments, "--api-server-count") == "1"
+        assert value(arguments, "--mm-processor-cache-gb") == "0", "images come past the half of it in the server"
 
     def test_the_names_that_it_is_asked_for_by(self):
         found = plan("m", "--host", "node1", "--allowed-host", "api", "--allowed-host=b")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,16 @@ from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.http.dispatch import request_body
+from lachesis.engines.serving.bodies import Refused
+from lachesis.engines.serving.generation import GenerateBody, parse_sampled
 from lachesis.plugins.vision.inputs import image_inputs, joined
 from lachesis.plugins.vision.settle import placeholders
 from lachesis.train.batch import pack
 from lachesis.train.model.forward import loss_token_logprobs, plan_forward
 
 IMAGE = 3
+_FIELDS = ("seed", "temperature", "max_tokens", "skip_special_tokens")
 
 
 def qwen_prompt(number: int, colour: str, size: tuple[int, int]) -> Prompt:
@@ -30,7 +36,8 @@ def qwen_prompt(number: int, colour: str, size: tuple[int, int]) -> Prompt:
     places = int(inputs["image_grid_thw"].prod()) // 4
     types = np.array([0, 0, *[1] * places, 0, 0])
     ids = (7, 5, *[IMAGE] * places, 6, 9)
-    return Prompt(str(number), ids, "", images=PromptImages(inputs, {"mm_token_type_ids": types}))
+    thumbnails = ["data:image/jpeg;base64,AA=="]
+    return Prompt(str(number), ids, "", images=PromptImages(inputs, {"mm_token_type_ids": types}, [size], thumbnails))
 
 
 def qwen() -> PreTrainedModel:
@@ -123,7 +130,29 @@ def test_images_survive_a_checkpoint():
     for name, value in PROMPTS[0].images.inputs.items():
         assert np.array_equal(found.inputs[name], value)
         assert found.inputs[name].dtype == value.dtype
-    assert "images" not in encode_group(group, whole=False)["prompt"]
+    assert (found.sizes, found.thumbnails) == (PROMPTS[0].images.sizes, PROMPTS[0].images.thumbnails)
+    shown = encode_group(group, whole=False)["prompt"]
+    assert "images" not in shown
+    assert shown["thumbnails"] == ["data:image/jpeg;base64,AA=="]
+
+
+def test_images_go_to_a_server_and_come_out_as_they_were():
+    prompt = PROMPTS[1]
+    assert prompt.images is not None
+    sent = json.loads(
+        json.dumps(request_body(GenerationRequest(prompt.token_ids, SamplingParams(4), images=prompt.images)))
+    )
+    found = parse_sampled(
+        GenerateBody, sent, sampling_fields={"seed", "temperature", "max_tokens", "skip_special_tokens"}
+    )
+    assert found.images is not None
+    assert found.images.sizes == [(32, 16)]
+    for name, value in prompt.images.inputs.items():
+        assert np.array_equal(found.images.inputs[name], value)
+    with pytest.raises(Refused, match="the images cannot be read"):
+        parse_sampled(GenerateBody, sent | {"images": {"inputs": {"pixel_values": [1]}}}, sampling_fields=_FIELDS)
+    with pytest.raises(Refused, match="images"):
+        parse_sampled(GenerateBody, sent | {"images": "a.png"}, sampling_fields=_FIELDS)
 
 
 def test_inputs_of_other_sizes_are_padded_with_zeros():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tests import pictures
 
 from lachesis.common.errors import DataError
@@ -73,6 +76,31 @@ def test_rewards_get_pictures_of_what_arrow_has(load: Callable[..., Prompt]):
     held = {"bytes": pictures.png("red"), "path": None}
     assert load(prompt=ASK, image=held).columns["image"].size == (pictures.SIZE, pictures.SIZE)
     assert [one.size for one in load(prompt=ASK, images=[held]).columns["images"]] == [(pictures.SIZE, pictures.SIZE)]
+
+
+def test_rewards_get_the_images_of_parts_too(load: Callable[..., Prompt]):
+    held = {"bytes": pictures.png("red"), "path": None}
+    for image in (pictures.picture("red"), held):
+        found = load(prompt=[{"role": "user", "content": [{"type": "image", "image": image}]}])
+        assert [one.size for one in found.columns["images"]] == [(pictures.SIZE, pictures.SIZE)]
+
+
+def test_pages_and_engines_are_told_of_each_image(load: Callable[..., Prompt]):
+    wide = pictures.picture("green", size=(512, 256))
+    found = load(prompt=ASK, images=[pictures.picture("red"), wide]).images
+    assert found is not None
+    assert found.sizes == [(pictures.SIZE, pictures.SIZE), (512, 256)]
+    small = [Image.open(io.BytesIO(base64.b64decode(one.partition("base64,")[2]))) for one in found.thumbnails]
+    assert [one.size for one in small] == [(pictures.SIZE, pictures.SIZE), (128, 64)]
+    red, green, blue = small[1].convert("RGB").resize((1, 1)).getpixel((0, 0))
+    assert green > 100 > red + blue
+
+
+def test_the_processors_rule_counts_what_the_processor_makes(model: Path, load: Callable[..., Prompt]):
+    reader = ImageReader(ModelConfig(path=str(model)), pictures.tokenizer())
+    (one,) = reader.placeholders([pictures.picture("red")])
+    without = load(prompt="user what colour  assistant").token_ids
+    assert len(load(prompt=ASK, images=[pictures.picture("red")]).token_ids) == len(without) + one
 
 
 def test_a_row_without_images_is_a_text(load: Callable[..., Prompt]):

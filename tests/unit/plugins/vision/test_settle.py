@@ -35,7 +35,7 @@ def test_the_tower_is_frozen_unless_asked_otherwise(tmp_path: Path, asked: tuple
 @pytest.mark.parametrize(
     ("overrides", "ranks", "named", "remedy"),
     [
-        (("engine.kind=vllm", "bridge.kind=broadcast"), 1, "engine.kind is vllm", "set engine.kind: embedded"),
+        (("engine.kind=embedded_server", "bridge.kind=broadcast"), 1, "engine.kind is embedded_server", "vllm"),
         ((), 2, "2 ranks train together", "train on one device"),
         (("source.tools=[tools.py:search]",), 1, "source.tools plays turns", "remove source.tools"),
         (("algorithm.router_replay=true",), 1, "router_replay", "set algorithm.router_replay: false"),

@@ -56,7 +56,8 @@ function startRollouts(rollouts) {
     const labels = entry.groups.length < 2 ? [] : entry.groups.map((_, index) => `Prompt ${index + 1}`);
     showTabs("groups", labels, chosen.group, (index) => { chosen.group = index; showGroup(); });
     page.prompt = group.id;
-    byId("prompt").replaceChildren(...visible(group.prompt));
+    const images = group.images.map((src, index) => make("img", { src, alt: `image ${index + 1} of the prompt` }));
+    byId("prompt").replaceChildren(...images, ...visible(group.prompt));
     const shown = group.samples.length;
     byId("samples-note").textContent = shown < group.size ? `${shown} of ${group.size}, best and worst` : "best first";
     const scale = Math.max(1, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
