@@ -1,1 +1,1 @@
-"""The configuration: a file of any known dialect, read into one checked record and described in words. No torch."""
+"""The configuration: reads a file of any known dialect into one checked record, and describes it. No torch."""

@@ -1,4 +1,4 @@
-"""Colocation: an engine on the GPUs of all ranks, and the cards that those are."""
+"""Colocation: an engine that runs on the GPUs of all ranks, and the list of those GPUs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
 
 def engine_workers(engine: VllmEngineConfig) -> int:
-    """Return the number of GPUs that the engine takes: those of one copy of the model, times the copies."""
+    """Return the number of GPUs that the engine needs: GPUs per copy of the model, times copies."""
     return engine.data_parallel_size * engine.tensor_parallel_size
 
 
 def is_colocated(config: LachesisConfig, *, ranks: int) -> bool:
-    """Return True if the run's engine is on the GPUs of the ranks, with one worker beside each rank.
+    """Return True if the run's engine shares the ranks' GPUs, with one worker beside each rank.
 
-    That is so if ``engine.devices`` is unset; an engine on a single GPU is beside rank 0 alone and does not count.
+    This requires ``engine.devices`` to be unset. An engine on a single GPU shares only rank 0's and does not count.
     """
     engine = config.engine
     return ranks > 1 and engine.kind == "vllm" and engine.devices is None and engine_workers(engine) > 1
 
 
 def rank_cards(environment: Mapping[str, str], *, ranks: int) -> list[str]:
-    """Return the cards of this machine's first ``ranks`` ranks, in order, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the GPUs of this machine's first ``ranks`` ranks, in order, as ``CUDA_VISIBLE_DEVICES`` names them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return [*map(str, range(ranks))] if visible is None else [card.strip() for card in visible.split(",")][:ranks]

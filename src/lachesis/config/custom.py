@@ -1,4 +1,4 @@
-"""The kinds of custom parts, and the keys that name them."""
+"""The kinds of custom parts that users can supply, and the configuration keys that name them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Kind:
     Args:
         name: its name in messages.
         key: dotted path of the key that names one part or a list of them.
-        short: the argument of ``lachesis.train`` that takes the part as an object. If a section has that name, a
-            function in place of the section means the part.
-        needs: further keys that the section gets if the part is given that way.
+        short: the argument of ``lachesis.train`` that takes the part as an object. If a section has the same name, a
+            function given in place of that section is the part.
+        needs: further keys to set in the section if the part is given as an object.
         several: True if the key takes a list.
     """
 
@@ -32,7 +32,7 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """Return the group of its entry points."""
+        """Return the name of the entry-point group for this kind."""
         return entry_point_group(self.name)
 
 

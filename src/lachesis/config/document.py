@@ -1,7 +1,7 @@
-"""A YAML file as data, with the place of every value, and the way back to text.
+"""YAML files as data with the position of every value, and their conversion back to text.
 
 Scalars are read by the rules of YAML 1.2: ``on``, ``no`` and dates are text, ``1e-6`` is a number. ``<<`` merges the
-keys of another mapping, which YAML 1.2 dropped and everybody's files still use.
+keys of another mapping, which YAML 1.2 dropped but existing files still use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lachesis.common.json_values import is_list, is_object
 
 Place = tuple[str | int, ...]
 
-# Of a configuration with its aliases written out; a few lines of aliases of aliases could stand for billions.
+# Limit on the values of a configuration with aliases expanded: nested aliases in a few lines can stand for billions.
 _MOST_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
@@ -29,10 +29,10 @@ _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that composes nodes whose scalars are tagged by the core schema of YAML 1.2."""
+    """A loader that tags scalars by the core schema of YAML 1.2."""
 
 
-# What pyright is told to ignore here is what the stubs of PyYAML leave without types.
+# The pyright comments here are for functions that PyYAML's stubs leave untyped.
 _Loader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -45,7 +45,7 @@ for _name, _pattern, _first in (
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes all text that YAML 1.1 or 1.2 would read as something else, and writes no anchors."""
+    """A dumper that quotes text that YAML 1.1 or 1.2 would read as another type, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -56,7 +56,7 @@ _Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 )
 
 
-# What the errors call keys that are in no file.
+# The name that errors use for keys that are not from a file.
 FROM_PYTHON = "the keys given from Python"
 
 
@@ -64,9 +64,9 @@ FROM_PYTHON = "the keys given from Python"
 class Document:
     """The data of a file, the place of each value (``line 7``, ``--set a.b``), and the problems found.
 
-    ``problems`` has a line for each problem that shows without the schema; ``repeated`` one for each key that is
-    written twice, of which the last counts. ``spelled`` returns how the file's own dialect writes a canonical key that
-    is not in the file; unset means that the file is in our keys.
+    ``problems`` has a line for each problem found without the schema. ``repeated`` has one for each key that is written
+    twice; the last value counts. ``spelled`` returns the name in the file's dialect of a canonical key that is not in
+    the file; it is unset if the file uses canonical keys.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Document:
         return ""
 
     def setting(self, key: str, value: str) -> str:
-        """Return how the user gives a value: ``--set run.steps=10``, or an argument in Python, ``run.steps=10``."""
+        """Return how the user would set a value: ``--set run.steps=10``, or ``run.steps=10`` as a Python argument."""
         if self.name != FROM_PYTHON:
             return f"--set {key}={value}"
         return f"{key}={value}" if "." not in key else f'"{key}": {value}'
 
 
 def dotted(place: Place) -> str:
-    """Return a place as text: ``rewards.weights[1]`` for ``("rewards", "weights", 1)``."""
+    """Return a place as a dotted path: ``rewards.weights[1]`` for ``("rewards", "weights", 1)``."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -116,7 +116,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, *, name: str) -> Document:
-    """Parse YAML text, which errors call ``name``; raise as :func:`read_document` does."""
+    """Parse YAML text; errors refer to it as ``name``. Raises the errors of :func:`read_document`."""
     node = _compose(text, name=name)
     if node is None:
         raise ConfigError(
@@ -134,11 +134,11 @@ def parse_document(text: str, *, name: str) -> Document:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str], *, row_sections: Collection[str] = ()) -> None:
-    """Write each ``a.b=c`` into the document; ``c`` is YAML and later ones win.
+    """Write each ``a.b=c`` into the document; ``c`` is YAML, and later overrides win.
 
-    An item of a list is ``a[0]`` or ``a.0``; the index after the last makes the list longer. If a list has one
-    mapping, ``a.b`` is a key of that. Unreadable overrides are added to ``document.problems``. The schema checks later
-    that the keys exist.
+    ``a[0]`` and ``a.0`` name an item of a list; the index after the last appends one. If a list has exactly one
+    mapping, ``a.b`` names a key of that mapping. Unreadable overrides are added to ``document.problems``. The schema
+    checks later whether the keys exist.
 
     Args:
         row_sections: keys that are lists of mappings, even if the file does not have them yet.
@@ -168,7 +168,7 @@ def to_yaml(data: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error message: text in quotes, collections by name, at most a line."""
+    """Describe a value for an error message, in at most one line: text in quotes, collections by name."""
     text = _short(repr(value))
     match value:
         case None:
@@ -196,13 +196,13 @@ def _compose(text: str, *, name: str) -> Node | None:
         node = loader.get_single_node()
         if node is not None and _written_out(node, {}) > _MOST_VALUES:
             raise ConfigError(
-                f"{name}: its aliases (*name) stand for more than {_MOST_VALUES:,} values",
-                remedy="write the values out, or use fewer aliases of aliases",
+                f"{name}: its aliases (*name) expand to more than {_MOST_VALUES:,} values",
+                remedy="write the values out, or use fewer nested aliases",
             )
         return node
     except RecursionError as error:
         raise ConfigError(
-            f"{name}: it is nested too deeply", remedy="give a configuration of sections and keys"
+            f"{name}: it is nested too deeply", remedy="use at most a few levels of sections and keys"
         ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -218,13 +218,13 @@ def _compose(text: str, *, name: str) -> Node | None:
 
 
 def _written_out(node: Node, sizes: dict[int, int]) -> int:
-    """Return the number of values of a node with every alias written out; each node is walked once.
+    """Return the number of values in a node with every alias expanded; each node is visited once.
 
-    An alias inside its own anchor counts as one value: the reader of the nodes refuses it.
+    An alias inside its own anchor counts as one value; :class:`_Reader` rejects it later.
     """
     known = sizes.get(id(node))
     if known is None:
-        sizes[id(node)] = 1  # under way
+        sizes[id(node)] = 1  # being counted
         parts: list[Node] = []
         if isinstance(node, MappingNode):
             parts = [part for pair in node.value for part in pair]
@@ -235,7 +235,7 @@ def _written_out(node: Node, sizes: dict[int, int]) -> int:
 
 
 class _Reader:
-    """A reader that turns nodes into data, and notes the places of values and their problems."""
+    """A reader that turns nodes into data and records the places of values and any problems."""
 
     def __init__(self, document: Document, *, lines: bool = True) -> None:
         self._document = document
@@ -253,7 +253,7 @@ class _Reader:
         return self._problem(node, place, f"the tag {node.tag} is not supported")
 
     def _mapping(self, node: MappingNode, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
-        # The mapping's own keys come last: they replace what is merged.
+        # The mapping's own keys come last, so they replace merged ones.
         data: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _MERGE:
@@ -276,14 +276,14 @@ class _Reader:
         return data
 
     def _merged(self, node: Node, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
-        """Return the keys that ``<<`` merges, from one mapping or several, of which the first with a key counts."""
+        """Return the keys that ``<<`` merges from one or several mappings; the first mapping that has a key wins."""
         sources = node.value if isinstance(node, SequenceNode) else [node]
         data: dict[str, Any] = {}
         for source in reversed(sources):
             if isinstance(source, MappingNode):
                 data |= self.build(source, place=place, inside=inside) or {}
             else:
-                self._problem(node, (*place, "<<"), "merges the keys of a mapping, or of a list of mappings")
+                self._problem(node, (*place, "<<"), "takes a mapping or a list of mappings")
         return data
 
     def _sequence(self, node: SequenceNode, *, place: Place, inside: tuple[Node, ...]) -> list[Any]:
@@ -324,19 +324,19 @@ class _Reader:
 
 
 def _forget(document: Document, place: Place) -> None:
-    """Drop the origins of the values that an override replaces."""
+    """Drop the recorded places of values that an override replaces."""
     for known in [known for known in document.origins if known[: len(place)] == place]:
         del document.origins[known]
 
 
 def _parts(path: str) -> Place | None:
-    """Return the place of a path: ``("a", 0, "b")`` for ``a[0].b`` and ``a.0.b``; None if a part is empty."""
+    """Parse a dotted path into a place: ``("a", 0, "b")`` for ``a[0].b`` or ``a.0.b``; None if a part is empty."""
     parts = tuple(re.sub(r"\[(\d+)\]", r".\1", path).split("."))
     return tuple(int(part) if part.isdecimal() else part for part in parts) if all(parts) else None
 
 
 def _into_rows(document: Document, parts: Place, row_sections: Collection[str]) -> Place:
-    """Return the place with index 0 inserted after each list of one mapping that is named without an index."""
+    """Return the place with index 0 inserted after each list of one mapping that has no index in the path."""
     place, inside = list(parts), document.data
     for depth in range(1, len(parts)):
         below = _child(inside, place[depth - 1])
@@ -356,16 +356,16 @@ def _child(data: Any, part: str | int) -> Any:
 
 
 def _reachable(document: Document, parts: Place, name: str) -> bool:
-    """Return True if the values around a place can hold it or do not exist yet; else add a problem."""
+    """Return True if the parents of a place can hold it or do not exist yet; otherwise add a problem."""
     inside: Any = document.data
     for depth, part in enumerate(parts):
         around = parts[:depth]
         if inside is None:
             return True
         if isinstance(part, int) and not is_list(inside):
-            found = f"is {describe(inside)} and no list"
+            found = f"is {describe(inside)}, not a list"
         elif isinstance(part, int) and part > len(inside):
-            found = f"ends before that; the next item is [{len(inside)}]"
+            found = f"is too short for that index; the next item is [{len(inside)}]"
         elif isinstance(part, str) and is_list(inside):
             found = f"is a list; write the item: {dotted((*around, 0))}" + f".{part}"
         elif isinstance(part, str) and not is_object(inside):

@@ -1,4 +1,4 @@
-"""A first run to start from: a commented configuration (``first_run.yaml``), its reward, its problems, its model."""
+"""The files of a first run: a commented configuration (``first_run.yaml``), a reward, problems and a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lachesis.common.errors import ConfigError
 
-# A digit that has to be written down, and which one.
+# Problems of the first run: the answer is the digit in the prompt.
 _PROBLEMS = "".join(f'{{"prompt": "{digit}=", "answer": "{digit}"}}\n' for digit in range(10))
 
 
@@ -17,13 +17,13 @@ def init(directory: str | Path) -> list[Path]:
     The model is made by model.py when the run begins: nothing is downloaded.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
 
     Returns:
-        The files, in the order to read them in.
+        The files, in the order in which a newcomer should read them.
 
     Raises:
-        ConfigError: one of them is there already (then nothing is written), or the directory cannot be written to.
+        ConfigError: a file exists already (then nothing is written), or the directory is not writable.
     """
     directory = Path(directory)
     files = {
@@ -44,7 +44,7 @@ def write_new(files: Mapping[Path, str]) -> list[Path]:
     """Write files and their directories, if none of the files exists.
 
     Raises:
-        ConfigError: one of them is there already (then nothing is written), or cannot be written.
+        ConfigError: a file exists already (then nothing is written), or cannot be written.
     """
     there = [path for path in files if path.exists()]
     if there:

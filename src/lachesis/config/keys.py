@@ -1,4 +1,4 @@
-"""The schema as a table of sections and keys with type, default and description, and hints on misspellings."""
+"""The schema as a table of sections and keys with type, default and description, and hints for misspelled keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lachesis.config.schema.engines import HOST
 from lachesis.config.schema.rollouts import SOURCE_NAME
 from lachesis.plugins.export.section import REPOSITORY
 
-# Texts of a form, by its pattern.
+# Descriptions of text types by their regular expressions.
 _FORMS = {HOST: "name or address of a host", REPOSITORY: "name of a repository", SOURCE_NAME: "name"}
 _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _ANYWHERE_CUTOFF = 0.75
@@ -28,9 +28,9 @@ _ANYWHERE_CUTOFF = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of the tree; ``default`` is None if the key is required.
+    """A key of the configuration tree; ``default`` is None if the key is required.
 
-    ``kinds`` names the variants of a tagged section that have the key; it is empty if all have it.
+    ``kinds`` names the variants of a tagged section that have the key; empty if all of them do.
     """
 
     path: str
@@ -45,9 +45,9 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:
-    """Section of the tree; the root has the path ``""``.
+    """A section of the configuration tree; the root has the path ``""``.
 
-    ``kinds`` are the values of its ``kind`` if it is tagged, ``default_kind`` is the default.
+    For a tagged section, ``kinds`` are the possible values of its ``kind``, and ``default_kind`` is the default.
     ``discriminated`` is True if there are several kinds to choose from.
     """
 
@@ -66,7 +66,7 @@ class SectionInfo:
 
 @cache
 def all_sections(root: type[BaseModel] = LachesisConfig) -> tuple[SectionInfo, ...]:
-    """Return every section in the order of the schema, the root first, a nested one after its parent."""
+    """Return every section in schema order: the root first, nested sections after their parents."""
     return tuple(_walk(path="", models=[root], field=None))
 
 
@@ -82,7 +82,7 @@ def find_section(path: str, root: type[BaseModel] = LachesisConfig) -> SectionIn
 
 
 def find_keys(path: str, root: type[BaseModel] = LachesisConfig) -> tuple[Key, ...]:
-    """Return the keys at a dotted path: several if variants of a section mean different things by it."""
+    """Return the keys at a dotted path: several if variants of a section give the key different meanings."""
     return tuple(key for key in all_keys(root) if key.path == path)
 
 
@@ -92,10 +92,10 @@ def join(section: str, name: str) -> str:
 
 
 def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
-    """Return a type annotation in a user's words: ``whole number >= 1``, ``list of text``.
+    """Describe a type annotation for users: ``whole number >= 1``, ``list of text``.
 
     Raises:
-        TypeError: the type has no words yet.
+        TypeError: the type is not supported.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -116,7 +116,7 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
     if origin is dict:
         return "mapping"
     if annotation not in _SCALARS:
-        raise TypeError(f"no words for the type {annotation!r}")
+        raise TypeError(f"no description for the type {annotation!r}")
     form = next((found for constraint in constraints if (found := getattr(constraint, "pattern", None))), None)
     if annotation is str and form is not None:
         return _FORMS[form]
@@ -125,7 +125,7 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value as written in YAML, on one line; ``unset`` for None."""
+    """Return a value as one line of YAML; ``unset`` for None."""
     if value is None:
         return "unset"
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
@@ -138,7 +138,7 @@ def paths_named(name: str, root: type[BaseModel] = LachesisConfig) -> list[str]:
 
 
 def nearest_path(word: str, root: type[BaseModel] = LachesisConfig) -> str | None:
-    """Return the path most similar to ``word`` in the whole tree, by its full or its last name; None if none is."""
+    """Return the path in the tree most similar to ``word``, by full path or last part; None if none is close."""
     paths = [path for section in all_sections(root) if (path := section.path)]
     paths += [key.path for key in all_keys(root)]
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
@@ -149,16 +149,16 @@ def nearest_path(word: str, root: type[BaseModel] = LachesisConfig) -> str | Non
 def unknown_key_hint(
     *, section: str, name: str, kind: str | None = None, root: type[BaseModel] = LachesisConfig
 ) -> str:
-    """Return a hint for the unknown key ``name`` in ``section``, whose variant is ``kind``."""
+    """Return a hint for the unknown key ``name`` in ``section``; ``kind`` is the section's variant."""
     info = find_section(section, root)
     if info is None:
         return f"{section} has no keys"
     parent, dot, last = join(section, name).rpartition(".")
     if dot and "." in name and find_keys(f"{parent}.{last}", root):
-        return f"write {last} in a line below {parent.rpartition('.')[2]}:, indented"
+        return f"write {last} on a line below {parent.rpartition('.')[2]}:, indented"
     other_kinds = [kind for key in info.keys if key.name == name for kind in key.kinds]
     if other_kinds:
-        return f"it belongs to {section}.kind: {' or '.join(other_kinds)}, and here that is {kind}"
+        return f"it belongs to {section}.kind: {' or '.join(other_kinds)}, but kind is {kind}"
     if elsewhere := paths_named(name, root):
         return f"it belongs to {' or '.join(elsewhere)}"
     names = [key.name for key in info.keys if not key.kinds or kind is None or kind in key.kinds]
@@ -171,7 +171,7 @@ def unknown_key_hint(
 
 
 def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None) -> Iterator[SectionInfo]:
-    """Yield the section at ``path``, which ``models`` describe as its variants, and all sections below it."""
+    """Yield the section at ``path``, whose variants are ``models``, and all sections below it."""
     kinds = tuple(kind for model in models if (kind := _kind_of(model)))
     nested = {
         name: (child_models, child)
@@ -195,7 +195,7 @@ def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | No
 def _merge(
     *, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None, kinds: tuple[str, ...]
 ) -> Iterator[Key]:
-    """Yield the keys of all variants; a key that several variants share appears once."""
+    """Yield the keys of all variants; a shared key appears once."""
     if kinds:
         yield Key(
             path=join(path, "kind"),
@@ -231,7 +231,7 @@ def _key(path: str, name: str, field: FieldInfo) -> Key:
 
 
 def _kind_of(model: type[BaseModel]) -> str | None:
-    """Return the tag of a variant, the only value that its ``kind`` may have."""
+    """Return the tag of a variant: the only value its ``kind`` may have."""
     field = model.model_fields.get("kind")
     choices = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
     return choices[0] if len(choices) == 1 else None
@@ -245,7 +245,7 @@ def _default_kind(field: FieldInfo | None, kinds: tuple[str, ...]) -> str | None
 
 
 def _description(models: Sequence[type[BaseModel]]) -> str:
-    """Return the docstring of a section; for several variants all of them, each after its kind."""
+    """Return the docstring of a section; for several variants, each docstring after its kind."""
     texts = [" ".join(inspect.cleandoc(model.__doc__ or "").split()) for model in models]
     if len(models) == 1:
         return texts[0]
@@ -253,10 +253,10 @@ def _description(models: Sequence[type[BaseModel]]) -> str:
 
 
 def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
-    """Return a document without the nulls of keys that cannot be null, or are unless they are written.
+    """Return a document without nulls for keys that cannot be null, or that are null by default.
 
     Args:
-        data: the data of a section that ``models`` describe; anything but a mapping is returned unchanged.
+        data: the data of a section described by ``models``; anything but a mapping is returned unchanged.
     """
     if not is_object(data):
         return data
@@ -265,7 +265,7 @@ def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         if value is None and fields and not any(f.default is not None and _may_be_null(f.annotation) for f in fields):
             continue
-        # Most values are none of a section, and to find out which models a field takes is long in comparison.
+        # Most values are not sections, and finding out which models a field takes is comparatively slow.
         inner = [model for field in fields for model in _section_models(field.annotation)] if is_object(value) else []
         kept[name] = without_nulls(value, inner) if inner else value
     return kept
@@ -284,7 +284,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _branches(annotation: Any) -> Iterator[Any]:
-    """Yield the members of a union; a type that is not a union is its own only member."""
+    """Yield the members of a union; for any other type, yield the type itself."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
         for argument in get_args(annotation):
             yield from _branches(argument)
@@ -293,7 +293,7 @@ def _branches(annotation: Any) -> Iterator[Any]:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Return the constraints, including those wrapped in a Field of an Annotated alias."""
+    """Return the constraints, including any wrapped in the Field of an Annotated alias."""
     flat: list[Any] = []
     for item in metadata:
         flat += item.metadata if isinstance(item, FieldInfo) else [item]

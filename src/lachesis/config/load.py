@@ -1,4 +1,4 @@
-"""Loading of configurations: YAML and overrides in, an immutable, resolved tree or one clear error out."""
+"""Loading of configurations: YAML and overrides in; one immutable, resolved tree or one error out."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ logger = logging.getLogger("lachesis")
 class LoadedConfig:
     """A configuration with absolute paths, and the directory of its file.
 
-    ``findings`` are notes and warnings on another trainer's keys that mean something else or nothing here.
-    ``located`` adds to our keys in a message their place in the file that was read, in its own names; that file is
-    ``name``.
+    ``findings`` are notes and warnings about another trainer's keys that mean something else, or nothing, here.
+    ``located`` adds to each canonical key in a message its line, and its name in the dialect, in the file ``name``.
     """
 
     config: LachesisConfig
@@ -50,14 +49,14 @@ class LoadedConfig:
 def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: int | None = None) -> LoadedConfig:
     """Read a YAML file in any dialect, apply ``a.b=c`` overrides in order, validate, and make paths absolute.
 
-    Paths are resolved as :mod:`lachesis.config.paths` says. Nothing but the configuration file is read. An
-    override may name a key of the file's own dialect, which is then translated with the rest, or one of ours.
+    Paths are resolved as :mod:`lachesis.config.paths` says. No other file is read. An override may name a key of the
+    file's dialect, which is then translated with the rest, or a canonical key.
 
     Args:
         path: the file.
         overrides: of the form ``a.b=c``; ``c`` is YAML.
-        processes: trainer processes, by which Axolotl and TRL multiply batches; if unset $WORLD_SIZE, or what the
-            file says, or the fewest that make whole groups.
+        processes: number of trainer processes, by which Axolotl and TRL multiply batch sizes. If unset: $WORLD_SIZE,
+            else the file's number, else the fewest that make whole groups.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong; the message lists every problem
@@ -80,11 +79,11 @@ def load_document(
     keys: Mapping[str, Any] | None = None,
     complete: bool = True,
 ) -> LoadedConfig:
-    """Load a document as :func:`load_config` does a file; relative paths in it are relative to ``base_dir``.
+    """Load a document as :func:`load_config` loads a file; relative paths in it are relative to ``base_dir``.
 
     Args:
-        keys: canonical sections that are laid over the document, translated or not.
-        complete: require all keys that a run needs, not only those that the schema requires.
+        keys: canonical sections that replace keys of the document after any translation.
+        complete: require all keys that a run needs, not only the schema's required ones.
     """
     cwd = Path.cwd()
     dialect = dialect_of(document)
@@ -119,7 +118,7 @@ def load_document(
 
 
 def dialect_of(document: Document) -> DialectName:
-    """Return the dialect of a document's keys; a file in our keys alone does not load the dialects.
+    """Return the dialect of a document's keys. A document with canonical keys only does not import the dialects.
 
     Raises:
         ConfigError: as :func:`lachesis.plugins.dialects.recognize`.
@@ -140,16 +139,16 @@ def put_stages(source: Document, target: Document) -> None:
     place = ("run", "stages")
     run = target.data.setdefault("run", {})
     if not is_object(run):
-        return  # which is said anyway
+        return  # the schema check reports this
     if run.get("stages") is not None:
-        target.problems.append(f"stages{source.at(place[1:])}: run.stages{target.at(place)} says it too; keep one")
+        target.problems.append(f"stages{source.at(place[1:])}: run.stages{target.at(place)} sets the same; keep one")
     run["stages"] = stages
     written = {known: origin for known, origin in source.origins.items() if known[:1] == place[1:]}
     target.origins |= {("run", *known): f"{origin}: stages" for known, origin in written.items()}
 
 
 def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
-    """Merge ``keys`` into ``data`` section by section; other values replace the old ones."""
+    """Merge ``keys`` into ``data``: sections recursively; other values replace the old ones."""
     for name, value in keys.items():
         below = data.get(name)
         if isinstance(value, dict) and isinstance(below, dict):
@@ -161,13 +160,13 @@ def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
 def load_argv(
     argv: Sequence[str], *, overrides: Sequence[str] = (), engine: ManagedEngine | None = None
 ) -> LoadedConfig:
-    """Load a configuration from the Atropos trainer's flags; paths in them are relative to the current directory.
+    """Load a configuration from command-line flags of the Atropos trainer; paths are relative to the current directory.
 
     Args:
         engine: the engine that the run starts, as for :func:`lachesis.plugins.dialects.atropos.translate_argv`.
 
     Raises:
-        ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
+        ConfigError: a flag is unknown, or its value is wrong; the message lists every problem.
     """
     from lachesis.plugins.dialects.atropos import leave_out_engine_flags, translate_argv
     from lachesis.plugins.dialects.environment import environment_findings
@@ -183,18 +182,18 @@ def load_argv(
 
 
 def log_findings(findings: Iterable[Finding]) -> None:
-    """Log the findings about a configuration: notes to the log only, warnings to the screen too."""
+    """Log findings about a configuration: notes at level info, warnings at level warning."""
     for finding in findings:
         logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
 
 
 def dump_config(config: LachesisConfig) -> str:
-    """Return the whole tree, defaults included, as YAML that loads back equal."""
+    """Return the whole configuration, defaults included, as YAML that loads back equal."""
     return to_yaml(config.model_dump(mode="python"))
 
 
 def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
-    """Check a document against the schema, strictly: text is not taken for a number, nor a number for text.
+    """Validate a document strictly: text is not converted to a number, nor a number to text.
 
     ``complete`` requires all keys that a run needs: its length, and data and rewards for the local source.
 
@@ -204,11 +203,11 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     if is_object(algorithm := document.data.get("algorithm")) and "preset" in algorithm:
         from lachesis.config.presets import apply_preset
 
-        apply_preset(document.data)  # it writes the preset's keys into the document
+        apply_preset(document.data)  # apply_preset writes the preset's keys into the document
     repeated = [f"{text}; remove one" for text in document.repeated]
     missing = missing_problems(document) if complete else []
     problems = [*repeated, *document.problems, *missing]
-    # Through JSON, because only there strict validation takes a list for a tuple.
+    # Through JSON, because strict validation accepts a list for a tuple only there.
     schema = schema_of(document.data)
     text = json.dumps(_with_default_kinds(without_nulls(document.data, [schema])))
     try:
@@ -221,7 +220,7 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
 
 
 def _is_theirs(override: str, dialect: DialectName) -> bool:
-    """Return True if an override names a key of the file's dialect, or at least not one of ours."""
+    """Return True if an override names a key of the file's dialect, or an unknown key."""
     from lachesis.plugins.dialects import keys_of
 
     path = override.partition("=")[0].strip()
@@ -229,7 +228,7 @@ def _is_theirs(override: str, dialect: DialectName) -> bool:
 
 
 def row_sections(dialect: DialectName) -> frozenset[str]:
-    """Return the keys of another trainer's file that are lists of mappings."""
+    """Return the dialect's keys whose values are lists of mappings."""
     from lachesis.plugins.dialects import keys_of
 
     return keys_of(dialect).row_sections
@@ -238,7 +237,7 @@ def row_sections(dialect: DialectName) -> frozenset[str]:
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data with the default ``kind`` in each tagged section that has none.
 
-    All are at the top level, or at that of one of several sources.
+    Tagged sections are at the top level, or at the top level of one of several sources.
     """
     kinds = {section.path: section.default_kind for section in all_sections(LachesisConfig) if section.discriminated}
     whole: dict[str, Any] = {

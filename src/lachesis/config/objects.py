@@ -1,4 +1,4 @@
-"""Configurations from Python: the keys of the YAML, with functions and datasets as objects in their values."""
+"""Configurations from Python: the same keys as in YAML, where values may also be functions and datasets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lachesis.config.document import FROM_PYTHON, Document, Place, dotted, read_
 from lachesis.config.load import LoadedConfig, lay_over, load_document
 from lachesis.config.schema import LachesisConfig
 
-# What may be given as it is, in place of its section: the section's key for it.
+# Sections that may be replaced by the value of one key: section name to key name.
 _SHORT = {"model": "path", "data": "path", "rewards": "functions"}
 _DATASETS = {"path", "eval_path"}
 
@@ -24,7 +24,7 @@ RewardArgument = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] |
 
 @dataclass(frozen=True, slots=True)
 class GivenConfig:
-    """A configuration, and the objects that it names, which exist as long as ``given`` is kept."""
+    """A configuration and the objects that it names, which stay registered as long as ``given`` is kept."""
 
     loaded: LoadedConfig
     given: tuple[NamedObject, ...]
@@ -33,19 +33,19 @@ class GivenConfig:
 def load_objects(
     config: str | Path | Mapping[str, Any] | None, keys: Mapping[str, Any], *, complete: bool = True
 ) -> GivenConfig:
-    """Read a configuration from a file or a mapping, lay ``keys`` over it, and check it as a file is checked.
+    """Read a configuration from a file or a mapping, merge ``keys`` over it, and validate the result.
 
     Args:
         config: a YAML file in any dialect, the directory of a run (its config.yaml), or a mapping of the same keys;
-            ``None`` where ``keys`` are all. Paths in a file are relative to it, others to the current directory.
+            ``None`` if ``keys`` has everything. Paths in a file are relative to it, others to the current directory.
         keys: sections of the canonical tree, or ``"section.key"``. ``model`` and ``data`` may be the path alone,
-            ``rewards`` the functions alone, and parts of :mod:`lachesis.config.custom` go by their own names. Where a
-            path to data or the name of a function belongs, the object may stand. Keys of another trainer's are taken
-            where ``config`` is in that trainer's.
+            ``rewards`` the functions alone, and custom parts (:mod:`lachesis.config.custom`) go by their short names.
+            An object may replace a path to data or the name of a function. If ``config`` is in another trainer's
+            dialect, ``keys`` may be too.
         complete: require all keys that a run needs.
 
     Raises:
-        ConfigError: as :func:`lachesis.config.load.load_config`, or a value is an object that no key takes.
+        ConfigError: as for :func:`lachesis.config.load.load_config`, or a value is an object that its key cannot take.
     """
     giving = NamedObjects()
     document, base_dir = _document(config, giving)
@@ -53,7 +53,7 @@ def load_objects(
     ours = {name: value for name, value in laid.items() if name in LachesisConfig.model_fields}
     lay_over(document.data, {name: value for name, value in laid.items() if name not in ours})
     if not complete:
-        ours.setdefault("run", {})  # all of it has a default but the length
+        ours.setdefault("run", {})  # everything in the section has a default except the length
     if not document.data:
         document.data = ours
     return GivenConfig(load_document(document, base_dir=base_dir, keys=ours, complete=complete), tuple(giving.kept))
@@ -73,7 +73,7 @@ def _document(config: str | Path | Mapping[str, Any] | None, giving: NamedObject
 
 
 def _plain_keys(keys: Mapping[str, Any], document: Document, giving: NamedObjects) -> dict[str, Any]:
-    """Return the keys as plain data with names for objects; add values that no key takes to the document's problems."""
+    """Return the keys as plain data, with objects replaced by names; report unsupported values as document problems."""
     data: dict[str, Any] = {}
     for name, value in keys.items():
         if name in BY_SHORT and not isinstance(value, Mapping) and "." not in name:
@@ -91,7 +91,7 @@ def _plain_keys(keys: Mapping[str, Any], document: Document, giving: NamedObject
 
 
 def _short_part(kind: Kind, value: Any, document: Document, giving: NamedObjects) -> dict[str, Any]:
-    """Return the section of a part that was given by its own name."""
+    """Return the section for a part that was given under its short name."""
     section, _, name = kind.key.partition(".")
     plain = _plain(_listed(value) if kind.several else value, (section, name), document, giving)
     return {section: dict(kind.needs) | {name: plain}}
@@ -116,27 +116,27 @@ def _plain(value: Any, place: Place, document: Document, giving: NamedObjects) -
         return [_plain(item, (*place, index), document, giving) for index, item in enumerate(items)]
     if callable(value):
         return giving.give(str(getattr(value, "__name__", type(value).__name__)), value)
-    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+    if getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
         return value.item()
     document.problems.append(
-        f"{dotted(place)}: an object of the type {type(value).__name__} cannot be given there; give plain values "
-        "(numbers, texts, lists, mappings), or a function where the argument takes one"
+        f"{dotted(place)}: an object of type {type(value).__name__} is not accepted there; give plain values (numbers, "
+        "strings, lists, mappings), or a function if the argument takes one"
     )
     return None
 
 
 def require_steps(config: LachesisConfig) -> LachesisConfig:
-    """Return the configuration with a number of steps, for users who write the loop and count steps themselves.
+    """Return the configuration with a number of steps, for users who write their own training loop.
 
     Raises:
-        ConfigError: the learning rate depends on the number of steps, and there is none.
+        ConfigError: the learning-rate schedule depends on the number of steps, which is not set.
     """
     run, optimizer = config.run, config.optimizer
     if run.steps is not None:
         return config
     if optimizer.schedule != "constant" or optimizer.warmup_ratio:
         raise ConfigError(
-            f"optimizer.schedule is {optimizer.schedule}, which needs to know how many steps there will be",
-            remedy='give run={"steps": ...}, or optimizer.schedule: constant without a warmup_ratio',
+            f"optimizer.schedule is {optimizer.schedule}, which needs the number of steps",
+            remedy='pass run={"steps": ...}, or set optimizer.schedule: constant without a warmup_ratio',
         )
     return config.model_copy(update={"run": run.model_copy(update={"steps": max(1, optimizer.warmup_steps)})})

@@ -1,23 +1,22 @@
-"""Resolution of paths, which are relative to the directory of the configuration file.
+"""Resolution of paths: most are relative to the directory of the configuration file.
 
-The exception is ``run.dir``, which is relative to the current directory, as results belong where one works. In a
-file of another trainer's all paths are relative to the current directory, as they are there; what is not found
-there is looked for beside the file. Values that could also be something else are paths when they look like one
-or when the file is there:
+``run.dir`` is relative to the current directory instead. In another trainer's file all paths are relative to the
+current directory, as in that trainer; a path that does not exist there is looked up beside the file. Values that could
+also be something else are paths if they look like one or if the file exists:
 
-- ``model.path``, ``adapter.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: what begins with ``.``, ``/``
-  or ``~`` and what exists as a directory; everything else is a hub id. With ``run.setup``, which builds the model,
-  ``model.path`` is a path in any case.
-- ``source.environment``: what ends in ``.py``, and a class or function as below; everything else is an installed
+- ``model.path``, ``adapter.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: a value that begins with ``.``,
+  ``/`` or ``~``, or an existing directory; anything else is a hub id. With ``run.setup``, which builds the model,
+  ``model.path`` is always a path.
+- ``source.environment``: a value that ends in ``.py``, or a class or function as below; anything else is an installed
   package.
-- ``data.path``, ``sft.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data
-  file does (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
-- ``model.chat_template``: whatever holds no ``{``.
-- ``source.command``: the parts of it that are files; ``source.readable``.
-- ``engine.urls``: what follows ``file:``.
-- functions: ``FILE.py:FUNCTION``; and ``module.function`` where ``module.py`` stands beside the configuration or
-  in the current directory (looked for in this order), before anything that is installed. A reward with a
-  ``/`` and without a ``:`` is a model.
+- ``data.path``, ``sft.path`` and the paths of other datasets: the same beginnings, existing paths, and names of data
+  files (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); anything else is a dataset on the hub.
+- ``model.chat_template``: a value without ``{``.
+- ``source.command``: each argument that is an existing file; ``source.readable``.
+- ``engine.urls``: the part after ``file:``.
+- functions: ``FILE.py:FUNCTION``; and ``module.function`` if ``module.py`` is beside the configuration or in the
+  current directory (searched in this order), before any installed module. A reward with a ``/`` and without a ``:`` is
+  a reward model.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def is_model_spec(spec: str) -> bool:
 
 
 def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_theirs: bool = False) -> LachesisConfig:
-    """Return the same configuration with every path absolute, so that it can be used from anywhere.
+    """Return the configuration with every path absolute, so that it works from any directory.
 
     Args:
         base_dir: directory of the configuration file, absolute.
         cwd: current directory, absolute.
-        like_theirs: the file is another trainer's.
+        like_theirs: True if the file is in another trainer's dialect.
     """
     places = _Places(cwd, base_dir, both=True) if like_theirs else _Places(base_dir, cwd)
     model = partial(places.model, local=config.run.setup is not None)
@@ -80,7 +79,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
 
 
 def _source_sections(config: LachesisConfig | MixedSourceConfig, places: _Places) -> dict[str, Section]:
-    """Return the sections that say where groups come from, of a run or of one of its sources."""
+    """Return the sections that define a source: those of the run, or of one of its several sources."""
     return {
         "data": _resolved(
             config.data,
@@ -110,7 +109,7 @@ def _mixed_sections(one: MixedSourceConfig, places: _Places) -> dict[str, Sectio
 
 
 def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
-    """Return the section with these keys resolved, lists item by item; unset or empty keys stay so."""
+    """Return the section with these keys resolved, lists item by item; unset and empty keys stay as they are."""
     values = {name: getattr(section, name) for name in resolvers if name in type(section).model_fields}
     changes = {
         name: [resolvers[name](item) for item in value] if is_list(value) else resolvers[name](value)
@@ -122,7 +121,7 @@ def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Directories searched for relative paths and modules: ``first``, then ``second`` (paths only with ``both``)."""
+    """Directories to search for relative paths and modules: ``first``, then ``second`` (for paths only if ``both``)."""
 
     first: Path
     second: Path

@@ -1,4 +1,4 @@
-"""Algorithms by name: the keys that ``algorithm.preset`` stands for, with the paper or code that each is from."""
+"""Algorithm presets: the keys that each ``algorithm.preset`` sets, with the paper or code it is from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OVERLONG = "soft_overlong_punishment"
 
 
 def _read() -> dict[str, dict[str, Any]]:
-    """Return the presets of ``presets.toml``, each a value by the dotted path of its key."""
+    """Return the presets of ``presets.toml``: for each, values by the dotted path of their keys."""
     document = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
     return {
         name: {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
@@ -28,11 +28,11 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 
 def apply_preset(data: dict[str, Any]) -> None:
-    """Write the keys of ``algorithm.preset`` into a configuration, but for those that it has."""
+    """Write the keys of ``algorithm.preset`` into a configuration, except those it sets itself."""
     algorithm = data.get("algorithm")
     name = algorithm.get("preset") if is_object(algorithm) else None
     if not isinstance(name, str) or name not in PRESETS:
-        return  # what is no name of one is said when the schema is checked
+        return  # the schema check reports an unknown name
     for path, value in PRESETS[name].items():
         section, _, key = path.partition(".")
         keys = data.setdefault(section, {})
@@ -43,7 +43,7 @@ def apply_preset(data: dict[str, Any]) -> None:
 
 
 def _punish_overlong(data: Mapping[str, Any]) -> None:
-    """Append DAPO's punishment of the last fifth of the longest completion to the rewards, unless it is there."""
+    """Append DAPO's overlong penalty, over the last fifth of the length limit, to the rewards unless present."""
     rewards, sampling = data.get("rewards"), data.get("sampling")
     functions = rewards.get("functions") if is_object(rewards) else None
     if not is_object(rewards) or not is_list(functions) or _OVERLONG in str(functions):
@@ -59,7 +59,7 @@ def _punish_overlong(data: Mapping[str, Any]) -> None:
 
 
 def preset_in_words(config: LachesisConfig) -> str:
-    """Return what the preset of a configuration stands for, and what is written in its place."""
+    """Describe the keys that a configuration's preset sets, and those that the configuration overrides."""
     name = config.algorithm.preset
     assert name is not None
     taken, other = list[str](), list[str]()
@@ -68,5 +68,5 @@ def preset_in_words(config: LachesisConfig) -> str:
         found = getattr(getattr(config, section), key)
         (taken if found == value else other).append(f"{path}: {found}")
     taken += [f"rewards.functions: {_OVERLONG}"] if _OVERLONG in str(config.rewards.functions) else []
-    stands = f"algorithm.preset {name} stands for {', '.join(taken) or 'nothing that is not written otherwise'}"
-    return stands + (f"; written otherwise, and taken: {', '.join(other)}" if other else "")
+    stands = f"algorithm.preset {name} stands for {', '.join(taken) or 'nothing that is not overridden'}"
+    return stands + (f"; overridden by the configuration: {', '.join(other)}" if other else "")

@@ -1,4 +1,4 @@
-"""Problems that the schema finds in a document, a line each: key, place, what is wrong, what is right."""
+"""Schema problems of a document, one line each: key, place, what is wrong, and what is expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_sec
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins import load
 
-# A dotted key of ours, perhaps with an item of its list; not a part of a longer path or of a file's name.
+# A canonical dotted key, with an optional list index; not part of a longer path or of a file name.
 _PATH = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(\[\d+\])?(?![\w/-]|\.\w)")
 _YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
@@ -26,14 +26,14 @@ def config_error(name: str, problems: list[str]) -> ConfigError:
         message = f"{name}: {problems[0]}"
     else:
         message = "\n".join([f"{name}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])
-    return ConfigError(message, remedy="correct the configuration; `lachesis explain KEY` tells about a key")
+    return ConfigError(message, remedy="correct the configuration; `lachesis explain KEY` describes a key")
 
 
 def located(message: str, document: Document) -> str:
-    """Return the message with the place of each of our keys in it, in the lines and names of the user's file.
+    """Return the message with the place in the user's file added after each canonical key.
 
-    ``rewards.weights`` becomes ``rewards.weights (line 40: reward_weights)``, or ``(TRL's reward_weights)`` if another
-    trainer's file does not set it.
+    ``rewards.weights`` becomes ``rewards.weights (line 40: reward_weights)``, or ``(TRL's reward_weights)`` if the file
+    is in another trainer's dialect and does not set it.
     """
     said: set[str] = set()
 
@@ -51,18 +51,18 @@ def located(message: str, document: Document) -> str:
 
 
 def missing_problems(document: Document) -> list[str]:
-    """Return problems for keys that a run needs beyond the schema's: its length; data and rewards of a local source."""
+    """Return problems for missing keys that a run needs but the schema does not: length, and local data and rewards."""
     length: list[Place] = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
     several = bool(document.data.get("sources"))
     found = unwritten(length if several else [*length, *needed(document)], document)
     found += load("sources", "mixture_problems")(document) if several else []
     if all(_lookup(document.data, ("run", name)) is not None for name in ("steps", "epochs")):
-        found.append("run.steps and run.epochs both say how long the run is; keep one")
+        found.append("run.steps and run.epochs both set the length of the run; keep one")
     return found
 
 
 def needed(document: Document) -> list[Place]:
-    """Return the keys that a source needs, by its kind."""
+    """Return the keys that the document's kind of source requires."""
     local = _kind("source", document, LachesisConfig) in ("local", "agent")
     return [("data", "path"), ("rewards", "functions")] if local else []
 
@@ -74,7 +74,7 @@ def unwritten(keys: Sequence[Place], document: Document) -> list[str]:
 
 
 def schema_problems(error: ValidationError, document: Document, root: type[BaseModel] = LachesisConfig) -> list[str]:
-    """Return every problem in the document's own keys and lines: one per key, or one per item of its list."""
+    """Return every schema problem with the document's own keys and lines: one per key, or per list item."""
     details = error.errors(include_url=False)
     inside = [one for one in details if root is LachesisConfig and one["loc"][:1] == ("sources",) and one["loc"][2:]]
     found = problems_of([one for one in details if one not in inside], document, root)
@@ -82,7 +82,7 @@ def schema_problems(error: ValidationError, document: Document, root: type[BaseM
 
 
 def problems_of(details: Sequence[Mapping[str, Any]], document: Document, root: type[BaseModel]) -> list[str]:
-    """Return the problems that the validator of ``root`` has found, as :func:`schema_problems`."""
+    """Return the validation errors of ``root`` as problems, in the form of :func:`schema_problems`."""
     found: dict[str, str] = {}
     for detail in details:
         place, index = _place(detail["loc"], root)
@@ -99,7 +99,7 @@ def problems_of(details: Sequence[Mapping[str, Any]], document: Document, root: 
 def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Place, int | None]:
     """Return the key that an error is about, and the index in its list.
 
-    The validator also names the variant of a tagged section and the branch of a union; the file does not.
+    The validator's location also has the variant of a tagged section and the branch of a union; the file has neither.
     """
     place: tuple[str, ...] = ()
     parts = iter(location)
@@ -116,7 +116,7 @@ def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Plac
 
 
 def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document: Document) -> tuple[str, str] | None:
-    """Return a problem inside a list of mappings, such as ``data.more[0].split``; None if it is elsewhere."""
+    """Return a problem inside a list of mappings, such as ``data.more[0].split``; None if it is not in one."""
     rest = detail["loc"][len(place) :]
     of_mappings = any("list of mappings" in key.type for key in find_keys(".".join(map(str, place))))
     if not of_mappings or len(rest) != 2 or not isinstance(rest[0], int) or not isinstance(rest[1], str):
@@ -130,7 +130,7 @@ def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document
 def _problems(
     detail: Mapping[str, Any], *, place: Place, index: int | None, document: Document, root: type[BaseModel]
 ) -> list[tuple[str, str]]:
-    """Return pairs of a dotted key and the text that follows it."""
+    """Return the problems in one validation error, as pairs of a dotted key and the text after it."""
     path = ".".join(map(str, place))
     section, keys = find_section(path, root), find_keys(path, root)
     match detail["type"]:
@@ -157,7 +157,7 @@ def _problems(
 
 
 def _required(section: SectionInfo, root: type[BaseModel]) -> list[Key]:
-    """Return the keys that a missing section would need at least."""
+    """Return the required keys of a missing section."""
     return [key for key in all_keys(root) if key.section == section.path and key.default is None]
 
 
@@ -177,20 +177,20 @@ def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     for dialect in () if ours else (*DIALECTS, constructors()):
         entry = dialect.entries.get(".".join(map(str, place)))
         if entry is not None and entry.path:
-            return f"it is {dialect.name}'s, and here {entry.path}"
+            return f"it is {dialect.name}'s; here it is {entry.path}"
     kind = _kind(section, document, root)
     return unknown_key_hint(section=section, name=str(place[-1]), kind=kind, root=root)
 
 
 def _kind(section: str, document: Document, root: type[BaseModel]) -> str | None:
-    """Return the variant of a section: the document's, else the default."""
+    """Return the kind of a section: the document's, else the default."""
     written = _lookup(document.data, (*section.split("."), "kind"))
     info = find_section(section, root)
     return written if isinstance(written, str) else info and info.default_kind
 
 
 def _wrong(key: Key, *, place: Place, document: Document, index: int | None = None) -> tuple[str, str]:
-    """Return the key and what was expected and found, in plain words, with a likely correction."""
+    """Return the key, and text with the expected and the found value and a likely correction."""
     value = _lookup(document.data, place)
     item, item_place = value, place
     if index is not None and is_list(value) and index < len(value):

@@ -1,4 +1,4 @@
-"""The types and base classes of all sections, also of those that plug-ins and installed packages bring."""
+"""The types and base classes of all sections, including those of plug-ins and installed packages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-# A part of the user's own: its name, or ``{function: NAME, kwargs: {...}}``; see lachesis.config.custom.
+# A custom part: its name, or ``{function: NAME, kwargs: {...}}``; see lachesis.config.custom.
 CustomPart = str | dict[str, Any]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections, strict about keys and immutable.
+    """Base class of all sections: unknown keys are errors, and instances are immutable.
 
-    ``builds`` names, in a section of an installed package, the function or class that makes the part, as
+    In a section of an installed package, ``builds`` names the function or class that makes the part, as
     ``module.NAME``; see :mod:`lachesis.config.installed`.
     """
 
@@ -29,17 +29,17 @@ class Section(BaseModel):
 
 
 class BaseEngineConfig(Section):
-    """Keys that all engines have.
+    """Base class of engine sections.
 
-    ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
-    servers that run ``elsewhere``.
+    ``place`` says where the engine runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or
+    on servers that run ``elsewhere``.
     """
 
     place: ClassVar[Literal["trainer", "run", "elsewhere"]]
 
 
 class EpisodesSourceConfig(Section):
-    """Keys of environments with their own tasks, which exclude `data` and `rewards`."""
+    """Base class of sections for environments with their own tasks, which exclude `data` and `rewards`."""
 
     max_tasks: PositiveInt | None = Field(
         default=None, description="Use only the first N tasks; needed if an environment has unlimited ones."

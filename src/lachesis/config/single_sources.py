@@ -1,4 +1,4 @@
-"""Configuration of each source of a run, as that of a run of this source alone."""
+"""The configuration of each source of a run, as if the run had that source alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lachesis.config.schema import EvaluationConfig, LachesisConfig, MixedSource
 
 
 def single_configs(config: LachesisConfig) -> Mapping[str, LachesisConfig]:
-    """Return the configuration of each source by name, in which nothing is of another source or of all together.
+    """Return one configuration for each source by name, without the settings of the other sources.
 
-    A run without ``sources`` has its own alone, under an empty name.
+    A run without ``sources`` has one entry, its own configuration, under an empty name.
     """
     if not config.sources:
         return {"": config}
@@ -31,9 +31,9 @@ def _single(config: LachesisConfig, one: MixedSourceConfig) -> LachesisConfig:
 
 
 def checked_configs(config: LachesisConfig) -> Iterator[tuple[str, LachesisConfig]]:
-    """Yield the configuration of each source with its place in the list, for rules.
+    """Yield the configuration of each source with its place in ``sources``, for the rules.
 
-    Evaluation is scheduled only for the sources that have held-out problems, if any has.
+    If any source has held-out problems, evaluation keys are kept only for sources that have some.
     """
     singles = [_single(config, one) for one in config.sources]
     held_out = any(map(_holds_out, singles))

@@ -1,4 +1,4 @@
-"""A short trial of any configuration, which shows that it runs, not what it learns."""
+"""A short trial of any configuration: it shows that the run works, not what it learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "-smoke"
 
 
 def trial(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration cut to two steps and few held-out problems, without uploads, under another name."""
+    """Return the configuration under another name, cut to two steps and few held-out problems, without uploads."""
     config = loaded.config
     run = config.run.model_copy(update={"steps": STEPS, "epochs": None, "name": f"{config.run.name}{NAME}"})
     evaluates = any(one.data.evaluates for one in single_configs(config).values())

@@ -1,4 +1,4 @@
-"""Arithmetic of steps: the length of a run, the age of samples generated ahead, and divisors."""
+"""Arithmetic of steps: the length of a run, the age of samples generated ahead, and nearest divisors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lachesis.config.schema import LachesisConfig
 
 
 def prompts_per_generation(config: LachesisConfig) -> int:
-    """Return the number of prompts that are generated at once."""
+    """Return the number of prompts in one generation."""
     return config.batch.prompts_per_step * config.batch.steps_per_generation
 
 
 def steps_per_batch(config: LachesisConfig) -> int:
-    """Return the number of optimizer steps on the samples that are generated at once."""
+    """Return the number of optimizer steps on the samples of one generation."""
     return config.batch.steps_per_generation * config.algorithm.num_iterations
 
 
@@ -25,18 +25,18 @@ def steps_of(config: LachesisConfig, *, epochs: float, problems: int) -> int:
 
 
 def total_steps(config: LachesisConfig) -> int:
-    """Return the number of optimizer steps of a run, including those of a supervised start."""
+    """Return the number of optimizer steps of a run, including the supervised warm start."""
     return config.sft_steps + rollout_steps(config)
 
 
 def rollout_steps(config: LachesisConfig) -> int:
-    """Return ``run.steps``, which :func:`with_steps` has to have set."""
+    """Return ``run.steps``; :func:`with_steps` must have set it."""
     assert config.run.steps is not None, "with_steps sets it"
     return config.run.steps
 
 
 def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
-    """Return the configuration with lengths in steps, given the number of problems to train on.
+    """Return the configuration with epochs converted to steps, given the number of training problems.
 
     These are ``run.steps`` and the intervals of checkpoints and evaluations.
 
@@ -60,7 +60,7 @@ def _with_length(config: LachesisConfig, *, problems: int) -> LachesisConfig:
     steps = steps_of(config, epochs=config.run.epochs, problems=problems)
     if config.optimizer.warmup_steps > steps:
         raise ConfigError(
-            f"run.epochs {config.run.epochs:g} of {problems} problems are {steps} steps, and optimizer.warmup_steps "
+            f"run.epochs {config.run.epochs:g} of {problems} problems are {steps} steps, but optimizer.warmup_steps is "
             f"{config.optimizer.warmup_steps}, so the learning rate would never reach its peak",
             remedy="lower optimizer.warmup_steps",
         )
@@ -68,19 +68,19 @@ def _with_length(config: LachesisConfig, *, problems: int) -> LachesisConfig:
 
 
 def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
-    """Return the most weight versions between a sample and the policy of the last step that trains on it.
+    """Return the maximum staleness of a sample, in weight versions, at the last step that trains on it.
 
-    ``depth`` batches of ``iterations`` steps each go before its own, weights travel every ``every_steps`` steps,
-    and its own batch has ``iterations`` - 1 further steps.
+    ``depth`` batches of ``iterations`` steps each are trained on first, weights are transferred every ``every_steps``
+    steps, and the sample's own batch has ``iterations`` - 1 further steps.
     """
     return depth * iterations + every_steps - 1 + iterations - 1
 
 
 def batches_ahead(*, every_steps: int, depth: int, iterations: int, max_staleness: int | None) -> int:
-    """Return how many batches, at most ``depth``, may be generated ahead with no sample older than ``max_staleness``.
+    """Return how many batches, at most ``depth``, can be generated ahead if no sample may exceed ``max_staleness``.
 
-    With 0, generation and training alternate; samples that are older even then come from infrequent transfers or
-    from several steps on a batch.
+    With 0, generation and training alternate; samples can still be stale because of infrequent transfers or several
+    steps on a batch.
     """
     if max_staleness is None:
         return depth
@@ -89,13 +89,13 @@ def batches_ahead(*, every_steps: int, depth: int, iterations: int, max_stalenes
 
 
 def nearest_multiples(value: int, *, of: int) -> tuple[int, ...]:
-    """Return the multiples of ``of``, at least one, next below and above ``value``; ``value`` itself if it is one."""
+    """Return the nearest positive multiples of ``of`` below and above ``value``, or ``value`` itself if it is one."""
     below, above = value // of * of, -(-value // of) * of
     return tuple(dict.fromkeys(number for number in (below, above) if number >= of))
 
 
 def nearest_divisors(value: int, near: int) -> tuple[int, ...]:
-    """Return the divisors of ``value`` from 2 on that are next below and above ``near``."""
+    """Return the divisors of ``value``, 1 excluded, that are nearest to ``near`` from below and above."""
     divisors = [number for number in range(2, value + 1) if value % number == 0]
     below = [number for number in divisors if number <= near][-1:]
     above = [number for number in divisors if number >= near][:1]

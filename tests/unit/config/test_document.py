@@ -74,7 +74,7 @@ def test_aliases_of_aliases_are_bounded():
         + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     )
     for text in (bomb, bomb.replace("[", "{<<: [").replace("]", "]}")):
-        with pytest.raises(ConfigError, match=r"aliases \(\*name\) stand for more than 100,000 values"):
+        with pytest.raises(ConfigError, match=r"aliases \(\*name\) expand to more than 100,000 values"):
             parse_document(text, name="bomb.yaml")
     with pytest.raises(ConfigError, match="nested too deeply"):
         parse_document("a: " + "[" * 2000 + "]" * 2000, name="deep.yaml")
@@ -91,7 +91,7 @@ def test_an_alias_used_twice_is_no_duplicate():
     [
         ("a: &x [*x]", "a[0] (line 1): an alias that contains itself"),
         ("a: &x\n  <<: *x", "a (line 1): an alias that contains itself"),
-        ("a:\n  <<: 3", "a.<< (line 2): merges the keys of a mapping, or of a list of mappings"),
+        ("a:\n  <<: 3", "a.<< (line 2): takes a mapping or a list of mappings"),
         ("1: x", "top level (line 1): a key that is not text"),
         ("a:\n  ? [b]\n  : 1", "a (line 2): a key that is not text"),
         ("a: !!python/object:os.system {}", "is not supported"),
@@ -191,7 +191,7 @@ def test_overrides_reach_into_lists(override, expected):
         ("a..b=3", "--set a..b=3: expected section.key=value"),
         ("a.b=[1", "not valid YAML"),
         ("a.b.c=1", "--set a.b.c: a.b (line 2) is the number 1 and has no keys"),
-        ("a[0]=1", "--set a[0]: a (line 1) is a mapping {'b': 1} and no list"),
+        ("a[0]=1", "--set a[0]: a (line 1) is a mapping {'b': 1}, not a list"),
     ],
 )
 def test_overrides_that_cannot_be_applied(override, expected):
@@ -205,9 +205,9 @@ def test_overrides_that_cannot_be_applied(override, expected):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rows[3].a=1", "--set rows[3].a: rows (line 1) ends before that; the next item is [2]"),
+        ("rows[3].a=1", "--set rows[3].a: rows (line 1) is too short for that index; the next item is [2]"),
         ("rows.a=1", "--set rows.a: rows (line 1) is a list; write the item: rows[0].a"),
-        ("rows[0][0]=1", "--set rows[0][0]: rows[0] (line 1) is a mapping {'a': 1} and no list"),
+        ("rows[0][0]=1", "--set rows[0][0]: rows[0] (line 1) is a mapping {'a': 1}, not a list"),
     ],
 )
 def test_overrides_of_lists_that_cannot_be_applied(override, expected):

@@ -130,10 +130,10 @@ def test_a_type_without_words_is_an_error():
         ("sampling", "max_prompt_length", None, "it belongs to data.max_prompt_length"),
         ("", "optimiser", None, "did you mean optimizer?"),
         ("run", "lerning_rate", None, "did you mean optimizer.learning_rate?"),
-        ("adapter", "r", "none", "it belongs to adapter.kind: lora, and here that is none"),
+        ("adapter", "r", "none", "it belongs to adapter.kind: lora, but kind is none"),
         ("adapter", "alfa", "lora", "did you mean adapter.alpha?"),
         ("rewards", "wandb", None, "it belongs to logging.wandb"),
-        ("", "run.steps", None, "write steps in a line below run:, indented"),
+        ("", "run.steps", None, "write steps on a line below run:, indented"),
         ("", "run.stepz", None, "did you mean run.steps?"),
         (
             "batch",

@@ -95,19 +95,19 @@ def test_the_dump_holds_every_key(build):
         ("logging: {wandb: {}}", "logging.wandb.project (line 9): missing, but required: Project name."),
         ("logging: {wandb: {project: 2024}}", "expected text, got the number 2024; put it in quotes"),
         ("adapter: {kind: lra}", "adapter.kind (line 9): expected one of none, lora, got the text 'lra'"),
-        ("adapter: {r: 8}", "adapter.r (line 9): unknown key; it belongs to adapter.kind: lora, and here"),
+        ("adapter: {r: 8}", "adapter.r (line 9): unknown key; it belongs to adapter.kind: lora, but kind is"),
         ("adapter: {kind: lora, targets: 5}", "adapter.targets (line 9): expected text or non-empty list of text, got"),
         ("adapter: {kind: lora, targets: [q, 1]}", "adapter.targets (line 9): expected text or non-empty list of text"),
         ("adapter: {kind: [lora]}", "adapter.kind (line 9): expected one of none, lora, got a list ['lora']"),
-        ("run.steps: 5", "run.steps (line 9): unknown key; write steps in a line below run:, indented"),
+        ("run.steps: 5", "run.steps (line 9): unknown key; write steps on a line below run:, indented"),
         ("adapter: {kind: lora, r: 0}", "adapter.r (line 9): expected a whole number >= 1, got the number 0"),
         (
             "engine: {kind: vlm}",
             "engine.kind (line 9): expected one of embedded, embedded_server, vllm, http, custom, got the text 'vlm'",
         ),
         ("logging: {wandb: {project: p, nam: x}}", "did you mean logging.wandb.name?"),
-        ("peft_config: m", "peft_config (line 9): unknown key; it is the TRL library's, and here adapter.kind"),
-        ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's, and here model.path"),
+        ("peft_config: m", "peft_config (line 9): unknown key; it is the TRL library's; here it is adapter.kind"),
+        ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's; here it is model.path"),
         ("sampling: []", "sampling (line 9): expected keys, got a list []; give it keys or remove it"),
         ("batch: 3", "batch (line 9): expected keys, got the number 3"),
         ("epsilon: 0.3", "epsilon (line 9): unknown key; it belongs to algorithm.epsilon"),
@@ -129,7 +129,7 @@ def test_stages_at_the_top_of_a_file_are_those_of_the_run(write, minimal):
     assert "run.stages[0] (line 9: stages): expected a list" in message_of(write(f"{minimal}stages: [sftt, grpo]\n"))
     both = f"{minimal}stages: [sft, grpo]\n"
     twice = message_of(write(both), "run.stages=[grpo]")
-    assert "stages (line 9): run.stages (--set run.stages) says it too; keep one" in twice
+    assert "stages (line 9): run.stages (--set run.stages) sets the same; keep one" in twice
     assert load_config(write(minimal), overrides=["stages=[sft,grpo]"]).config.run.stages == ["sft", "grpo"]
     theirs = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [a.b]\nmax_steps: 4\nstages: [sft, grpo]\n"
     assert load_config(write(theirs)).config.run.stages == ["sft", "grpo"]

@@ -88,7 +88,7 @@ def test_what_is_written_wins_and_is_said():
     config = loaded(algorithm={"preset": "gspo", "epsilon": 0.1}, batch={"steps_per_generation": 2})
     assert (config.algorithm.epsilon, config.algorithm.epsilon_high) == (0.1, 4e-4)
     (said,) = [finding.message for finding in check(config) if finding.message.startswith("algorithm.preset")]
-    assert said.endswith("written otherwise, and taken: algorithm.epsilon: 0.1, batch.steps_per_generation: 2")
+    assert said.endswith("overridden by the configuration: algorithm.epsilon: 0.1, batch.steps_per_generation: 2")
 
 
 def test_dapo_punishes_the_last_fifth_of_a_completion_once():

@@ -48,7 +48,7 @@ def test_checkpoints_and_evaluations_by_epochs_are_counted_in_steps(build, epoch
 
 def test_a_warmup_that_is_longer_than_the_run(build):
     config = build(run={"steps": None, "epochs": 1.0}, optimizer={"warmup_steps": 11})
-    with pytest.raises(ConfigError, match=r"are 10 steps, and optimizer\.warmup_steps 11"):
+    with pytest.raises(ConfigError, match=r"are 10 steps, but optimizer\.warmup_steps is 11"):
         with_steps(config, problems=320)
 
 

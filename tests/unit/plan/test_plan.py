@@ -205,7 +205,7 @@ def test_devices_that_share_a_micro_batch_have_a_part_of_its_tokens(build, model
     text = "\n".join(plan_lines(four))
     assert f"{alone.batches.micro_batches:,} passes of each device" in text
     assert "each of 4 devices, context 4" in text
-    with pytest.raises(ConfigError, match="12 attention heads, 2 of keys and values"):
+    with pytest.raises(ConfigError, match="12 attention heads and 2 key-value heads"):
         plan(build(model={"path": model(QWEN)}, distributed={"context_parallel_size": 5}), device="cuda", devices=5)
 
 
@@ -231,7 +231,7 @@ def test_the_text_says_of_how_many_devices(build, model):
     config = build(model={"path": model(QWEN)}, distributed={"shard_size": 2})
     text = "\n".join(plan_lines(plan(config, device="cuda", devices=4)))
     assert "each of 4 devices, replicate 2 x shard 2" in text
-    with pytest.raises(ConfigError, match="they do not make whole groups"):
+    with pytest.raises(ConfigError, match="which is not a multiple"):
         plan(config, device="cuda", devices=3)
 
 
@@ -441,7 +441,7 @@ def test_an_engine_on_the_card_of_a_rank_is_noticed(build, model, monkeypatch, d
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = build(model={"path": model(QWEN)}, engine={"kind": "vllm", "devices": "1"}, bridge={"kind": "broadcast"})
     lines = plan_lines(plan(config, device=device, devices=2))
-    assert any("note: engine.devices 1 puts the engine on the card of rank 1" in line for line in lines) is noticed
+    assert any("note: engine.devices 1 puts the engine on the GPU of rank 1" in line for line in lines) is noticed
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_an_engine_on_the_card_of_a_rank_is_noticed(build, model, monkeypatch, d
     [
         ({"tensor_parallel_size": 2, "enable_sleep_mode": True}, 2, "it sleeps while they train; their weights and"),
         ({"data_parallel_size": 2}, 2, "and holds its share while they train; with engine.enable_sleep_mode"),
-        ({"tensor_parallel_size": 2}, 4, "takes 2 GPUs, and 4 ranks train: "),
+        ({"tensor_parallel_size": 2}, 4, "takes 2 GPUs, but 4 ranks train: "),
         ({"tensor_parallel_size": 2, "devices": "4,5"}, 2, None),
         ({}, 2, "beside the first of the 2 devices alone, and the others wait while it generates; engine.data_par"),
         ({}, 1, None),

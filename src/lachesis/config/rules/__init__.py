@@ -1,7 +1,7 @@
-"""Checks across sections, made before anything is loaded; they never change a value.
+"""Checks across sections, made before anything is loaded. They never change a value.
 
-A rule says what it finds, under its function's name: a ``problem`` is a combination that cannot work or does nothing
-that was asked for, a ``warning`` one that works otherwise than most would expect, a ``note`` a fact worth knowing.
+A rule reports findings under its function's name. A ``problem`` is a combination that cannot work or has no effect, a
+``warning`` one that works differently from what most users expect, a ``note`` a fact worth knowing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(
     Args:
         config: the configuration.
         located: adds to a problem where its keys are in the file (:attr:`lachesis.config.load.LoadedConfig.located`).
-        name: what to call it, as the path of that file.
+        name: the configuration's name in errors, such as the path of its file.
 
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.

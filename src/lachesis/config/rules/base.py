@@ -11,7 +11,7 @@ Said = tuple[Level, str]
 """A level and a message."""
 
 Rule = Callable[[LachesisConfig], Iterator[Said]]
-"""A check, whose findings go by the name of its function."""
+"""A check; its function's name is the name of its findings."""
 
 
 def problem(message: str) -> Said:
@@ -30,7 +30,7 @@ def note(message: str) -> Said:
 
 
 def found_by(rules: Iterable[Rule], config: LachesisConfig) -> Iterator[Finding]:
-    """Yield what the rules say of a configuration, under their names."""
+    """Yield the rules' findings about a configuration, each under its rule's name."""
     for rule in rules:
         for level, message in rule(config):
             yield Finding(level=level, rule=rule.__name__.removeprefix("_"), message=message)

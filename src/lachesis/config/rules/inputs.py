@@ -52,7 +52,7 @@ def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
         if spec in known:
             continue
         near = nearest(spec, [*known, *(NAMED_REWARDS if is_reward else ())])
-        model = ", and no model's directory or hub id either" if is_reward else ""
+        model = ", nor a model directory or hub id" if is_reward else ""
         yield problem(
             f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function{model}, and no installed package has an "
             f"entry point {kind.group} of that name; {f'did you mean {near}?' if near else 'write one'}"
@@ -73,16 +73,16 @@ def _agent(config: LachesisConfig) -> Iterator[Said]:
     reported = [spec for spec in named if spec.endswith(("agent.rewards.reported", "agents.rewards.reported"))]
     if (own := [*by_code, *reported]) and not config.source.self_reported:
         yield problem(
-            f"{own[0]} goes by the agent's own word, which it may learn to give as it likes; set source.self_reported "
-            "if that is wanted, or judge the files that it leaves (source.keep_files)"
+            f"{own[0]} trusts a score that the agent reports, which the policy may learn to fake; set "
+            "source.self_reported if you want that, or judge the files it leaves (source.keep_files)"
         )
     walled = config.source.wall != "none" and config.source.container is None
     if not walled and (unused := changed(config, "source", "network", "readable", "memory_mb", "disk_mb")):
         without = "source.container" if config.source.container else "source.wall none"
-        yield problem(f"{', '.join(unused)} go with the wall, and {without} puts up none")
+        yield problem(f"{', '.join(unused)} configure the sandbox, but {without} has none")
     if by_code and config.source.nonzero_exit == "exclude":
         yield problem(
-            f"{by_code[0]} scores exit codes, and source.nonzero_exit exclude leaves out all but 0; set it to score"
+            f"{by_code[0]} scores exit codes, but source.nonzero_exit exclude drops all except 0; set it to score"
         )
 
 
@@ -95,7 +95,7 @@ def _tools(config: LachesisConfig) -> Iterator[Said]:
         if bool(server.command) == bool(server.url):
             yield problem(f"source.tools[{i}]: an MCP server has either a command or a url; give one")
         elif (server.env and server.url) or (server.headers and server.command):
-            yield problem(f"source.tools[{i}]: env goes with command, and headers with url; take it out")
+            yield problem(f"source.tools[{i}]: env needs command, and headers need url; remove the other")
 
 
 def _chat_template(config: LachesisConfig) -> Iterator[Said]:
@@ -126,9 +126,7 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
     data, evaluation = config.data, config.evaluation
     given = [f"data.{name}" for name in ("eval_path", "eval_split") if getattr(data, name) is not None]
     if given and data.eval_size > 0:
-        yield problem(
-            f"{' and '.join([*given, 'data.eval_size'])} both say where held-out problems come from; keep one"
-        )
+        yield problem(f"{' and '.join([*given, 'data.eval_size'])} both define the held-out problems; keep one")
     held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
     apart, held_out = held_out, held_out or bool(evaluation.benchmarks)
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
@@ -136,14 +134,14 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
     alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
     if alike and evaluation.temperature == 0:
-        yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are all equal; set a temperature")
+        yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are identical; set a temperature")
     if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
-            f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "
+            f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} but there are no held-out problems; "
             "set data.eval_path, data.eval_split or data.eval_size"
         )
     if len(every) == 2:
-        yield note("evaluation.every_epochs does nothing beside every_steps, which counts")
+        yield note("evaluation.every_epochs has no effect beside every_steps; remove one")
     if not apart:
         of_both = () if held_out else ("samples_per_problem", "temperature")
         unused = changed(config, "evaluation", "max_problems", "success_reward", *of_both)
@@ -152,14 +150,14 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
     by_evaluations = [*changed(config, "evaluation", "patience"), *changed(config, "checkpoint", "keep_best")]
     if by_evaluations and not (held_out and every):
         yield problem(
-            f"{' and '.join(by_evaluations)} go by evaluations on the way, and there are none; set "
+            f"{' and '.join(by_evaluations)} need evaluations during the run, but there are none; set "
             "evaluation.every_steps, and data.eval_size or data.eval_path"
         )
 
 
 def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
     sampling = config.sampling
-    if config.source.kind == "atropos":  # training samples are the environments'
+    if config.source.kind == "atropos":  # the environments choose their own sampling for training
         return
     numbers = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     values = sampling.model_dump(include=set(numbers))
@@ -167,9 +165,9 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
     cutting += changed(config, "sampling", "min_tokens", "guided_regex")
     if cutting:
         yield warning(
-            f"{', '.join(cutting)}: the engine's logprobs are of the distribution that was sampled from, the "
-            "trainer's of the full one, so ratios are biased from the start and the clip cuts tokens that "
-            "never moved; train with all of them off"
+            f"{', '.join(cutting)}: the engine's logprobs are for the truncated distribution, the trainer's for the "
+            "full one, so ratios are biased from the start and the clip drops tokens whose probability never changed; "
+            "train without these keys"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules about the way from a prompt to a batch, and its source: a dataset, or environments over a rollout API."""
+"""Rules about sources and the pipeline from prompt to batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lachesis.config.rules.base import Rule, Said, changed, note, problem, warni
 from lachesis.config.schema import LachesisConfig, SamplingConfig
 from lachesis.config.steps import batches_ahead, oldest_sample, prompts_per_generation, steps_per_batch
 
-# Of the sampling section, what the trainer itself counts with.
+# The keys of the sampling section that the trainer itself uses.
 _COUNTS = ("num_generations", "max_completion_length")
 
 
@@ -20,30 +20,30 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
-    """Check that samples can be young enough at the last step that uses them, and how far ahead they may be made."""
+    """Check max_staleness against the last step on each sample, and the number of batches generated ahead."""
     every, iterations = getattr(config.bridge, "every_steps", 1), steps_per_batch(config)
     depth = config.pipeline.prefetch_depth
     oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)
-    # A batch begins at a multiple of the iterations, so no later than this after a transfer.
+    # A batch begins at a multiple of the iterations, so at most this many steps after a transfer.
     untransferred = every - math.gcd(every, iterations)
     ahead = batches_ahead(every_steps=every, depth=depth, iterations=iterations, max_staleness=limit)
     if untransferred + iterations - 1 > limit:
         yield problem(
             f"bridge.every_steps {every} and {iterations} step(s) on each generation make samples up to "
-            f"{untransferred + iterations - 1} versions old at their last use, whatever is generated when, and "
+            f"{untransferred + iterations - 1} versions old at their last use even without generating ahead, but "
             f"pipeline.max_staleness is {limit}; set it to {oldest}, or transfer more often"
         )
     elif ahead == 0:
         yield note(
-            f"pipeline.max_staleness {limit} lets nothing be generated ahead: the run is as synchronous as without "
-            f"async_prefetch; one batch ahead is up to "
+            f"pipeline.max_staleness {limit} allows nothing to be generated ahead: the run is as synchronous as "
+            "without async_prefetch; one batch ahead makes samples up to "
             f"{oldest_sample(every_steps=every, depth=1, iterations=iterations)} versions old"
         )
     elif ahead < depth:
         yield warning(
             f"pipeline.prefetch_depth {depth}, {iterations} step(s) on each generation and a transfer every {every} "
-            f"step(s) would make samples up to {oldest} versions old, and max_staleness {limit} lets {ahead} "
-            "batch(es) be generated ahead; raise it, or lower prefetch_depth"
+            f"step(s) would make samples up to {oldest} versions old, but max_staleness {limit} allows only {ahead} "
+            "batch(es) ahead; raise it, or lower prefetch_depth"
         )
 
 
@@ -53,10 +53,10 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
     if not pipeline.streaming or source.kind in ("atropos", "agent") or together:
         return
     if pipeline.streaming_min_groups >= prompts:
-        remedy = "lower it" if prompts > 1 else "raise batch.prompts_per_step: of one prompt nothing can come earlier"
+        remedy = "lower it" if prompts > 1 else "raise batch.prompts_per_step: a single prompt cannot be streamed"
         yield warning(
             f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below the {counted(prompts)} "
-            f"generated at once, so no group is scored before all of them are generated; {remedy}"
+            f"generated at once, so no group is scored before all are generated; {remedy}"
         )
 
 
@@ -79,8 +79,8 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
         return
     if room > source.max_sequence_length:
         yield note(
-            f"source.max_sequence_length {source.max_sequence_length} is less than a longest sequence ({room} tokens); "
-            "the environments decide how long completions are"
+            f"source.max_sequence_length {source.max_sequence_length} is less than the longest possible sequence "
+            f"({room} tokens); the environments decide the length of completions"
         )
 
 
@@ -95,7 +95,7 @@ def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
         names.append("max_completion_length")
     if keys := changed(config, "sampling", *names):
         yield note(
-            f"{', '.join(keys)}: with source.kind atropos the environments decide how they sample; give it to them"
+            f"{', '.join(keys)}: with source.kind atropos the environments choose their sampling; configure it there"
         )
 
 

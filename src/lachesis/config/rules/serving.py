@@ -1,4 +1,4 @@
-"""Rules about engines, and the way of the weights to them."""
+"""Rules about engines and the transfer of weights to them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lachesis.config.schema import (
     VllmEngineConfig,
 )
 
-# A number, or the name of a GPU or of a part of one.
+# A GPU index, or the UUID of a GPU or of a MIG instance.
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def _addresses(config: LachesisConfig) -> Iterator[Said]:
-    """Check that addresses are valid, because a run would wait for a wrong one."""
+    """Check that addresses are valid, because a run would wait in vain for a wrong one."""
     named: dict[str, str] = {}
     if config.engine.kind == "http":
         urls = [url for url in config.engine.urls if not url.startswith(SERVERS_FILE)]
@@ -36,7 +36,7 @@ def _addresses(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _devices(config: LachesisConfig) -> Iterator[Said]:
-    """Check that devices are named as CUDA does; with other names vLLM sees no GPU, and its error does not say so."""
+    """Check that devices are valid CUDA names; otherwise vLLM sees no GPU, and its error does not say why."""
     if config.engine.kind == "vllm" and config.engine.devices is not None:
         wrong = [device for device in config.engine.devices.split(",") if not _DEVICE.fullmatch(device.strip())]
         if wrong:
@@ -53,7 +53,7 @@ def _shared(config: LachesisConfig) -> Iterator[Said]:
         return
     if any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
         key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
-        yield problem(f"{key} has one copy of the weights, and engine.urls may come to name several; name the server")
+        yield problem(f"{key} has one copy of the weights, but engine.urls can mean several servers; name one")
 
 
 def _engine(config: LachesisConfig) -> Iterator[Said]:
@@ -64,7 +64,7 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _rounded(config: LachesisConfig) -> Iterator[Said]:
-    """Check engines that compute in 8 bits, whose weights or keys and values differ from the trainer's."""
+    """Check engines that compute in 8 bits: their weights, or keys and values, differ from the trainer's."""
     engine, bridge = config.engine, config.bridge
     if engine.kind != "vllm" or not engine.rounds:
         return
@@ -72,25 +72,25 @@ def _rounded(config: LachesisConfig) -> Iterator[Said]:
         if bridge.kind == "shared_vllm" or getattr(bridge, "share_base", False):
             key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
             yield problem(
-                f"{key} trains the engine's own tensors, and with engine.quantization {engine.quantization} they have "
-                "8 bits; set bridge.kind: broadcast, or remove engine.quantization"
+                f"{key} trains the engine's own tensors, which have 8 bits with engine.quantization "
+                f"{engine.quantization}; set bridge.kind: broadcast, or remove engine.quantization"
             )
         if "float32" in (engine.dtype, config.model.dtype if engine.dtype == "auto" else engine.dtype):
             yield problem(
-                f"engine.quantization {engine.quantization}: vLLM rounds weights of 16 bits, and these are float32; "
-                "set engine.dtype: bfloat16"
+                f"engine.quantization {engine.quantization}: vLLM quantizes 16-bit weights, but these are float32; set "
+                "engine.dtype: bfloat16"
             )
     key = f"engine.{'quantization' if engine.quantization != 'none' else 'kv_cache_dtype'} fp8"
     if config.algorithm.sampler_correction == "none":
         yield warning(
-            f"{key}: samples come from a policy that is not quite the trained one, and algorithm.sampler_correction is "
-            "none; set it to token_truncate"
+            f"{key}: samples come from a policy slightly different from the trained one, and "
+            "algorithm.sampler_correction is none; set it to token_truncate"
         )
     else:
         yield note(
-            f"{key}: samples come from a policy that is not quite the trained one; the loss is corrected for it "
-            f"(algorithm.sampler_correction {config.algorithm.sampler_correction}), logprob_diff_mean says how far off "
-            "it is, and the proof of sync allows its canary a larger difference"
+            f"{key}: samples come from a policy slightly different from the trained one; the loss is corrected for it "
+            f"(algorithm.sampler_correction {config.algorithm.sampler_correction}), logprob_diff_mean measures the "
+            "difference, and the proof of sync has a larger tolerance for its canary"
         )
 
 
@@ -103,23 +103,23 @@ def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
     )
     if engine.devices is None:
         yield note(
-            f"{words}: without engine.devices those of the ranks, one worker beside each (torchrun --nproc-per-node "
-            f"{needed}); where one process trains all are on its GPU, or name {needed} others in engine.devices"
+            f"{words}: without engine.devices on those of the ranks, one worker beside each (torchrun --nproc-per-node "
+            f"{needed}), or all on the GPU of a single training process; or name {needed} others in engine.devices"
         )
     elif len(engine.devices.split(",")) != needed:
-        yield problem(f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")
+        yield problem(f"{words}, but engine.devices {engine.devices} does not name {needed}; name {needed} GPUs")
     elif engine.servers_on_own_card > 1:
         yield from _crowded(config, engine)
 
 
 def _crowded(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
-    """Check several servers on one GPU that is not the trainer's."""
+    """Check configurations with several servers on one GPU that is not the trainer's."""
     where = f"engine.devices {engine.devices} puts several servers on one GPU"
     if engine.tensor_parallel_size > 1:
-        yield problem(f"{where}, and with engine.tensor_parallel_size each worker needs one; name each GPU once")
+        yield problem(f"{where}, but with engine.tensor_parallel_size each worker needs its own; name each GPU once")
     if isinstance(config.bridge, ChannelBridgeConfig) and config.bridge.transport in ("nccl", "ipc"):
         yield problem(
-            f"{where}, which bridge.transport {config.bridge.transport} does not reach; leave it out, or set gloo"
+            f"{where}, which bridge.transport {config.bridge.transport} does not support; remove it, or set gloo"
         )
 
 
@@ -133,8 +133,8 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
     longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
     if engine.max_model_len < longest:
         yield problem(
-            f"engine.max_model_len {engine.max_model_len} is less than a longest prompt and completion ({longest} "
-            "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length"
+            f"engine.max_model_len {engine.max_model_len} is less than the longest prompt and completion together "
+            f"({longest} tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules that ``rules.toml`` states: a condition on the configuration, and what to say where it holds."""
+"""The rules in ``rules.toml``: conditions on the configuration, with a message if one holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lachesis.config.rules.base import Rule, Said, changed
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
-# Loss types that have a ratio of each token, or none.
+# Loss types with a ratio per token, or with none.
 _TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 
 
@@ -26,7 +26,7 @@ def rows() -> Mapping[str, Sequence[Mapping[str, Any]]]:
 
 
 def rule(name: str) -> Rule:
-    """Return the rule that the rows of this name state."""
+    """Return the rule that the rows of this name define."""
     stated = partial(_stated, name)
     stated.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]  # findings go by it
     return stated

@@ -12,10 +12,10 @@ from lachesis.config.steps import steps_per_batch
 DEFAULT_LEARNING_RATE = 1e-6
 DEFAULT_LORA_LEARNING_RATE = 1e-5
 
-# Above these, a policy without KL term has been seen to become unstable, small models included.
+# Learning rates above which training without a KL term has been seen to become unstable, even for small models.
 _LARGE_LEARNING_RATE = {"none": 1e-4, "lora": 1e-3}
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
-_ORDINARY_WEIGHT = 0.02  # the usual standard deviation of initialization, and near it after pretraining
+_ORDINARY_WEIGHT = 0.02  # the usual standard deviation of initialization; weights stay near it in pretraining
 
 
 def learning_rate(config: LachesisConfig) -> float:
@@ -29,16 +29,16 @@ def _learning_rate(config: LachesisConfig) -> Iterator[Said]:
     rate, limit = learning_rate(config), _LARGE_LEARNING_RATE[config.adapter.kind]
     if config.algorithm.beta == 0 and rate > limit:
         yield warning(
-            f"optimizer.learning_rate {rate:g} is above {limit:g} and algorithm.beta is 0, so nothing holds "
-            "the policy near the base model; lower the rate or set beta (0.01 to 0.04 is common)"
+            f"optimizer.learning_rate {rate:g} is above {limit:g} and algorithm.beta is 0, so nothing holds the policy "
+            "near the base model; lower the rate or set beta (0.01 to 0.04 is common)"
         )
 
 
 def _vanishing_updates(config: LachesisConfig) -> Iterator[Said]:
-    """Warn of updates that rounding loses: those below half the spacing of a weight's neighbours.
+    """Warn of updates lost to rounding: those below half the spacing between a weight and its neighbours.
 
-    With p significand bits the neighbours of w are between 2^-p·|w| and 2^(1-p)·|w| apart (IEEE 754), and
-    an AdamW step is about the learning rate. So every weight above ``learning_rate · 2^(p+1)`` stands still.
+    With p significand bits the neighbours of w are between 2^-p·|w| and 2^(1-p)·|w| apart (IEEE 754), and an AdamW step
+    is about the learning rate. So weights above ``learning_rate · 2^(p+1)`` never change.
     """
     dtype, on_cpu = config.model.dtype, config.model.device == "cpu"
     # peft keeps the adapters of 16-bit models in float32, so only full fine-tuning updates 16-bit weights.
@@ -53,9 +53,9 @@ def _vanishing_updates(config: LachesisConfig) -> Iterator[Said]:
         return
     condition = f"if the checkpoint is {assumed}, " if dtype == "auto" else ""
     yield warning(
-        f"optimizer.weight_update is plain: {condition}a {assumed} weight w takes no step below about "
-        f"2^-{bits + 1}·|w|, so at learning rate {rate:g} every weight beyond {frozen_above:.1e} stands "
-        f"still (ordinary weights are near {_ORDINARY_WEIGHT:g}); use fp32_master or stochastic_rounding"
+        f"optimizer.weight_update is plain: {condition}a {assumed} weight w loses updates below about "
+        f"2^-{bits + 1}·|w|, so at learning rate {rate:g} no weight beyond {frozen_above:.1e} ever changes (typical "
+        f"weights are near {_ORDINARY_WEIGHT:g}); use fp32_master or stochastic_rounding"
     )
 
 
@@ -81,10 +81,10 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
         try:
             names = placeholders(text)
         except ValueError as error:
-            yield problem(f"{key} {text!r}: {error}; double braces that name no column")
+            yield problem(f"{key} {text!r}: {error}; double literal braces")
             continue
         if not names - {"prompt"}:
-            yield problem(f"{key} {text!r} tells the teacher nothing more: name a column, or {{solution}}")
+            yield problem(f"{key} {text!r} adds nothing for the teacher: name a column, or {{solution}}")
 
 
 def _iterations(config: LachesisConfig) -> Iterator[Said]:
@@ -92,8 +92,8 @@ def _iterations(config: LachesisConfig) -> Iterator[Said]:
     if steps is not None and steps % uses:
         yield note(
             f"run.steps {steps} is not a multiple of the {uses} steps on each generation (batch.steps_per_generation x "
-            f"algorithm.num_iterations): of the last one {steps % uses} are done; {steps // uses * uses or uses} or "
-            f"{-(-steps // uses) * uses} steps are"
+            f"algorithm.num_iterations): only {steps % uses} are done on the last generation; "
+            f"{steps // uses * uses or uses} or {-(-steps // uses) * uses} steps would be complete"
         )
 
 
@@ -104,8 +104,8 @@ def _microbatch(config: LachesisConfig) -> Iterator[Said]:
         longest = config.source.max_sequence_length
     if budget < longest:
         yield note(
-            f"batch.max_tokens_per_microbatch {budget} is less than one longest sequence ({longest} tokens): "
-            "such a sequence goes alone and sets the peak memory"
+            f"batch.max_tokens_per_microbatch {budget} is less than the longest possible sequence ({longest} tokens): "
+            "such a sequence goes through alone and sets the peak memory"
         )
 
 

@@ -1,10 +1,9 @@
-"""The canonical configuration tree. Every key has a type, a default and one sentence that says what it does.
+"""The canonical configuration tree. Every key has a type, a default and a description of one sentence or a few.
 
-Unknown keys are errors; a configuration never changes after it was read. Checks that span sections are in
-:mod:`lachesis.config.rules`.
+Unknown keys are errors, and a configuration is immutable. Checks across sections are in :mod:`lachesis.config.rules`.
 """
 
-# What is imported here is what the schema has to offer.
+# The imports here are the public names of the schema.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
@@ -67,7 +66,7 @@ from lachesis.config.section import BaseEngineConfig, CustomPart, EpisodesSource
 from lachesis.plugins.atropos.section import ServicesConfig
 from lachesis.plugins.environments.section import AgentSourceConfig, McpServerConfig
 
-# The share of the time that checkpoints take where an engine that dies takes the weights with it, and nothing is set.
+# The default of ``checkpoint.max_share`` if the trained weights are lost when the engine dies.
 CHECKPOINT_SHARE = 0.02
 
 
@@ -101,19 +100,19 @@ class LachesisConfig(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:
-        """Set an unset sampler correction where the sampler is another policy: of 8 bits, or older, but for DPPO."""
+        """Set an unset sampler correction if the sampler is 8-bit or older than the policy; DPPO needs none."""
         rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds > 0
         ahead = self.pipeline.async_prefetch and self.source.kind != "atropos"
-        older = ahead and not self.algorithm.loss_type.startswith("dppo")  # whose trust region is around the sampler
+        older = ahead and not self.algorithm.loss_type.startswith("dppo")  # DPPO's trust region is around the sampler
         if not (rounds or older) or "sampler_correction" in self.algorithm.model_fields_set:
             return self
         algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})
-        algorithm.model_fields_set.discard("sampler_correction")  # nobody has written it, which is said in a note
+        algorithm.model_fields_set.discard("sampler_correction")  # not set by the user; a rule reports it in a note
         return self.model_copy(update={"algorithm": algorithm})
 
     @property
     def forgets_weights(self) -> bool:
-        """Return True if a sleeping engine drops its weights, because all of them are sent again after each step."""
+        """Return True if a sleeping engine may drop its weights because every step sends all of them again."""
         if not isinstance(self.engine, VllmEngineConfig) or not self.engine.enable_sleep_mode:
             return False
         return not self.bridge.capabilities.adapter_only and getattr(self.bridge, "every_steps", 1) == 1
@@ -127,31 +126,31 @@ class LachesisConfig(Section):
 
     @property
     def sft_steps(self) -> int:
-        """Return the number of optimizer steps before those of ``run.steps``."""
+        """Return the number of supervised optimizer steps, which precede those of ``run.steps``."""
         return self.sft.steps if "sft" in self.run.stages else 0
 
     @property
     def checkpoint_interval(self) -> int:
-        """Return the number of steps between resumable checkpoints; 0 saves on stop only.
+        """Return the number of steps between resumable checkpoints; 0 means on stop only.
 
-        ``every_epochs`` does not count until the steps of an epoch are known (``with_steps``).
+        ``every_epochs`` is ignored until ``with_steps`` has converted it to steps.
         """
         return self.checkpoint.every_steps or 0
 
     @property
     def checkpoint_share(self) -> float:
-        """Return the share of the time that saving resumable checkpoints may take; 0 if it does not decide."""
+        """Return the share of the time that saving resumable checkpoints may take; 0 if a fixed interval decides."""
         checkpoint = self.checkpoint
         if checkpoint.every_steps is not None or checkpoint.every_epochs is not None:
             return 0.0
         if checkpoint.max_share is not None:
             return checkpoint.max_share
-        # Memory that an engine in another process shares with the trainer dies with the engine.
+        # If the engine's process dies, memory that it shares with the trainer is lost.
         shared = self.bridge.capabilities.shares_storage or getattr(self.bridge, "share_base", False)
         return CHECKPOINT_SHARE if shared and self.engine.place != "trainer" else 0.0
 
     @property
     def saves_on_the_way(self) -> bool:
-        """Return True if the run saves resumable checkpoints without a request."""
+        """Return True if the run saves resumable checkpoints regularly, not only on stop."""
         by_time = self.checkpoint_share > 0
         return by_time or self.checkpoint_interval > 0 or self.checkpoint.every_epochs is not None

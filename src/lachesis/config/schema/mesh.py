@@ -19,12 +19,12 @@ class Mesh:
     """A mesh of ranks ``replicate x shard x context``, numbered so that the last dimension varies fastest.
 
     Attributes:
-        replicate: groups of ranks that have the whole model each; gradients are added up over them.
-        shard: parts of a batch that such a group computes at a time, over which each parameter is cut (FSDP).
-        context: ranks that share the tokens of a micro-batch. Parameters are cut over these too.
-        expert: ranks that share the experts of each layer, and send them their tokens. They are no dimension of their
-            own: these ranks are those of ``context`` and ``shard``, from the fastest on.
-        whole: whether no parameter is cut after all: each rank has the model (DDP).
+        replicate: number of groups of ranks that each hold the whole model; gradients are summed over them.
+        shard: number of parts of a batch that a group computes at a time; parameters are sharded over them (FSDP).
+        context: number of ranks that share the tokens of a micro-batch. Parameters are sharded over these too.
+        expert: number of ranks that share the experts of each layer and send tokens to each other. It is not a separate
+            dimension: these are ranks of ``context`` and ``shard``, from the fastest-varying dimension on.
+        whole: True if no parameter is sharded: each rank has the whole model (DDP).
     """
 
     replicate: int = 1
@@ -45,37 +45,36 @@ class Mesh:
 
     @property
     def cut(self) -> int:
-        """Return how many ways each parameter, its gradient and its optimizer states are cut."""
+        """Return the number of shards of each parameter, its gradient and its optimizer states."""
         return 1 if self.whole else self.shard * self.context
 
     @property
     def words(self) -> str:
-        """Return the dimensions in words; empty if plain data parallelism is the only one."""
+        """Describe the dimensions; return an empty text for plain data parallelism."""
         sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
         dimensions = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         said = len(dimensions) > 1 or self.context > 1 or self.expert > 1
         return " x ".join(dimensions) * said + f", experts over {self.expert}" * (self.expert > 1)
 
     def of_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return the part of each rank, given one for each part of a batch."""
+        """Return a value for each rank, given one for each part of a batch."""
         return [part for part in parts for _ in range(self.context)]
 
     def of_parts(self, values: Sequence[T]) -> list[T]:
-        """Return one value for each part of a batch, that of its first rank: the reverse of :meth:`of_ranks`."""
+        """Return a value for each part of a batch, that of its first rank; the inverse of :meth:`of_ranks`."""
         return list(values[:: self.context])
 
 
 def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
-    """Return the mesh of ``ranks`` ranks; a single rank has no groups to shard over, whatever sizes are set.
+    """Return the mesh of ``ranks`` ranks; sizes are ignored for a single rank.
 
     Raises:
-        ConfigError: the configured sizes do not divide the ranks, or do not go together.
+        ConfigError: the configured sizes do not divide the number of ranks, or contradict each other.
     """
     context, expert = distributed.context_parallel_size, distributed.expert_parallel_size
     if ranks % context:
         raise ConfigError(
-            f"distributed.context_parallel_size is {context} and {ranks} device(s) train: they do not make whole "
-            "groups",
+            f"distributed.context_parallel_size is {context} but {ranks} device(s) train, which is not a multiple",
             remedy=f"leave it out, or have a multiple of {context} train (plan: --devices {context}): {HOW_TO_START}",
         )
     if ranks == 1 and expert == 1:
@@ -84,32 +83,32 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
     there_are = f"there are {parts} " + (f"groups of {context} that share a micro-batch" if context > 1 else "devices")
     if whole and expert > 1:
         raise ConfigError(
-            f"distributed.expert_parallel_size is {expert}, and distributed.strategy replicate cuts nothing",
-            remedy="leave distributed.strategy out; distributed.shard_size: 1 cuts no more than that",
+            f"distributed.expert_parallel_size is {expert}, but distributed.strategy replicate shards nothing",
+            remedy="leave distributed.strategy out; use distributed.shard_size: 1 to shard only the experts",
         )
     if whole and (distributed.shard_size or 1) > 1:
         raise ConfigError(
-            f"distributed.shard_size is {distributed.shard_size}, and distributed.strategy replicate cuts nothing",
+            f"distributed.shard_size is {distributed.shard_size}, but distributed.strategy replicate shards nothing",
             remedy="leave one of the two out",
         )
     shard, replicate = 1 if whole else distributed.shard_size, distributed.replicate_size
     for key, size in (("shard_size", shard), ("replicate_size", replicate)):
         if size is not None and parts % size:
             raise ConfigError(
-                f"distributed.{key} is {size} and {there_are}: they do not make whole groups",
+                f"distributed.{key} is {size}, but {there_are}, which is not a multiple",
                 remedy=f"choose a divisor of {parts}, or leave it out",
             )
     shard = shard or parts // (replicate or 1)
     replicate = replicate or parts // shard
     if replicate * shard != parts:
         raise ConfigError(
-            f"distributed.replicate_size is {replicate}, of groups of {shard}, and {there_are}",
+            f"distributed.replicate_size is {replicate}, for groups of {shard}, but {there_are}",
             remedy="leave replicate_size or shard_size out: it follows from the other and the number of devices",
         )
     if shard * context % expert:
         raise ConfigError(
-            f"distributed.expert_parallel_size is {expert}, of groups of {shard * context} devices that have the model "
-            "once: they do not make whole groups",
+            f"distributed.expert_parallel_size is {expert}, which does not divide the {shard * context} devices that "
+            "share one copy of the model",
             remedy=f"choose a divisor of {shard * context}",
         )
     return Mesh(replicate=replicate, shard=shard, context=context, expert=expert, whole=whole)
@@ -124,8 +123,8 @@ def require_heads(context: int, *, heads: int, kv_heads: int) -> None:
     if heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0):
         return
     raise ConfigError(
-        f"distributed.context_parallel_size is {context}, and the model has {heads} attention heads, {kv_heads} of "
-        "keys and values: each device needs a whole number",
+        f"distributed.context_parallel_size is {context}, but the model has {heads} attention heads and {kv_heads} "
+        "key-value heads: each device needs a whole number of both",
         remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
     )
 
@@ -137,8 +136,8 @@ def require_experts(ranks: int, *, experts: int) -> None:
         ConfigError: they cannot.
     """
     if ranks > 1 and (experts == 1 or experts % ranks):
-        has = f"the model has {experts} in a layer" if experts > 1 else "the model is not a mixture of experts"
+        has = f"the model has {experts} experts in a layer" if experts > 1 else "the model is not a mixture of experts"
         raise ConfigError(
-            f"distributed.expert_parallel_size is {ranks}, and {has}: each device needs a whole number",
+            f"distributed.expert_parallel_size is {ranks}, but {has}: each device needs a whole number",
             remedy=f"choose a divisor of {experts}, or leave it out" if experts > 1 else "leave it out",
         )

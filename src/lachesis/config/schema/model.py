@@ -13,14 +13,14 @@ from lachesis.config.section import Fraction, NonNegativeInt, PositiveFloat, Pos
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: str = Field(default="run", description="Name of the run; its directory is DIR/NAME.")
+    name: str = Field(default="run", description="Name of the run; its directory is `dir`/`name`.")
     dir: str = Field(default="runs", description="Directory that holds run directories.")
-    seed: NonNegativeInt = Field(default=0, description="Seed of everything random: data order, sampling, dropout.")
+    seed: NonNegativeInt = Field(default=0, description="Seed of all randomness: data order, sampling, dropout.")
     steps: PositiveInt | None = Field(
-        default=None, description="Number of optimizer steps. Required, or `epochs` in its place."
+        default=None, description="Number of optimizer steps. Required unless `epochs` is set."
     )
     epochs: PositiveFloat | None = Field(
-        default=None, description="Times that each problem is trained on, in place of a number of steps."
+        default=None, description="How many times to train on each problem, instead of a number of steps."
     )
     stages: list[Literal["sft", "grpo"]] = Field(
         default=["grpo"], description="Stages of the run: `[grpo]`, or `[sft, grpo]` with a supervised start."
@@ -37,7 +37,7 @@ class RunConfig(Section):
 
 
 Activations = Literal["auto", "keep", "selective", "recompute", "offload"]
-# Those with which layers keep less than all, from the fastest to the one that takes the least memory.
+# Activation settings that keep less than everything, from the fastest to the one with the lowest memory use.
 SPARING: tuple[Activations, ...] = ("selective", "recompute", "offload")
 
 
@@ -46,11 +46,11 @@ class ModelConfig(Section):
 
     path: str = Field(description="Local directory or hub id of a causal language model.")
     revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a model of the hub; its main branch if unset."
+        default=None, description="Branch, tag or commit of a model on the hub; its main branch if unset."
     )
     tokenizer: str | None = Field(default=None, description="Tokenizer directory or hub id; the model's own if unset.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Dtype of the weights; `auto` takes the checkpoint's on GPU and float32 on CPU."
+        default="auto", description="Dtype of the weights; `auto` is the checkpoint's on GPU and float32 on CPU."
     )
     quantization: Literal["none", "int8", "nf4"] = Field(
         default="none", description="Hold the frozen base weights under LoRA in 8 or 4 bits (bitsandbytes)."
@@ -67,9 +67,7 @@ class ModelConfig(Section):
         "unset.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
-    trust_remote_code: bool = Field(
-        default=False, description="Run code that comes with the model. Off unless you ask."
-    )
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     activations: Activations = Field(
         default="keep",
         description="What decoder layers keep for the backward pass: everything (`keep`), inputs and attention "
@@ -78,15 +76,15 @@ class ModelConfig(Section):
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="`true` is `activations: recompute`: less memory, about a third slower.",
+        description="`true` means `activations: recompute`: less memory, about a third slower.",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Compile decoder layers with torch.compile; `auto` does on GPU."
+        default="auto", description="Compile decoder layers with torch.compile; `auto` does so on GPU."
     )
     packing: Literal["auto", "packed", "padded"] = Field(
         default="auto",
-        description="`packed` trains on one stream without padding and with each prompt once a group; `padded` "
-        "is for architectures whose attention cannot be replaced; `auto` chooses.",
+        description="`packed` trains on one stream without padding, with each prompt only once per group; `padded` is "
+        "for architectures whose attention cannot be replaced; `auto` chooses.",
     )
     vision: Literal["text", "frozen", "trained"] | None = Field(
         default=None,
@@ -94,11 +92,11 @@ class ModelConfig(Section):
         "encoder too; `text` trains on text alone, and refuses images. Unset: `frozen` if the data has images.",
     )
     pad_token: str | None = Field(
-        default=None, description="Pad token, from the vocabulary. Unset: the tokenizer's, or its end token."
+        default=None, description="Pad token, from the vocabulary. Unset: the tokenizer's own, else its end token."
     )
     special_tokens: dict[Literal["bos_token", "eos_token", "unk_token"], str] = Field(
         default_factory=dict[Literal["bos_token", "eos_token", "unk_token"], str],
-        description="Tokens of the vocabulary that take these roles in place of the tokenizer's own.",
+        description="Tokens of the vocabulary to use for these roles instead of the tokenizer's own.",
     )
     chat_template: str | None = Field(
         default=None, description="Jinja chat template (text or file) that replaces the tokenizer's own."
@@ -106,12 +104,12 @@ class ModelConfig(Section):
 
     @property
     def sees_images(self) -> bool:
-        """Return True if the model is shown images."""
+        """Return True if the model gets images as input."""
         return self.vision in ("frozen", "trained")
 
     @property
     def kept_activations(self) -> Activations:
-        """Return ``activations``, as either of the two keys sets it."""
+        """Return ``activations``, set by either ``activations`` or ``gradient_checkpointing``."""
         return "recompute" if self.gradient_checkpointing else self.activations
 
 
@@ -128,18 +126,18 @@ class LoraAdapterConfig(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Directory of a peft LoRA adapter, such as that of an SFT run, to start from; with `kl_reference: "
-        "base` it is part of the base. `r`, `alpha`, `targets` and `layers` must be the adapter's.",
+        description="Directory of a peft LoRA adapter to start from, such as an SFT run's; with `kl_reference: base` "
+        "it is part of the base. `r`, `alpha`, `targets` and `layers` must match it.",
     )
     r: PositiveInt = Field(default=16, description="Rank of the update matrices.")
     alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
     targets: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] = Field(
         default="all-linear",
-        description="Module names to adapt, or `all-linear`: all linear layers but the head; experts only by name.",
+        description="Names of modules to adapt, or `all-linear`: all linear layers except the head and experts.",
     )
     layers: list[NonNegativeInt] | None = Field(
-        default=None, min_length=1, description="Adapt these decoder layers only, counted from 0; all if unset."
+        default=None, min_length=1, description="Adapt only these decoder layers, counted from 0; all if unset."
     )
 
 

@@ -20,21 +20,21 @@ from lachesis.plugins.sinks.section import TrackioConfig, WandbConfig
 
 
 class DeadlinesConfig(Section):
-    """The longest each named wait may take, in seconds; where parts of it arrive, counted from the last one."""
+    """The time limits of waits, in seconds; if results arrive in parts, counted from the latest part."""
 
     generation_s: PositiveFloat = Field(default=1800.0, description="Generating the completions of one batch.")
     batch_s: PositiveFloat = Field(default=3600.0, description="The trainer waiting for its next batch.")
-    sync_s: PositiveFloat = Field(default=300.0, description="Bringing new weights to the engine and proving them.")
+    sync_s: PositiveFloat = Field(default=300.0, description="Transferring new weights to the engine, and the proof.")
     engine_start_s: PositiveFloat = Field(
-        default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
+        default=900.0, description="Start of a server by the run: loading weights, compiling, capturing CUDA graphs."
     )
     teacher_s: PositiveFloat = Field(
-        default=600.0, description="The logprobs of `algorithm.teacher`'s server for one batch."
+        default=600.0, description="Computing the logprobs of one batch on the server of `algorithm.teacher`."
     )
     progress_s: PositiveFloat = Field(
         default=120.0,
-        description="For several engines: one that is busy but generates nothing becomes suspect; after twice the "
-        "time it counts as dead.",
+        description="With several engines: an engine that is busy but generates nothing for this long is suspect, and "
+        "dead after twice as long.",
     )
     ranks_s: PositiveFloat = Field(
         default=600.0, description="With several devices: one waiting for another, or for a sign of life of the leader."
@@ -42,22 +42,20 @@ class DeadlinesConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on the held-out problems."""
+    """Evaluation on held-out problems."""
 
-    every_steps: NonNegativeInt = Field(default=0, description="Evaluate every N steps; 0: only before and after.")
-    every_epochs: PositiveFloat | None = Field(
-        default=None, description="The same in epochs of the dataset, in place of `every_steps`."
-    )
+    every_steps: NonNegativeInt = Field(default=0, description="Evaluate every N steps; 0: only at start and end.")
+    every_epochs: PositiveFloat | None = Field(default=None, description="As `every_steps`, in epochs of the dataset.")
     max_problems: PositiveInt | None = Field(default=None, description="Use only the first N held-out problems.")
     samples_per_problem: PositiveInt = Field(
-        default=1, description="Completions a problem: k in avg@k and pass@k; more than one need a temperature."
+        default=1, description="Completions per problem: k in avg@k and pass@k; more than one need a temperature."
     )
-    temperature: NonNegativeFloat = Field(default=0.0, description="0 is greedy.")
+    temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
     benchmarks: list[BenchmarkName | BenchmarkConfig] = Field(
         default_factory=list[BenchmarkName | BenchmarkConfig],
-        description="Benchmarks, evaluated at the same steps, from the hub or from `path`.",
+        description="Benchmarks to evaluate at the same steps, from the hub or from a `path`.",
     )
-    success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
+    success_reward: float = Field(default=1.0, description="Minimum total reward of a successful completion.")
     patience: PositiveInt | None = Field(
         default=None,
         description="Stop early after this many evaluations in a row without a new best mean reward.",
@@ -65,31 +63,31 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving, and going on."""
+    """Checkpoints to resume from, and the trained model."""
 
     every_steps: NonNegativeInt | None = Field(
         default=None,
         description="Save a resumable checkpoint every N steps; 0: only on stop. If unset, `max_share` decides.",
     )
     every_epochs: PositiveFloat | None = Field(
-        default=None, description="The same in epochs of the dataset, if `every_steps` is unset."
+        default=None, description="As `every_steps`, in epochs of the dataset; `every_steps` takes precedence."
     )
     max_share: float | None = Field(
         default=None,
         ge=0.0,
         lt=1.0,
-        description="Without `every_steps` and `every_epochs`: save as often as saving takes at most this share of "
-        "the time; 0 saves only on stop. Unset: 0.02 where trainer and engine share one copy of the weights, else 0.",
+        description="Without `every_steps` and `every_epochs`: save so often that saving takes at most this share of "
+        "the time; 0 saves only on stop. Unset: 0.02 if trainer and engine share one copy of the weights, else 0.",
     )
-    keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
+    keep_last: PositiveInt = Field(default=2, description="Resumable checkpoints to keep; older ones are deleted.")
     asynchronous: bool = Field(
         default=False,
-        description="Pause training only for a copy in host memory, which is written in the background.",
+        description="Pause training only to copy the state to host memory; write the copy in the background.",
     )
     format: Literal["auto", "whole"] = Field(
         default="auto",
         description="`auto`: each rank of a sharded model writes its part to a shared `run.dir`; `whole`: rank 0 "
-        "writes all.",
+        "gathers and writes everything.",
     )
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
     keep_best: bool = Field(
@@ -103,16 +101,16 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Logs, metrics and reports that a run writes."""
+    """The logs, metrics and reports of a run."""
 
-    every_steps: PositiveInt = Field(default=1, description="Console lines every N steps.")
+    every_steps: PositiveInt = Field(default=1, description="Print a console line every N steps.")
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
-        description="Completions shown with prompt and rewards at each of these steps: in the console, W&B and "
-        "Trackio.",
+        description="Number of completions to show, with prompt and rewards, at each of these steps: in the console, "
+        "W&B and Trackio.",
     )
     tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
-    report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
+    report_groups: NonNegativeInt = Field(default=2, description="Groups per step kept with token texts, for reports.")
     report_every_steps: PositiveInt = Field(
         default=50, description="Rewrite report.html every N steps (and at the end)."
     )
@@ -134,7 +132,7 @@ class DistributedConfig(Section):
 
     strategy: Literal["shard", "replicate"] = Field(
         default="shard",
-        description="Each device holds a part of weights, gradients and optimizer state (FSDP2), or all of them (DDP).",
+        description="Shard weights, gradients and optimizer state over devices (FSDP2), or replicate them (DDP).",
     )
     reshard_after_forward: bool = Field(
         default=True,
@@ -145,19 +143,19 @@ class DistributedConfig(Section):
     )
     shard_size: PositiveInt | None = Field(
         default=None,
-        description="Shard over groups of N devices, which are replicas of one another (HSDP); over all if unset.",
+        description="Shard over groups of N devices, which are replicas of each other (HSDP); over all if unset.",
     )
     replicate_size: PositiveInt | None = Field(
         default=None,
-        description="Number of these groups, instead of `shard_size`.",
+        description="Number of such groups, as an alternative to `shard_size`.",
     )
     context_parallel_size: PositiveInt = Field(
         default=1,
-        description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
-        "one.",
+        description="Number of devices that share the tokens of a micro-batch (Ulysses), for sequences that are too "
+        "long for one.",
     )
     expert_parallel_size: PositiveInt = Field(
         default=1,
-        description="Devices that share the experts of each layer of a mixture, to which tokens travel; those that "
-        "share tokens and a sharded model count among them.",
+        description="Number of devices that share the experts of each mixture-of-experts layer; tokens are sent to "
+        "their experts. They are taken from the devices that share tokens or a sharded model.",
     )

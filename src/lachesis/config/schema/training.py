@@ -17,7 +17,7 @@ from lachesis.config.section import (
     Section,
 )
 
-# CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
+# CISPO bounds the ratio itself; PPO's 0.2 would make the weight constant. 5 is usual.
 CISPO_EPSILON_HIGH = 5.0
 
 
@@ -36,88 +36,88 @@ Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 def placeholders(text: str) -> set[str]:
-    """Return the names in braces of a text; raise ValueError if a brace is not closed."""
+    """Return the names in braces in a text; raise ValueError if a brace is not closed."""
     return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
 
 
 class TeacherConfig(Section):
-    """A teacher that the policy's own samples are shown to (on-policy distillation), beside the rewards."""
+    """A teacher that scores the policy's own samples (on-policy distillation), in addition to the rewards."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Literal["model", "url", "rollouts", "self"] = Field(
         default="model",
-        description="A frozen model beside the policy, a server (`url`), logprobs from the rollout API "
+        description="A frozen `model` beside the policy, a server (`url`), logprobs from the rollout API "
         "(`distill_token_ids`, `distill_logprobs`), or the policy itself with a longer prompt (`prompts`).",
     )
     prompts: list[str] = Field(
         default_factory=list[str],
-        description="With kind self: the teacher's text in place of the last message (or the prompt). `{prompt}` is "
-        "that text, `{solution}` a completion of the group with a reward of `success`, another `{name}` a column. The "
-        "first entry whose names all have values is used; without one the completion has no teacher.",
+        description="With kind self: the text that the teacher gets in place of the last message (or prompt). "
+        "`{prompt}` is the original text, `{solution}` a successful completion of the group (`success`), any other "
+        "`{name}` a column. The first entry whose names all have values is used; if none has, there is no teacher.",
     )
     success: float = Field(
-        default=1.0, description="With kind self: least reward of a completion that another one's teacher is shown."
+        default=1.0, description="With kind self: minimum reward of a completion to be used as `{solution}`."
     )
     weights_of: Literal["policy", "reference"] = Field(
         default="policy",
-        description="With kind self: the current weights, or those of `algorithm.kl_reference` (base or ema).",
+        description="With kind self: weights of the current policy, or of `algorithm.kl_reference` (base or ema).",
     )
     model: str | None = Field(
         default=None,
-        description="Directory or hub id of the teacher. With kind url: its name at the server, if that has several.",
+        description="Directory or hub id of the teacher. With kind url: its name on a server with several models.",
     )
     url: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="With kind url: address of an OpenAI-compatible server that gives `prompt_logprobs`, as vLLM's and "
-        "`lachesis serve` do. A key goes into the variable `LACHESIS_TEACHER_KEY`.",
+        "`lachesis serve` do. Put an API key into the environment variable `LACHESIS_TEACHER_KEY`.",
     )
-    revision: str | None = Field(default=None, description="As `model.revision`, of the teacher.")
+    revision: str | None = Field(default=None, description="As `model.revision`, for the teacher.")
     weight: NonNegativeFloat = Field(default=1.0, description="Weight of the divergence from the teacher.")
     reward_weight: NonNegativeFloat = Field(
-        default=1.0, description="Weight of the loss from rewards; 0 learns from the teacher alone."
+        default=1.0, description="Weight of the loss from rewards; 0 learns only from the teacher."
     )
     weights: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict[str, NonNegativeFloat], description="In place of `weight`, by environment."
+        default_factory=dict[str, NonNegativeFloat], description="Overrides `weight`, by environment."
     )
     reward_weights: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict[str, NonNegativeFloat], description="In place of `reward_weight`, by environment."
+        default_factory=dict[str, NonNegativeFloat], description="Overrides `reward_weight`, by environment."
     )
     column: str = Field(
         default="env_id",
-        description="Column of a problem that names its environment in these two; `env_id` is the rollout API's.",
+        description="Column that names the environment of a problem in these two keys; the API's is `env_id`.",
     )
     beta: Fraction = Field(
         default=1.0,
-        description="1 is the reverse KL, 0 the forward KL, between them the generalized Jensen-Shannon divergence "
-        "(GKD).",
+        description="1 is the reverse KL, 0 the forward KL, a value between them the generalized Jensen-Shannon "
+        "divergence (GKD).",
     )
     clip: PositiveFloat | None = Field(
-        default=None, description="Most that one token of the vocabulary may add to the divergence (OPSD: 0.05)."
+        default=None, description="Maximum that one token of the vocabulary may add to the divergence (OPSD: 0.05)."
     )
     estimate: Literal["exact", "sampled"] = Field(
         default="exact",
-        description="Over the teacher's distribution of each token, or (reverse KL) from the sampled token alone.",
+        description="Divergence from the teacher's whole distribution, or from the sampled token (reverse KL).",
     )
     top_k: PositiveInt | None = Field(
         default=None,
-        description="Compare over the teacher's K likeliest tokens and one for the rest; unset: over all known ones.",
+        description="Compare over the teacher's K likeliest tokens, and the rest as one; unset: over all known ones.",
     )
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning on answers before the rewards, where `run.stages` has `sft`."""
+    """Supervised fine-tuning on answers before training on rewards, if `run.stages` has `sft`."""
 
     steps: PositiveInt = Field(
         default=100, description="Optimizer steps of the warm start, before those of `run.steps`."
     )
-    path: str | None = Field(default=None, description="As `data.path`, with answers; the problems if unset.")
-    column: str = Field(default="answer", description="Column with the answer, which the model learns to give.")
-    batch_size: PositiveInt = Field(default=32, description="Answers in one optimizer step.")
-    learning_rate: PositiveFloat = Field(default=1e-5, description="The rate, constant; 1e-4 is usual with LoRA.")
+    path: str | None = Field(default=None, description="As `data.path`, with answers; `data.path` itself if unset.")
+    column: str = Field(default="answer", description="Column with the answer that the model learns to give.")
+    batch_size: PositiveInt = Field(default=32, description="Number of answers in one optimizer step.")
+    learning_rate: PositiveFloat = Field(default=1e-5, description="Constant learning rate; 1e-4 is usual with LoRA.")
 
 
-# The loss takes this record itself: an option of it is a field here and its use in lachesis.train.losses.
+# The loss takes this record directly: a new loss option is a field here and its use in lachesis.train.losses.
 class AlgorithmConfig(Section):
     """The loss and the advantages. Names and meanings are TRL's."""
 
@@ -125,13 +125,13 @@ class AlgorithmConfig(Section):
 
     preset: PresetName | None = Field(
         default=None,
-        description="An algorithm by name, for the keys that `lachesis plan` prints; keys that are written win.",
+        description="Name of an algorithm, which sets the keys that `lachesis plan` prints; explicit keys win.",
     )
-    loss_type: LossTypeName = Field(default="grpo", description="Loss and normalization.")
+    loss_type: LossTypeName = Field(default="grpo", description="Loss function and its normalization.")
     normalization: Literal["sequence_mean", "sequence_sum", "token_mean", "constant_length"] | None = Field(
         default=None,
-        description="Mean over sequences of their tokens' mean, sum or sum / `sampling.max_completion_length`, or mean "
-        "over all tokens; that of `loss_type` if unset.",
+        description="Mean over sequences of the mean, the sum, or the sum / `sampling.max_completion_length` of their "
+        "tokens, or mean over all tokens; the default of `loss_type` if unset.",
     )
     loss: CustomPart | None = Field(
         default=None,
@@ -147,20 +147,20 @@ class AlgorithmConfig(Section):
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_product"] = Field(
         default="token",
-        description="Ratio per token, or per sequence: its tokens' geometric mean (GSPO), or their product (RLOO).",
+        description="Ratio per token, or per sequence: the geometric mean (GSPO) or the product (RLOO) of its tokens'.",
     )
     epsilon: NonNegativeFloat = Field(
         default=0.2,
-        description="Ratios are clipped below at 1 - epsilon (GMPO: their logs at -epsilon); DPPO's bound where A < 0.",
+        description="Ratios are clipped below at 1 - epsilon (GMPO: log ratios at -epsilon); DPPO's bound if A < 0.",
     )
     epsilon_high: NonNegativeFloat | None = Field(
-        default=None, description="The upper bound likewise, and DPPO's where A > 0; epsilon if unset."
+        default=None, description="Ratios are clipped above at 1 + this; DPPO's bound if A > 0; `epsilon` if unset."
     )
     delta: PositiveFloat | None = Field(
-        default=None, description="Upper bound of the ratio where it is not clipped; unbounded if unset."
+        default=None, description="Upper bound of the ratio if A < 0, where PPO does not clip it; none if unset."
     )
     beta: NonNegativeFloat = Field(
-        default=0.0, description="Weight of the KL divergence to the reference; 0 holds no reference."
+        default=0.0, description="Weight of the KL divergence from the reference; with 0 no reference is loaded."
     )
     kl_reference: Literal["base", "ema", "sampler"] = Field(
         default="base",
@@ -168,9 +168,9 @@ class AlgorithmConfig(Section):
         "policy.",
     )
     ref_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
+        default=0.6, description="With `ema`: alpha in reference = alpha x policy + (1 - alpha) x reference."
     )
-    ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
+    ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: update the reference every N steps.")
     kl_placement: Literal["loss", "reward", "reward_to_go"] = Field(
         default="loss",
         description="Where the KL term goes: into the loss, a completion's reward (`reward`, as verl's "
@@ -178,22 +178,22 @@ class AlgorithmConfig(Section):
         "OpenRLHF).",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None, description="Estimate of the KL of a token; k3 in the loss and k1 in the reward if unset."
+        default=None, description="Estimator of the KL of a token; k3 in the loss and k1 in the reward if unset."
     )
     kl_target: PositiveFloat | None = Field(
         default=None,
-        description="KL per token, in nats, that `beta` is adapted to; constant `beta` if unset.",
+        description="KL per token, in nats, at which adapting `beta` aims; `beta` is constant if unset.",
     )
     kl_horizon: PositiveInt = Field(
-        default=10_000, description="With `kl_target`: completions over which `beta` changes by about a fifth at most."
+        default=10_000, description="With `kl_target`: completions over which `beta` changes by at most about a fifth."
     )
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
-    teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
+    teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, besides the rewards.")
     scale_rewards: ScaleRewards = Field(
         default="group",
-        description="What advantages are divided by: the deviation of the group or the batch, nothing, the group's "
-        "mean (MaxRL), or the share in groups that differ (`signal`, GPG). `advantages` whitens them over the batch "
-        "(TRL's RLOO), `tokens` over all tokens (REINFORCE++).",
+        description="What advantages are divided by: the standard deviation of the group or the batch, nothing, the "
+        "group's mean (MaxRL), or the share of completions in groups with unequal rewards (`signal`, GPG). "
+        "`advantages` whitens them over the batch (TRL's RLOO), `tokens` over all tokens (REINFORCE++).",
     )
     reward_clip: tuple[float, float] | None = Field(
         default=None,
@@ -201,18 +201,19 @@ class AlgorithmConfig(Section):
     )
     baseline: Baseline = Field(
         default="group_mean",
-        description="Baseline of a reward: its group's mean, the others' (RLOO), one by length (OPO), or nothing.",
+        description="Baseline of a reward: its group's mean, the others' mean (RLOO), a mean by length (OPO), or none.",
     )
     aggregation: Aggregation = Field(
-        default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."
+        default="sum_then_normalize", description="Sum rewards, then normalize; or normalize each, then sum (GDPO)."
     )
     mask_truncated: bool = Field(
-        default=False, description="Leave completions that hit the length limit out of the loss, not out of baselines."
+        default=False, description="Leave completions that hit the length limit out of the loss, but not of baselines."
     )
     sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
-        description="Weight the loss by the trainer's probability over the sampler's, per token or sequence; beyond "
-        "the bounds it becomes the bound (truncate) or 0 (mask). Unset: `token_truncate` with 8-bit engines or "
+        description="Weight the loss by the ratio of trainer to sampler probability, per token or sequence; outside "
+        "the bounds the weight becomes the bound (truncate) or 0 (mask). Unset: `token_truncate` with 8-bit "
+        "engines or "
         "`pipeline.async_prefetch`.",
     )
     sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
@@ -221,8 +222,8 @@ class AlgorithmConfig(Section):
     )
     off_policy_mask_threshold: float | None = Field(
         default=None,
-        description="Leave out sequences with negative advantage whose sampler is further than this from the policy "
-        "(nats, OPSM).",
+        description="Leave out sequences with negative advantage if the KL between sampler and policy exceeds this (in "
+        "nats, OPSM).",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus.")
     router_aux_loss_coef: NonNegativeFloat | Literal["model"] | None = Field(
@@ -232,7 +233,7 @@ class AlgorithmConfig(Section):
     )
     router_replay: bool = Field(
         default=False,
-        description="Train each token through the experts that the engine sampled it with (R3).",
+        description="Route each token in training to the experts that the engine sampled it with (R3).",
     )
     top_entropy_quantile: Fraction = Field(
         default=1.0, description="Train on this share of the tokens only, those of highest entropy."
@@ -240,11 +241,11 @@ class AlgorithmConfig(Section):
     sapo_temperature_pos: PositiveFloat = Field(default=1.0, description="With `sapo`: temperature where A > 0.")
     sapo_temperature_neg: PositiveFloat = Field(default=1.05, description="With `sapo`: temperature where A <= 0.")
     cov_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=2e-4, description="With `clip_cov` and `kl_cov`: share of the step's tokens that is chosen."
+        default=2e-4, description="With `clip_cov` and `kl_cov`: share of a step's tokens to select."
     )
-    cov_low: float = Field(default=1.0, description="With `clip_cov`: tokens of higher covariance may be chosen.")
-    cov_high: float = Field(default=5.0, description="With `clip_cov`: tokens of lower covariance may be chosen.")
-    cov_kl_coef: NonNegativeFloat = Field(default=1.0, description="With `kl_cov`: weight of the chosen's |log r|.")
+    cov_low: float = Field(default=1.0, description="With `clip_cov`: select only tokens of higher covariance.")
+    cov_high: float = Field(default=5.0, description="With `clip_cov`: select only tokens of lower covariance.")
+    cov_kl_coef: NonNegativeFloat = Field(default=1.0, description="With `kl_cov`: weight of |log r| of selected ones.")
     skip_zero_advantage: bool = Field(
         default=True,
         description="Leave sequences with advantage 0 out of the forward pass; normalization still counts them.",
@@ -252,14 +253,14 @@ class AlgorithmConfig(Section):
 
     @property
     def upper_epsilon(self) -> float:
-        """Return the upper bound: ``epsilon_high`` or, if that is unset, ``epsilon`` (CISPO: 5)."""
+        """Return the upper clip bound: ``epsilon_high`` or, if unset, ``epsilon`` (CISPO: 5)."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
 
     @property
     def loss_beta(self) -> float:
-        """Return the weight of the KL term in the loss: 0 where it is in the reward."""
+        """Return the weight of the KL term in the loss: 0 if the term is in the reward."""
         return self.beta if self.kl_placement == "loss" else 0.0
 
     @property
@@ -270,14 +271,14 @@ class AlgorithmConfig(Section):
 
     @property
     def tightest_clip(self) -> float:
-        """Return the smaller of the two bounds."""
+        """Return the smaller of the two clip bounds."""
         return min(self.epsilon, self.upper_epsilon)
 
     @property
     def ignores_zero_advantage(self) -> bool:
-        """Return True if a row with advantage 0 has no gradient and does not affect any other row's.
+        """Return True if a sequence with advantage 0 has no gradient and does not affect the gradient of others.
 
-        A KL term, an entropy bonus or a teacher gives it a gradient, and the entropy quantile is taken over all tokens.
+        A KL term, an entropy bonus or a teacher gives it a gradient; the entropy quantile is over all tokens.
         """
         alone = not self.loss_beta and not self.entropy_coef and self.top_entropy_quantile == 1
         return alone and self.teacher is None
@@ -286,15 +287,15 @@ class AlgorithmConfig(Section):
 class BatchConfig(Section):
     """The size of one optimizer step and of one forward pass."""
 
-    prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
+    prompts_per_step: PositiveInt = Field(default=32, description="Number of prompts (groups) in one optimizer step.")
     steps_per_generation: PositiveInt = Field(
         default=1,
-        description="Optimizer steps per generation, which has this many times `prompts_per_step` prompts.",
+        description="Optimizer steps per generation; one generation has this many times `prompts_per_step` prompts.",
     )
     max_tokens_per_microbatch: PositiveInt = Field(
-        default=8192, description="Most tokens in one forward pass; a longer sequence goes alone."
+        default=8192, description="Maximum number of tokens in one forward pass; a longer sequence goes through alone."
     )
-    micro_batch_size: PositiveInt | None = Field(default=None, description="Most sequences in one forward pass.")
+    micro_batch_size: PositiveInt | None = Field(default=None, description="Maximum sequences in one forward pass.")
 
 
 class OptimizerConfig(Section):
@@ -309,41 +310,41 @@ class OptimizerConfig(Section):
         description="Import path or `FILE.py:NAME` of your own optimizer, such as `torch.optim.SGD`.",
     )
     learning_rate: PositiveFloat | None = Field(
-        default=None, description="Peak rate; 1e-6, or 1e-5 with LoRA, if unset."
+        default=None, description="Peak learning rate; 1e-6, or 1e-5 with LoRA, if unset."
     )
     scale_parameter: bool = Field(
         default=False, description="With Adafactor: multiply each tensor's step by the root mean square of its weights."
     )
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's moment decays.")
-    eps: PositiveFloat = Field(default=1e-8, description="AdamW's denominator offset.")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments.")
+    eps: PositiveFloat = Field(default=1e-8, description="Term added to AdamW's denominator.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay.")
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradient norm is clipped to this; unset: never."
     )
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="Steps in a row that may be skipped for a non-finite gradient before the run ends.",
+        description="Number of consecutive steps that may be skipped for a non-finite gradient before the run fails.",
     )
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        default="constant", description="Course of the learning rate after warm-up."
+        default="constant", description="Learning-rate schedule after warm-up."
     )
     stable_steps: NonNegativeInt | None = Field(
         default=None,
-        description="With `warmup_stable_decay`: steps at the peak; if unset, the run without warm-up and decay.",
+        description="With `warmup_stable_decay`: steps at the peak; if unset, the run's steps minus warm-up and decay.",
     )
     decay_steps: PositiveInt | None = Field(
         default=None,
         description="With `warmup_stable_decay`: steps of decay; a tenth of the run if unset.",
     )
     decay: Literal["cosine", "linear", "1-sqrt"] = Field(
-        default="cosine", description="With `warmup_stable_decay`: how the rate falls."
+        default="cosine", description="With `warmup_stable_decay`: shape of the decay."
     )
-    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
+    warmup_steps: NonNegativeInt = Field(default=0, description="Number of linear warm-up steps.")
     warmup_ratio: Fraction = Field(
-        default=0.0, description="The same as a share of the run's steps, rounded up, in place of `warmup_steps`."
+        default=0.0, description="Warm-up as a share of the run's steps, rounded up; an alternative to `warmup_steps`."
     )
-    min_lr_ratio: Fraction = Field(default=0.0, description="Where a schedule that falls ends, as a share of the peak.")
+    min_lr_ratio: Fraction = Field(default=0.0, description="Final rate of a falling schedule, as a share of the peak.")
     weight_update: Literal["auto", "fp32_master", "stochastic_rounding", "plain"] = Field(
         default="auto",
-        description="How 16-bit weights take updates below their spacing; `auto` keeps fp32 masters.",
+        description="How 16-bit weights take updates smaller than their spacing; `auto` keeps fp32 master weights.",
     )

@@ -55,12 +55,18 @@ def test_what_is_fine_is_not_mentioned(config: LachesisConfig):
     [
         (
             build(engine={"kind": "embedded"}, bridge={"kind": "in_process"}),
-            "engine.kind embedded lives in the trainer's process and has no address; set engine.kind: embedded_server",
+            "engine.kind embedded runs in the trainer's process and has no address; set engine.kind: embedded_server",
         ),
-        (held_out(data={"eval_size": 5}), "are of data.path, which is missing; set data.eval_path"),
-        (held_out(data={"eval_split": "test"}), "are of data.path, which is missing; set data.eval_path"),
-        (held_out(rewards={}), "held-out problems are scored by rewards.functions, and there are none"),
-        (build(evaluation={"every_steps": 5}), "evaluation.every_steps is 5 and there are no held-out problems"),
+        (
+            held_out(data={"eval_size": 5}),
+            "data.eval_split and data.eval_size need data.path, which is missing; set data.eval_path",
+        ),
+        (
+            held_out(data={"eval_split": "test"}),
+            "data.eval_split and data.eval_size need data.path, which is missing; set data.eval_path",
+        ),
+        (held_out(rewards={}), "held-out problems are scored by rewards.functions, which is not set"),
+        (build(evaluation={"every_steps": 5}), "evaluation.every_steps is 5 but there are no held-out problems"),
     ],
 )
 def test_what_cannot_work_is_refused(config: LachesisConfig, expected: str):
@@ -73,14 +79,14 @@ def test_what_cannot_work_is_refused(config: LachesisConfig, expected: str):
     ("config", "level", "expected"),
     [
         (build(pipeline={"refill_zero_signal": 2}), "warning", "environments cannot be asked for other groups"),
-        (build(batch={"prompts_per_step": 8}), "note", "batch.prompts_per_step does nothing: source.batch_size says"),
+        (build(batch={"prompts_per_step": 8}), "note", "batch.prompts_per_step does nothing: source.batch_size sets"),
         (
             build(batch={"prompts_per_step": 8}, sampling={"num_generations": 4}),
             "note",
             "batch.prompts_per_step and sampling.num_generations do nothing",
         ),
         (build(sampling={"temperature": 0.7, "top_p": 0.9}), "note", "sampling.temperature, sampling.top_p: with"),
-        (build(sampling={"max_completion_length": 64}), "note", "the environments decide how they sample"),
+        (build(sampling={"max_completion_length": 64}), "note", "the environments choose their sampling"),
         (held_out(sampling={"temperature": 0.7}), "note", "sampling.temperature: with source.kind atropos"),
         (
             held_out(data={"path": "train.jsonl", "eval_path": "test.jsonl"}),
@@ -92,8 +98,12 @@ def test_what_cannot_work_is_refused(config: LachesisConfig, expected: str):
             "warning",
             "engine.max_model_len 1024 is less than source.max_sequence_length 2048",
         ),
-        (build(batch={"max_tokens_per_microbatch": 1024}), "note", "less than one longest sequence (2048 tokens)"),
-        (build(engine={"kind": "vllm", "devices": "1"}), "note", "engine.devices 1 has to name the trainer's"),
+        (
+            build(batch={"max_tokens_per_microbatch": 1024}),
+            "note",
+            "less than the longest possible sequence (2048 tokens)",
+        ),
+        (build(engine={"kind": "vllm", "devices": "1"}), "note", "engine.devices 1 must name the trainer's"),
     ],
 )
 def test_what_is_odd_is_said(config: LachesisConfig, level: str, expected: str):

@@ -38,18 +38,18 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"model": {"chat_template": "/no/such.jinja"}}, "model.chat_template: '/no/such.jinja' is neither a file nor"),
         (
             {"model": {"gradient_checkpointing": True, "activations": "selective"}},
-            "model.gradient_checkpointing: true is model.activations: recompute, and that is selective",
+            "model.gradient_checkpointing: true means model.activations: recompute, but that is selective",
         ),
         ({"data": {"eval_path": "e.jsonl", "eval_size": 5}}, "data.eval_path and data.eval_size both"),
         (
             {"evaluation": {"every_steps": 5}},
-            "evaluation.every_steps is 5 and there are no held-out problems",
+            "evaluation.every_steps is 5 but there are no held-out problems",
         ),
-        ({"optimizer": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "warmup_ratio 0.1 both say how long to warm up"),
+        ({"optimizer": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "warmup_ratio 0.1 both set the length of warm-up"),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas must be below 1"),
         (
             {"model": {"dtype": "float16"}, "optimizer": {"weight_update": "stochastic_rounding"}},
-            "stochastic_rounding is for bfloat16 and model.dtype is float16",
+            "stochastic_rounding is for bfloat16, but model.dtype is float16",
         ),
         ({"rewards": {"functions": ["acuracy"]}}, "'acuracy' is neither FILE.py:FUNCTION nor module.function"),
         (
@@ -58,17 +58,17 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
         ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
-        ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
+        ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more adds to data.path"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
         ({"run": {"stages": ["sft"]}}, "run.stages ['sft']: a run is [grpo], or [sft, grpo]"),
         (
             {"source": ATROPOS, "rewards": {"special_tokens": "keep"}},
             "rewards.special_tokens keep does nothing with source.kind atropos",
         ),
-        ({"run": SFT, "source": ATROPOS}, "environments would wait for the end of the start"),
+        ({"run": SFT, "source": ATROPOS}, "environments would wait for the end of the sft stage"),
         (
             {"algorithm": {"router_replay": True}, "source": ATROPOS},
-            "algorithm.router_replay with source.kind atropos: what environments post",
+            "algorithm.router_replay with source.kind atropos: rollouts posted",
         ),
         (
             {"algorithm": {"router_replay": True}, "source": {"kind": "local", "rollout_func": "a.b"}},
@@ -77,59 +77,62 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"run": SFT, "source": {"kind": "verifiers", "environment": "x"}}, "sft.path is unset"),
         (
             {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "beta": 0.5}}},
-            "estimate sampled is of the reverse KL, and beta is 0.5",
+            "estimate sampled is for the reverse KL, but beta is 0.5",
         ),
-        ({"algorithm": {"teacher": {"model": "big", "weight": 0}}}, "algorithm.teacher.weight is 0, so nothing"),
-        ({"algorithm": {"teacher": {"weight": 1}}}, "algorithm.teacher.kind is model, and algorithm.teacher.model is"),
-        ({"algorithm": {"teacher": {"model": "big", "url": "http://a:1"}}}, "url is set, and algorithm.teacher.kind"),
-        ({"algorithm": {"teacher": {"kind": "rollouts"}}}, "and source.kind is local; set source.kind: atropos"),
-        ({"algorithm": {"teacher": {"kind": "url", "url": "http://a:1"}}}, "is over the whole vocabulary, which no"),
+        (
+            {"algorithm": {"teacher": {"model": "big", "weight": 0}}},
+            "algorithm.teacher.weight is 0, so the teacher teaches nothing",
+        ),
+        ({"algorithm": {"teacher": {"weight": 1}}}, "algorithm.teacher.kind is model, but algorithm.teacher.model is"),
+        ({"algorithm": {"teacher": {"model": "big", "url": "http://a:1"}}}, "url is set, but algorithm.teacher.kind"),
+        ({"algorithm": {"teacher": {"kind": "rollouts"}}}, "but source.kind is local; set source.kind: atropos"),
+        ({"algorithm": {"teacher": {"kind": "url", "url": "http://a:1"}}}, "needs the whole vocabulary, which no"),
         (
             {
                 "algorithm": {"teacher": {"kind": "url", "url": "http://a:1", "top_k": 20}},
                 "sampling": {"temperature": 0.7},
             },
-            "sampling.temperature is 0.7, and a server gives its teacher's logprobs at temperature 1 only",
+            "sampling.temperature is 0.7, but a server gives teacher logprobs only at temperature 1",
         ),
         ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
-        ({"source": {"kind": "local", "max_turns": 3}}, "source.max_turns go with source.tools, which is empty"),
+        ({"source": {"kind": "local", "max_turns": 3}}, "source.max_turns have no effect without source.tools"),
         (
             {"source": {"kind": "local", "tools": ["a.b"], "rollout_func": "c.d"}},
-            "source.tools and source.rollout_func both say",
+            "source.tools and source.rollout_func both define",
         ),
         (
             {
                 "source": {"kind": "agent", "command": ["a"]},
                 "rewards": {"functions": ["lachesis.plugins.environments.agents.rewards.exit_code"]},
             },
-            "source.nonzero_exit exclude leaves out all but 0",
+            "source.nonzero_exit exclude drops all except 0",
         ),
         (
             {
                 "source": {"kind": "agent", "command": ["a"]},
                 "rewards": {"functions": ["lachesis.rollouts.agent.rewards.reported"]},
             },
-            "goes by the agent's own word",
+            "trusts a score that the agent reports",
         ),
         (
             {"source": {"kind": "agent", "command": ["a"], "wall": "none", "network": "open", "disk_mb": 9}},
-            "source.network, source.disk_mb go with the wall, and source.wall none puts up none",
+            "source.network, source.disk_mb configure the sandbox, but source.wall none has none",
         ),
         ({"source": {"kind": "local", "tools": ["a"]}}, "source.tools[0]: 'a' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
-        ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
-        ({"checkpoint": {"save_final": False, "hub": {"repo": "a/b"}}}, "uploads the final model, and"),
-        ({"sampling": {"guided_regex": "a+"}}, "sampling.guided_regex is vLLM's, and engine.kind is embedded"),
+        ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be identical"),
+        ({"checkpoint": {"save_final": False, "hub": {"repo": "a/b"}}}, "uploads the final model, but"),
+        ({"sampling": {"guided_regex": "a+"}}, "sampling.guided_regex needs vLLM, but engine.kind is embedded"),
         (
             {"sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
-            "sampling.generation_kwargs is vLLM's, and engine.kind is embedded",
+            "sampling.generation_kwargs needs vLLM, but engine.kind is embedded",
         ),
         (
             {"engine": VLLM, "bridge": SHARED, "sampling": {"generation_kwargs": {"top_p": 0.5, "n": 2}}},
             "sampling.generation_kwargs.top_p has its own key",
         ),
         ({"sampling": {"min_tokens": 300}}, "sampling.min_tokens 300 is more than max_completion_length 256"),
-        ({"algorithm": {"kl_reference": "ema"}}, "kl_reference is ema and beta 0"),
+        ({"algorithm": {"kl_reference": "ema"}}, "kl_reference is ema, but algorithm.beta is 0"),
         ({"algorithm": {"top_entropy_quantile": 0.0}}, "trains on no token"),
         (
             {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_max": None}},
@@ -149,17 +152,17 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"data": {"curriculum": "pass_rate"}, "source": {"kind": "atropos", "batch_size": 8}},
-            "data.curriculum pass_rate chooses among problems that this run draws and scores itself",
+            "data.curriculum pass_rate needs problems that this run draws and scores itself",
         ),
         ({"algorithm": {"loss_type": "clip_cov", "cov_low": 5.0}}, "cov_low 5 is not below cov_high 5"),
         (
             {"algorithm": {"loss_type": "kl_cov", "teacher": {"model": "m", "estimate": "sampled"}}},
-            "estimate sampled adds to the advantages that loss_type kl_cov chooses tokens by",
+            "estimate sampled adds to the advantages by which loss_type kl_cov selects tokens",
         ),
-        ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
+        ({"model": {"quantization": "nf4"}}, "model.quantization nf4 makes weights untrainable"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},
-            "model.matmul_dtype float8: with model.quantization nf4 the linear layers use their own matrix products",
+            "model.matmul_dtype float8: with model.quantization nf4 the linear layers already use",
         ),
         *(
             (
@@ -180,11 +183,11 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 "engine": VLLM,
                 "bridge": {"kind": "lora_only", "share_base": True},
             },
-            "bridge.share_base: the engine's weights are not quantized, and model.quantization is int8",
+            "bridge.share_base shares the engine's weights, which are not quantized, but model.quantization is int8",
         ),
         (
             {"pipeline": {"async_prefetch": True, "max_staleness": 3}, "algorithm": {"num_iterations": 5}},
-            "and 5 step(s) on each generation make samples up to 4 versions old at their last use, whatever",
+            "and 5 step(s) on each generation make samples up to 4 versions old at their last use even without",
         ),
         (
             {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
@@ -196,12 +199,15 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"source": ATROPOS, "pipeline": {"reroll_start_fraction": 0.5}},
-            "source.kind is atropos, whose protocol cannot take a prompt back",
+            "the protocol of source.kind atropos cannot send a prompt again",
         ),
-        ({"source": ATROPOS, "run": {"steps": None, "epochs": 1.0}}, "source.kind atropos has none; set run.steps"),
-        ({"source": ATROPOS, "data": {"eval_size": 5}, "rewards": {"functions": []}}, "there are none; set them"),
-        ({"engine": VLLM}, "in_process reaches the trainer's own process only, and engine.kind is vllm"),
-        ({"bridge": SHARED}, "engine.kind embedded has the trainer's own weights and no bridge but in_process"),
+        (
+            {"source": ATROPOS, "run": {"steps": None, "epochs": 1.0}},
+            "source.kind atropos does not have; set run.steps",
+        ),
+        ({"source": ATROPOS, "data": {"eval_size": 5}, "rewards": {"functions": []}}, "which is not set; set it"),
+        ({"engine": VLLM}, "in_process works only in the trainer's own process, but engine.kind is vllm"),
+        ({"bridge": SHARED}, "engine.kind embedded uses the trainer's own weights and needs bridge.kind in_process"),
         ({"engine": VLLM, "bridge": {"kind": "lora_only"}}, "transfers adapters only, and adapter.kind is none"),
         ({"engine": HTTP, "bridge": {"kind": "none"}}, "engine.kind http is not the run's to restart"),
         ({"engine": HTTP, "bridge": {"kind": "none"}}, "set engine.kind: vllm or"),
@@ -212,27 +218,27 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 "engine": {**VLLM, "data_parallel_size": 2, "tensor_parallel_size": 2, "devices": "1,2,3"},
                 "bridge": {"kind": "broadcast"},
             },
-            "engine.devices 1,2,3 is not 4; name 4 of them",
+            "engine.devices 1,2,3 does not name 4; name 4 GPUs",
         ),
         (
             {
                 "engine": {**VLLM, "data_parallel_size": 2, "tensor_parallel_size": 2, "devices": "1,2,2,1"},
                 "bridge": {"kind": "broadcast"},
             },
-            "puts several servers on one GPU, and with engine.tensor_parallel_size each worker needs one",
+            "puts several servers on one GPU, but with engine.tensor_parallel_size each worker needs its own",
         ),
         (
             {
                 "engine": {**VLLM, "data_parallel_size": 2, "devices": "1,1"},
                 "bridge": {"kind": "broadcast", "transport": "nccl"},
             },
-            "engine.devices 1,1 puts several servers on one GPU, which bridge.transport nccl does not reach",
+            "engine.devices 1,1 puts several servers on one GPU, which bridge.transport nccl does not support",
         ),
         ({"engine": {**VLLM, "devices": "cuda:1"}, "bridge": {"kind": "broadcast"}}, "'cuda:1' is not a CUDA_VIS"),
-        ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
+        ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine frees the tensors"),
         (
             {"engine": {**VLLM, "quantization": "fp8"}, "bridge": SHARED},
-            "bridge.kind shared_vllm trains the engine's own tensors, and with engine.quantization fp8",
+            "bridge.kind shared_vllm trains the engine's own tensors, which have 8 bits with engine.quantization fp8",
         ),
         (
             {
@@ -244,11 +250,11 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"engine": {**VLLM, "quantization": "fp8", "dtype": "float32"}, "bridge": {"kind": "broadcast"}},
-            "vLLM rounds weights of 16 bits, and these are float32",
+            "vLLM quantizes 16-bit weights, but these are float32",
         ),
         (
             {"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": {"kind": "broadcast"}, "source": ATROPOS},
-            "with source.kind atropos environments ask it at any time",
+            "environments of source.kind atropos send requests at any time",
         ),
         (
             {
@@ -256,7 +262,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 "bridge": {"kind": "broadcast"},
                 "pipeline": {"async_prefetch": True},
             },
-            "pipeline.async_prefetch it generates meanwhile",
+            "pipeline.async_prefetch it must generate then",
         ),
         (
             {
@@ -264,7 +270,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
                 "bridge": {"kind": "broadcast"},
                 "model": {"device": "cpu"},
             },
-            "gives the memory of a GPU back, and model.device is cpu",
+            "frees GPU memory, but model.device is cpu",
         ),
         ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
         (
@@ -277,16 +283,16 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"engine": {**VLLM, "max_model_len": 200}, "bridge": SHARED},
-            "engine.max_model_len 200 is less than a longest prompt and completion (257",
+            "engine.max_model_len 200 is less than the longest prompt and completion together (257",
         ),
-        ({"algorithm": {"kl_placement": "reward"}}, "kl_placement is set and algorithm.beta 0"),
+        ({"algorithm": {"kl_placement": "reward"}}, "kl_placement is set, but algorithm.beta is 0"),
         (
             {"algorithm": {"beta": 0.1, "kl_placement": "reward", "aggregation": "normalize_then_sum"}},
-            "a KL cannot be normalized as a reward",
+            "a KL term cannot be normalized as a reward",
         ),
         (
             {"algorithm": {"beta": 0.1, "kl_placement": "reward", "kl_reference": "sampler"}},
-            "no divergence from it yet",
+            "no divergence from it",
         ),
     ],
 )
@@ -325,7 +331,7 @@ def test_all_problems_are_told_at_once(build):
             },
             "warning",
             "rounded",
-            "engine.kv_cache_dtype fp8: samples come from a policy that is not quite the trained one",
+            "engine.kv_cache_dtype fp8: samples come from a policy slightly different from the trained one",
         ),
         ({"sampling": {"min_p": 0.1}}, "warning", "truncated_sampling", "sampling.min_p 0.1: "),
         ({"sampling": {"repetition_penalty": 1.1}}, "warning", "truncated_sampling", "ratios are biased"),
@@ -337,8 +343,8 @@ def test_all_problems_are_told_at_once(build):
             "held_out",
             "before and after",
         ),
-        ({"optimizer": {"min_lr_ratio": 0.1}}, "warning", "schedule", "does nothing with schedule constant"),
-        ({"optimizer": {"warmup_steps": 11}}, "warning", "schedule", "run.steps 10: warm-up is cut to it"),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, "warning", "schedule", "has no effect with schedule constant"),
+        ({"optimizer": {"warmup_steps": 11}}, "warning", "schedule", "run.steps 10: warm-up is cut to the whole run"),
         (
             {"optimizer": {"decay_steps": 1}},
             "warning",
@@ -355,7 +361,7 @@ def test_all_problems_are_told_at_once(build):
             {"optimizer": {"kind": "adamw_cpu"}, "model": {"device": "cpu"}},
             "note",
             "optimizer",
-            "adamw_cpu is adamw where the model is on the CPU",
+            "adamw_cpu is the same as adamw if the model is on the CPU",
         ),
         ({"optimizer": {"learning_rate": 2e-4}}, "warning", "learning_rate", "nothing holds the policy near"),
         ({"adapter": {**LORA, "dropout": 0.1}}, "warning", "adapter", "ratios are noisy"),
@@ -369,13 +375,13 @@ def test_all_problems_are_told_at_once(build):
             {"batch": {"max_tokens_per_microbatch": 128}},
             "note",
             "microbatch",
-            "one longest sequence (256 tokens)",
+            "the longest possible sequence (256 tokens)",
         ),
         (
             {"algorithm": {"baseline": "none"}, "pipeline": {"refill_zero_signal": 3}},
             "warning",
             "algorithm",
-            "with algorithm.baseline none they teach too",
+            "with algorithm.baseline none they have a gradient too",
         ),
         (
             {"algorithm": {"loss_type": "kl_cov", "delta": 4.0}},
@@ -397,15 +403,15 @@ def test_all_problems_are_told_at_once(build):
         ),
         ({"algorithm": {"epsilon": 1.0}}, "warning", "algorithm", "never clips below"),
         ({"algorithm": {"epsilon_high": 0.1}}, "note", "algorithm", "is below epsilon 0.2"),
-        ({"deadlines": {"batch_s": 10.0}}, "warning", "deadlines", "ends before generation may"),
-        ({"checkpoint": {"save_final": False}}, "warning", "checkpoint", "leaves no trained weights"),
+        ({"deadlines": {"batch_s": 10.0}}, "warning", "deadlines", "ends before generation has to"),
+        ({"checkpoint": {"save_final": False}}, "warning", "checkpoint", "no trained weights remain"),
         ({"checkpoint": {"every_steps": 11}}, "note", "checkpoint", "more than run.steps 10"),
         ({"checkpoint": {"keep_last": 5}}, "note", "checkpoint", "keep_last does nothing"),
         (
             {"checkpoint": {"every_steps": 5, "every_epochs": 1.0}},
             "note",
             "checkpoint",
-            "does nothing beside every_steps",
+            "has no effect beside every_steps",
         ),
         (
             {"data": {"transform": "a.b", "format": "messages"}},
@@ -415,7 +421,7 @@ def test_all_problems_are_told_at_once(build):
         ),
         ({"data": {"eval_split": "train"}}, "warning", "held_out", "data.eval_split is data.split"),
         ({"sampling": {"top_p": 0.9}}, "warning", "truncated_sampling", "sampling.top_p 0.9: "),
-        ({"algorithm": {"loss": "a.b", "loss_type": "dapo"}}, "warning", "loss", "algorithm.loss takes its place"),
+        ({"algorithm": {"loss": "a.b", "loss_type": "dapo"}}, "warning", "loss", "algorithm.loss replaces it"),
         (
             {"algorithm": {"loss_type": "cispo", "epsilon_high": 0.5}},
             "warning",
@@ -461,43 +467,53 @@ def test_all_problems_are_told_at_once(build):
             {"sampling": {"guided_regex": "a+", "min_tokens": 2}, "engine": VLLM, "bridge": SHARED},
             "warning",
             "truncated_sampling",
-            "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are of the distribution",
+            "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are for the truncated distribution",
         ),
         ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
-        ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "of the last one 2 are done; 8 or 12 steps are"),
+        (
+            {"algorithm": {"num_iterations": 4}},
+            "note",
+            "iterations",
+            "only 2 are done on the last generation; 8 or 12 steps would be complete",
+        ),
         (
             {"engine": {**VLLM, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
             "note",
             "engine",
-            "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process",
+            "on those of the ranks, one worker beside each (torchrun --nproc-per-node 2), or all on",
         ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
-        ({**ASYNC, "algorithm": {}}, "note", "prefetch", "token_truncate weighs each token by how its probability has"),
+        (
+            {**ASYNC, "algorithm": {}},
+            "note",
+            "prefetch",
+            "token_truncate weights each token by how its probability has",
+        ),
         (
             {**ASYNC, "algorithm": {"sampler_correction": "none"}},
             "warning",
             "prefetch",
-            "the clip takes tokens out of the loss for their age alone",
+            "the clip drops tokens only because they are old",
         ),
         (
             {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
             "warning",
             "prefetch",
-            "samples up to 5 versions old, and max_staleness 4 lets 4 batch(es) be generated ahead",
+            "samples up to 5 versions old, but max_staleness 4 allows only 4 batch(es) ahead",
         ),
         (
             {**ASYNC, "pipeline": {"async_prefetch": True, "max_staleness": 0}},
             "note",
             "prefetch",
-            "as synchronous as without async_prefetch; one batch ahead is up to 1 versions old",
+            "as synchronous as without async_prefetch; one batch ahead makes samples up to 1 versions old",
         ),
         (
             {**ASYNC, "engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}},
             "warning",
             "prefetch",
-            "so little overlaps",
+            "so they barely overlap",
         ),
         ({"pipeline": {"streaming_min_groups": 2}}, "note", "streaming", "while pipeline.streaming is false"),
         (
@@ -510,7 +526,7 @@ def test_all_problems_are_told_at_once(build):
             {"pipeline": {"streaming": True, "streaming_min_groups": 1}, "batch": {"prompts_per_step": 1}},
             "warning",
             "streaming",
-            "not below the one prompt that is generated at once, so no group is scored before all of them are "
+            "not below the one prompt that is generated at once, so no group is scored before all are "
             "generated; raise batch.prompts_per_step",
         ),
         (
@@ -524,16 +540,21 @@ def test_all_problems_are_told_at_once(build):
             {"pipeline": {"replay_size": 8, "replay_recompute_logps": False}},
             "warning",
             "replay",
-            "the clip cuts most of them",
+            "the clip drops most tokens",
         ),
-        ({"pipeline": {"replay_size": 8, "refill_zero_signal": 1}}, "note", "replay", "new ones first, then replayed"),
+        (
+            {"pipeline": {"replay_size": 8, "refill_zero_signal": 1}},
+            "note",
+            "replay",
+            "first with new groups, then with replayed",
+        ),
         ({"pipeline": {"reroll_max_groups": 2}}, "note", "reroll", "while pipeline.reroll_start_fraction is 1"),
-        ({"rewards": {"num_workers": 33}}, "note", "source", "some workers are idle"),
+        ({"rewards": {"num_workers": 33}}, "note", "source", "some workers stay idle"),
         (
             {"source": ATROPOS, "engine": {"kind": "embedded_server"}, "bridge": SHARED},
             "warning",
             "source",
-            "data and rewards do nothing with source.kind atropos",
+            "data and rewards have no effect with source.kind atropos",
         ),
         ({"engine": {**VLLM, "enforce_eager": True}, "bridge": SHARED}, "note", "engine", "several times slower"),
         (
@@ -614,7 +635,7 @@ def test_vanishing_updates_come_with_their_numbers(build):
     (finding,) = check(build(model={"dtype": "bfloat16"}, optimizer={"weight_update": "plain"}))
     assert finding.level == "warning"
     assert "2^-9·|w|" in finding.message
-    assert "at learning rate 1e-06 every weight beyond 5.1e-04 stands still" in finding.message
+    assert "at learning rate 1e-06 no weight beyond 5.1e-04 ever changes" in finding.message
 
 
 def test_vanishing_updates_are_conditional_where_the_dtype_is_the_checkpoints(build):
@@ -624,7 +645,7 @@ def test_vanishing_updates_are_conditional_where_the_dtype_is_the_checkpoints(bu
 
 def test_vanishing_updates_of_float16_are_smaller(build):
     (finding,) = check(build(model={"dtype": "float16"}, optimizer={"weight_update": "plain"}))
-    assert "every weight beyond 4.1e-03" in finding.message
+    assert "no weight beyond 4.1e-03" in finding.message
 
 
 def test_a_bridge_that_transfers_adapters_only(build):
@@ -652,11 +673,11 @@ def test_quantized_base_weights_beside_an_engine_that_has_whole_ones(build, kind
     assert check(build(**sections)) == []
     (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_only"}))
     assert (finding.rule, finding.level) == ("quantization", "warning")
-    assert "holds the base weights as they were" in finding.message
+    assert "has the unquantized base weights" in finding.message
     assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
     corrected = {"sampler_correction": "token_truncate"}
     (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_nccl"}, algorithm=corrected))
-    assert finding.message.endswith("a larger difference")
+    assert finding.message.endswith("a larger tolerance for its canary")
 
 
 def test_float8_products(build):
@@ -665,7 +686,7 @@ def test_float8_products(build):
     (finding,) = check(build(model={"matmul_dtype": "float8_rowwise"}))
     assert (finding.rule, finding.level) == ("float8", "warning")
     assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
-    assert finding.message.startswith("model.matmul_dtype float8_rowwise is for training alone")
+    assert finding.message.startswith("model.matmul_dtype float8_rowwise affects training only")
     options = {"matmul_dtype": "float8", "device": "cpu", "compile": "off"}
     emulated, uncompiled = check(build(model=options, **corrected))
     assert emulated.level == "warning" and "is emulated with model.device cpu" in emulated.message
@@ -679,7 +700,7 @@ NO_DATASET = {"data": {"path": None}, "rewards": {"functions": []}}
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({}, "data and rewards are of a dataset"),
+        ({}, "data and rewards are for datasets"),
         ({**NO_DATASET, "run": {"steps": None, "epochs": 1.0}}, "run.epochs counts problems of a dataset"),
         ({**NO_DATASET, "checkpoint": {"every_epochs": 1.0}}, "checkpoint.every_epochs counts problems of a dataset"),
         ({**NO_DATASET, "evaluation": {"samples_per_problem": 4, "temperature": 1.0}}, "played once each, greedily"),

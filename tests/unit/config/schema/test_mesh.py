@@ -41,20 +41,26 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"shard_size": 3}, "shard_size is 3 and there are 4 devices: they do not make whole groups"),
-        ({"replicate_size": 3}, "replicate_size is 3 and there are 4 devices: they do not make whole groups"),
-        ({"replicate_size": 2, "shard_size": 4}, "replicate_size is 2, of groups of 4, and there are 4 devices"),
-        ({"replicate_size": 2, "shard_size": 1}, "replicate_size is 2, of groups of 1, and there are 4 devices"),
-        ({"strategy": "replicate", "shard_size": 2}, "strategy replicate cuts nothing"),
-        ({"strategy": "replicate", "replicate_size": 2}, "of groups of 1, and there are 4 devices"),
-        ({"context_parallel_size": 3}, "context_parallel_size is 3 and 4 device\\(s\\) train: they do not make whole"),
+        ({"shard_size": 3}, "shard_size is 3, but there are 4 devices, which is not a multiple"),
+        ({"replicate_size": 3}, "replicate_size is 3, but there are 4 devices, which is not a multiple"),
+        ({"replicate_size": 2, "shard_size": 4}, "replicate_size is 2, for groups of 4, but there are 4 devices"),
+        ({"replicate_size": 2, "shard_size": 1}, "replicate_size is 2, for groups of 1, but there are 4 devices"),
+        ({"strategy": "replicate", "shard_size": 2}, "strategy replicate shards nothing"),
+        ({"strategy": "replicate", "replicate_size": 2}, "for groups of 1, but there are 4 devices"),
+        ({"context_parallel_size": 3}, "context_parallel_size is 3 but 4 device\\(s\\) train, which is not a multiple"),
         (
             {"context_parallel_size": 2, "shard_size": 4},
-            "shard_size is 4 and there are 2 groups of 2 that share a micro-batch",
+            "shard_size is 4, but there are 2 groups of 2 that share a micro-batch",
         ),
-        ({"expert_parallel_size": 3}, "expert_parallel_size is 3, of groups of 4 devices that have the model once"),
-        ({"expert_parallel_size": 4, "shard_size": 2}, "expert_parallel_size is 4, of groups of 2 devices"),
-        ({"expert_parallel_size": 2, "strategy": "replicate"}, "expert_parallel_size is 2, and .* cuts nothing"),
+        (
+            {"expert_parallel_size": 3},
+            "expert_parallel_size is 3, which does not divide the 4 devices that share one copy",
+        ),
+        (
+            {"expert_parallel_size": 4, "shard_size": 2},
+            "expert_parallel_size is 4, which does not divide the 2 devices",
+        ),
+        ({"expert_parallel_size": 2, "strategy": "replicate"}, "expert_parallel_size is 2, but .* shards nothing"),
     ],
 )
 def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], expected: str):
@@ -64,7 +70,7 @@ def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], e
 
 
 def test_one_process_cannot_share_its_sequences():
-    with pytest.raises(ConfigError, match="context_parallel_size is 2 and 1 device") as caught:
+    with pytest.raises(ConfigError, match="context_parallel_size is 2 but 1 device") as caught:
         derive_mesh(DistributedConfig(context_parallel_size=2), ranks=1)
     assert "torchrun" in caught.value.remedy
     assert "--devices 2" in caught.value.remedy
@@ -77,13 +83,13 @@ def test_heads_are_dealt_out_and_those_of_keys_repeated(context: int, heads: int
 
 @pytest.mark.parametrize(("context", "heads", "kv_heads"), [(3, 4, 2), (4, 12, 6), (8, 4, 4), (6, 12, 4)])
 def test_heads_that_make_no_whole_number_are_refused(context: int, heads: int, kv_heads: int):
-    with pytest.raises(ConfigError, match=f"{heads} attention heads, {kv_heads} of keys and values") as caught:
+    with pytest.raises(ConfigError, match=f"{heads} attention heads and {kv_heads} key-value heads") as caught:
         require_heads(context, heads=heads, kv_heads=kv_heads)
     assert "divisor of" in caught.value.remedy
 
 
 def test_one_process_has_its_experts_to_itself():
-    with pytest.raises(ConfigError, match="expert_parallel_size is 2, of groups of 1 devices"):
+    with pytest.raises(ConfigError, match="expert_parallel_size is 2, which does not divide the 1 devices"):
         derive_mesh(DistributedConfig(expert_parallel_size=2), ranks=1)
 
 
@@ -91,7 +97,7 @@ def test_experts_are_shared_out_evenly():
     require_experts(4, experts=8)
     require_experts(1, experts=1)
     for ranks, experts, expected in (
-        (3, 8, "expert_parallel_size is 3, and the model has 8 in a layer"),
+        (3, 8, "expert_parallel_size is 3, but the model has 8 experts in a layer"),
         (2, 1, "the model is not a mixture of experts"),
     ):
         with pytest.raises(ConfigError, match=expected) as caught:

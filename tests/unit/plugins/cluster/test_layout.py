@@ -82,7 +82,7 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
         ({"engine": {"kind": "http"}} | BROADCAST, Machines(1, 1), "this job starts no server"),
         (APART | {"source": {"kind": "atropos", "url": "http://far:8002"}}, Machines(3, 8), "source.url is at far"),
         (APART | ATROPOS | {"services": {"api": None}}, Machines(3, 8), "this job starts no rollout API"),
-        ({"distributed": {"shard_size": 3}}, Machines(2, 4), "they do not make whole groups"),
+        ({"distributed": {"shard_size": 3}}, Machines(2, 4), "which is not a multiple"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], machines: Machines, message: str):

@@ -55,7 +55,7 @@ def test_an_ambiguous_name_lists_all():
 def test_a_section_lists_its_keys_and_those_of_sections_in_it():
     answer = explain("logging")
     assert answer.meaning == "section"
-    assert answer.description == "Logs, metrics and reports that a run writes."
+    assert answer.description == "The logs, metrics and reports of a run."
     paths = [found.path for found in answer.explanations]
     assert "logging.tape" in paths and "logging.wandb.project" in paths
     assert all(path.startswith("logging.") for path in paths)

@@ -169,7 +169,7 @@ def test_a_length_in_steps_stands_for_the_epochs_that_a_file_does_not_write(tmp_
     run = load_config(file, overrides=["run.steps=3"]).config.run
     assert (run.steps, run.epochs) == (3, None)
     file.write_text(file.read_text() + "num_train_epochs: 2\n")
-    with pytest.raises(ConfigError, match=r"run\.steps and run\.epochs both say"):
+    with pytest.raises(ConfigError, match=r"run\.steps and run\.epochs both set"):
         load_config(file, overrides=["run.steps=3"])
 
 
