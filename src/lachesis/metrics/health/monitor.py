@@ -21,6 +21,8 @@ logger = logging.getLogger("lachesis")
 WORSE = 1.5
 # So many steps a rule has to be silent until what it said counts as resolved.
 QUIET = 5
+# Steps until an unchanged finding is told again, and steps that are remembered.
+_REPEAT_AFTER, _REMEMBERED = 20, 50
 
 # Rules that one of several sources may break while the run as a whole looks well.
 OF_A_SOURCE = {"reward_stays_low", "zero_variance", "truncated_often"}
@@ -65,14 +67,12 @@ class _Reported:
 class HealthMonitor:
     """Monitor with the short history that the rules need, which repeats a finding only when that helps.
 
-    A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its severity grows by half (a
+    A finding of the same rule is repeated after 20 steps, or at once when its severity grows by half (a
     note only where it was a warning or a problem before), and at once when its level rises. Where its rule has been
     silent for five steps it is told once more, as resolved.
 
     Args:
         limits: thresholds of the run.
-        repeat_after: steps until an unchanged finding is reported again.
-        history: steps that are remembered.
         custom: rules of the user's own by name, asked besides; one that fails is said once and asked no more.
     """
 
@@ -80,15 +80,12 @@ class HealthMonitor:
         self,
         *,
         limits: HealthLimits | None = None,
-        repeat_after: int = 20,
-        history: int = 50,
         custom: Mapping[str, Rule] | None = None,
     ) -> None:
         self._custom = dict(custom or {})
         self._limits = limits or HealthLimits()
-        self._repeat_after = repeat_after
-        self._history: deque[Mapping[str, float]] = deque(maxlen=history)
-        self._batches: deque[Sequence[GroupDigest]] = deque(maxlen=history)
+        self._history: deque[Mapping[str, float]] = deque(maxlen=_REMEMBERED)
+        self._batches: deque[Sequence[GroupDigest]] = deque(maxlen=_REMEMBERED)
         self._evaluations: list[EvalResult] = []
         self._reported: dict[str, _Reported] = {}
 
@@ -149,4 +146,4 @@ class HealthMonitor:
             return True
         if {alarm.level, last.alarm.level} == {"note"}:
             return False
-        return step - last.step >= self._repeat_after or alarm.severity > WORSE * last.alarm.severity
+        return step - last.step >= _REPEAT_AFTER or alarm.severity > WORSE * last.alarm.severity
