@@ -23,11 +23,10 @@ import lachesis
 from lachesis.common.types import Prompt, SamplingParams
 from lachesis.config.schema import AgentSourceConfig
 from lachesis.plugins.environments.agents.build import cell_of
-from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, run_agent
+from lachesis.plugins.environments.agents.process import AgentCommand, AgentExit, read_state, run_agent
 from lachesis.plugins.environments.agents.proxy import AgentProxy
 from lachesis.plugins.environments.agents.rewards import file_tests
 from lachesis.plugins.environments.agents.session import AgentSession, Recorder
-from lachesis.plugins.environments.agents.state import read_state
 from lachesis.plugins.sandbox import cell as walls
 from lachesis.plugins.sandbox.cell import Cell, CellRunner
 from lachesis.plugins.sandbox.escapes import try_escapes

@@ -5,7 +5,7 @@ Read from axolotl 0.19. Where its documentation and its code differ, the documen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,12 @@ from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
 from lachesis.plugins.dialects import grpo
-from lachesis.plugins.dialects.chat_templates import put_chat_template
 from lachesis.plugins.dialects.convert import one_of
 from lachesis.plugins.dialects.distributed import is_known_option, option_of, put_context, put_distributed
 from lachesis.plugins.dialects.hub import put_axolotl_hub
 from lachesis.plugins.dialects.mixtures import ROW_KEYS, dataset_of
 from lachesis.plugins.dialects.table import Dialect, Entry, Translation, read_names
-from lachesis.plugins.dialects.words import Words
+from lachesis.plugins.dialects.words import Words, read_table
 
 
 class _Words(Words):
@@ -295,3 +294,33 @@ def _put_engine(translation: Translation) -> None:
         url_name=port,
         managed=_MANAGED,
     )
+
+
+_TEMPLATES = read_table("chat_templates")
+CHATML: str = _TEMPLATES["chatml"]
+_FAMILIES: Mapping[str, Sequence[str]] = _TEMPLATES["families"]
+
+
+def put_chat_template(translation: Translation) -> None:
+    """Set ``model.chat_template`` where the tokenizer's own is not the one that is asked for."""
+    name = "chat_template"
+    template = translation.value(name)
+    if template is None or str(template).startswith("tokenizer_default"):
+        return
+    if template == "jinja" and translation.has("chat_template_jinja"):
+        translation.copy("chat_template_jinja", "model.chat_template")
+    elif template == "chatml":
+        translation.put("model.chat_template", CHATML, name)
+    elif _is_of_family(str(template), str(translation.value("base_model"))):
+        translation.note(name, f"{template} is the tokenizer's own template, for the model is of that family")
+    else:
+        translation.problem(
+            name,
+            f"{describe(template)} is a template that Axolotl brings along, and the model's name is not of that "
+            "family; write tokenizer_default, or jinja with the template's text or file in chat_template_jinja",
+        )
+
+
+def _is_of_family(template: str, model: str) -> bool:
+    words = next((words for family, words in _FAMILIES.items() if template.startswith(family)), ())
+    return any(word in model.lower() for word in words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ from lachesis.common.json_values import flat, is_list, is_object
 from lachesis.config.document import Document, read_document
 from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
 from lachesis.plugins.dialects.other_systems import other_system
-from lachesis.plugins.dialects.prime_rl import refuse_toml
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect
 from lachesis.plugins.dialects.trl import TRAINER_KEY
-from lachesis.plugins.dialects.words import Words
+from lachesis.plugins.dialects.words import Words, read_table
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
 _TRAINERS = re.compile(
@@ -359,3 +359,29 @@ def _remove(data: dict[str, Any], name: str) -> None:
     for folder in folders:
         data = data[folder]
     del data[last]
+
+
+_TABLES = read_table("prime_rl")
+
+
+def refuse_toml(path: Path) -> ConfigError:
+    """Return the error for a TOML file: what it says that is the same here, and what has another form.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", remedy="give a TOML file") from error
+    names = dict(flat(data))
+    same = [f"{ours}: {names[name]}" for name, ours in _TABLES["same"].items() if name in names]
+    sections = ("orchestrator", "trainer", "inference", "optim", "env", "loss", "weight_broadcast")
+    if not any(name.partition(".")[0] in sections for name in names):
+        return ConfigError(f"{path} is TOML of no trainer that Lachesis knows", remedy="write YAML in Lachesis' keys")
+    other = [f"{name}: {why}" for name, why in _TABLES["otherwise"].items() if name in names or any(
+        one.startswith(f"{name}.") for one in names)]  # fmt: skip
+    return ConfigError(
+        "\n".join([f"{path} is a configuration of prime-rl, whose loss and environments have another form", *other]),
+        remedy=f"write a configuration of Lachesis' keys; the same here are {', '.join(same) or 'none of them'}",
+    )

@@ -12,7 +12,6 @@ import typer
 from rich.text import Text
 
 from lachesis.cli.base import app, console
-from lachesis.plugins.report.openenv_traces import trace_of
 from lachesis.plugins.report.rollout_search import (
     Hit,
     Query,
@@ -22,6 +21,7 @@ from lachesis.plugins.report.rollout_search import (
     read_samples,
     read_steps,
     search,
+    trace_of,
 )
 
 

@@ -248,3 +248,23 @@ def _tape(run_dir: Path) -> dict[int, Path]:
     if not files:
         raise DataError(f"{run_dir} has no rollouts", remedy="give the directory of a run whose logging.tape is on")
     return files
+
+
+def trace_of(sample: Sample, *, name: str) -> dict[str, Any]:
+    """Return a sample as a trace: a turn for each stretch of tokens that the model sampled, named after ``name``."""
+    return {"schema_version": 1, "turns": list(_calls(sample, name))}
+
+
+def _calls(sample: Sample, name: str) -> Iterator[dict[str, Any]]:
+    ids, place = sample.completion_ids, 0
+    for own, bits in groupby(sample.loss_mask()):
+        start, place = place, place + len(list(bits))
+        if own:
+            prompt = [*sample.prompt_ids, *ids[:start]]
+            yield {
+                "node_id": f"{name}-{start}",
+                "prompt_token_ids": prompt,
+                "completion_token_ids": list(ids[start:place]),
+                "per_token_logps": list(sample.logprobs[start:place]),
+                "loss_mask": [0] * len(prompt) + [1] * (place - start),
+            }

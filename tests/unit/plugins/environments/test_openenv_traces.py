@@ -12,7 +12,7 @@ import pytest
 from lachesis.common.errors import DataError
 from lachesis.common.types import Sample, VersionSpan
 from lachesis.plugins.environments.openenv_traces import arrays_of
-from lachesis.plugins.report.openenv_traces import trace_of
+from lachesis.plugins.report.rollout_search import trace_of
 from tests.paths import ROOT
 
 OPENENV = ROOT / ".venv-agents"

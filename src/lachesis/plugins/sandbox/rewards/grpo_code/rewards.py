@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import logging
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,6 @@ from typing import Any
 
 from lachesis.common.tagged_text import tagged
 from lachesis.plugins.sandbox.choice import shared_sandbox
-from lachesis.plugins.sandbox.rewards.code_blocks import code_blocks
 from lachesis.plugins.sandbox.rewards.code_tests import COLUMNS, CodeTest, cases_of
 from lachesis.plugins.sandbox.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded
@@ -219,3 +219,29 @@ def _parsed(code: str) -> ast.Module:
 
 def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*([\w.+-]*)")
+
+
+def code_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and code of each block between fences of three backticks, from left to right.
+
+    The first line of a block has the language, if any, and may have more; a block without an end is none.
+    """
+    at = 0
+    while (start := text.find(_FENCE, at)) >= 0:
+        line_end = text.find("\n", start)
+        if line_end < 0:
+            return
+        broken = text.rfind("\r", start, line_end - 1)
+        if broken >= 0:  # that line has ended before, without a line feed: it is none of a block
+            at = broken + 1
+            continue
+        end = text.find(_FENCE, line_end + 1)
+        if end < 0:
+            return
+        language = _LANGUAGE.match(text, start + len(_FENCE))
+        yield language[1] if language else "", text[line_end + 1 : end]
+        at = end + len(_FENCE)
