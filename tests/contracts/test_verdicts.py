@@ -23,6 +23,7 @@ from lachesis.plugins.sandbox.records import FunctionTests, Limits, Program, San
 from lachesis.plugins.sandbox.rewards.code_tests import InputTest, cases_of
 from lachesis.plugins.sandbox.rewards.execution import run_tests, share_passed
 from lachesis.rollouts.rewards.functions import Excluded
+from tests.contracts import judge_attacks
 from tests.contracts.verdict_attacks import ATTACKS, PROGRAMS, TESTS
 from tests.walls import needs_namespaces
 
@@ -46,14 +47,19 @@ def either(request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
     opened.close()
 
 
-def test_there_are_enough_attacks():
-    assert len(ATTACKS) >= 60
+TABLES = {"verdicts": (ATTACKS, TESTS), "judges": (judge_attacks.ATTACKS, judge_attacks.TESTS)}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_passes_any_test(sandbox: LocalSandbox, name: str):
-    verdicts = sandbox.test(FunctionTests(ATTACKS[name], TESTS, limits=LIMITS))
-    assert [verdict.passed for verdict in verdicts] == [False] * len(TESTS)
+@pytest.mark.parametrize("table", TABLES)
+def test_there_are_enough_attacks(table: str):
+    assert len(TABLES[table][0]) >= 60
+
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table][0]])
+def test_no_attack_passes_any_test(sandbox: LocalSandbox, table: str, name: str):
+    attacks, tests = TABLES[table]
+    verdicts = sandbox.test(FunctionTests(attacks[name], tests, limits=LIMITS))
+    assert [verdict.passed for verdict in verdicts] == [False] * len(tests)
     assert all(verdict.reason for verdict in verdicts)
 
 
@@ -260,6 +266,21 @@ VACUOUS = {
 def test_a_test_of_which_nothing_was_evaluated_by_us_is_not_passed(sandbox: LocalSandbox, test: str):
     (verdict,) = sandbox.test(FunctionTests(VACUOUS[test], (test,), limits=Limits(wall_s=30)))
     assert not verdict.passed and verdict.reason
+
+
+NOT_TO_COME_HERE = (
+    "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
+    "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False, 'no error'",
+    "def test():\n    try:\n        f(-1)\n        assert 0\n    except ValueError:\n        return\ntest()",
+    "for n in range(3):\n    if f(n) != n + 1: assert False, n",
+)
+
+
+def test_places_that_a_test_is_not_to_reach_are_no_assertions_to_evaluate(sandbox: LocalSandbox):
+    right = "def f(x):\n    if x < 0: raise ValueError('negative')\n    return x + 1"
+    for code, passed in ((right, True), ("def f(x): return x", False)):
+        verdicts = sandbox.test(FunctionTests(code, NOT_TO_COME_HERE, limits=Limits(wall_s=30)))
+        assert [verdict.passed for verdict in verdicts] == [passed] * len(NOT_TO_COME_HERE)
 
 
 def test_loops_over_right_answers_pass(sandbox: LocalSandbox):

@@ -41,7 +41,7 @@ from lachesis.bridges.senders import (
     weight_sizes,
 )
 from lachesis.common.deadline import Deadline, Retry, wait_until
-from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.backend import LoraSpec, ReceiverSpec, TransferKind
@@ -303,7 +303,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         channel = self._channel
         assert channel is not None
         received = self._threads.submit(
-            self.engine.on_all, self._noting(lambda server: self._receive(server, version, deadline))
+            self.engine.on_all, self._noting(lambda server: self._receive(server, version, deadline)), together=True
         )
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
@@ -433,14 +433,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
         def watch() -> None:
             # Where a server reports that its side failed, its worker will never come.
-            self._not_connected(deadline)
+            self._not_connected(plan, deadline)
 
         try:
             self._start_receivers(rendezvous, plan, deadline=deadline)
             self._channel = call_watched(connect, watch=watch, every_s=_POLL_S)
             # The workers have joined; the servers learn of it a moment later, and refuse to receive before.
             retry = Retry(deadline, first_s=_POLL_S / 10, longest_s=_POLL_S / 10)
-            wait_until(lambda: self._not_connected(deadline), retry)
+            wait_until(lambda: self._not_connected(plan, deadline), retry)
             self._write_file(rendezvous, plan)
         except BaseException:
             cancel.set()
@@ -486,14 +486,17 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                     f"Failed to start NCCL receiver on vLLM ({server.url}): {error.message}", remedy=error.remedy
                 ) from error
 
-        self.engine.on_all(self._noting(start))
+        self.engine.on_all(self._noting(start), together=True)
 
-    def _not_connected(self, deadline: Deadline) -> str:
+    def _not_connected(self, plan: TransferPlan, deadline: Deadline) -> str:
         """Return why the receivers are not all connected yet.
 
-        Raises EngineError if one has failed.
+        Raises EngineError if one has failed or is not waited for any more.
         """
-        connected = self.engine.on_all(self._noting(lambda server: _check_receiver(server, deadline)))
+        check = self._noting(lambda server: _check_receiver(server, deadline))
+        connected = self.engine.on_all(check, together=True)
+        if len(connected) < len(plan.ranks):
+            raise EngineUnreachable("an engine was lost before its receiver was connected")
         return "" if all(connected) else "a server's receiver is not connected"
 
     def _write_file(self, rendezvous: Rendezvous, plan: TransferPlan) -> None:

@@ -6,8 +6,17 @@ both in one line and exits with ``exit_code``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+# Control characters but tab and line feed, and those that reorder the text around them.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    r"""Return ``text`` with control characters written out, as in ``\x1b[2J``."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class LachesisError(Exception):
@@ -21,9 +30,9 @@ class LachesisError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        # Both may quote what a model wrote, and whoever catches the error may print them.
+        self.message, self.remedy = escape_controls(message), escape_controls(remedy)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} -> {self.remedy}" if self.remedy else self.message
@@ -85,6 +94,10 @@ class CheckpointError(LachesisError):
     exit_code = 9
 
 
+class RunRemoved(CheckpointError):
+    """A run directory that somebody has removed, in full or in part, while the run was writing to it."""
+
+
 class TrainingError(LachesisError):
     """An optimizer step that must not be applied, such as one with a non-finite gradient."""
 
@@ -103,7 +116,7 @@ class DependencyError(LachesisError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its type if the text is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return escape_controls((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

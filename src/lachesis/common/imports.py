@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lachesis.common.errors import ConfigError, DependencyError, nearest
+from lachesis.common.errors import ConfigError, DependencyError, escape_controls, nearest
 from lachesis.common.objects import names_object, object_named
 
 # Examples name the functions of this module; who has written it has others under the same names.
@@ -109,7 +109,7 @@ def describe_exception(error: BaseException, where: str | Callable[..., Any] | N
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen"))]
     own = [frame for frame in frames if frame.filename == file] or frames
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    text = str(error)
+    text = escape_controls(str(error))
     return f"{type(error).__name__}{': ' + text if text else ''}{place}"
 
 

@@ -253,6 +253,13 @@ class Fleet:
         """Record that the engine is gone or unusable."""
         self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
 
+    def given_up(self, url: str, reason: str) -> None:
+        """Record that the engine does not go on, and is not waited for, unless it is the last one that lives."""
+        with self._lock:
+            living = self.having(State.STALE, State.SERVING, State.SUSPECT)
+            if url in living and len(living) > 1:
+                self.died(url, reason)
+
     def progressed(self, url: str, tokens: int) -> None:
         """Record how many tokens the engine has generated in all, which clears a suspicion of hanging.
 

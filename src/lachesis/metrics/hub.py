@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lachesis.common.errors import LachesisError
+from lachesis.common.errors import LachesisError, RunRemoved
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.names import BY_ENVIRONMENT, BY_SOURCE
@@ -53,7 +53,7 @@ class MetricsHub:
     """Hub of the sinks and, if given, of the health monitor whose findings it adds to each record.
 
     A sink (or the monitor) that raises is reported once, as a warning of one sentence on the logger
-    ``lachesis``, and dropped; nothing of it reaches the caller.
+    ``lachesis``, and dropped; nothing of it reaches the caller, but that the run directory was removed.
 
     Args:
         sinks: written to in this order; a report sink comes after those whose files it reads.
@@ -105,6 +105,9 @@ class MetricsHub:
         for sink in tuple(self._sinks):
             try:
                 action(sink)
+            except RunRemoved:  # which says it all
+                self._sinks.clear()
+                raise
             except Exception as error:
                 self._sinks.remove(sink)
                 logger.warning("%s", _sentence(type(sink).__name__, occasion, error))

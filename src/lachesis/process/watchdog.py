@@ -85,6 +85,39 @@ class Watchdog:
         )
 
 
+@contextmanager
+def ended_after_signals(limit_s: float) -> Iterator[None]:
+    """End this process from outside if it still runs ``limit_s`` seconds after a SIGTERM or SIGINT within the block.
+
+    Python passes on the number of a signal at once, also while a call holds the interpreter and no handler runs.
+    """
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    line = [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), str(limit_s)]
+    process = subprocess.Popen(line, stdin=source, stdout=subprocess.DEVNULL, start_new_session=True)
+    os.close(source)
+    before = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(sink)
+        process.kill()
+        process.wait()
+
+
+def watch_signals(pid: int, limit_s: float) -> None:
+    """Run the watching process: each byte is a signal that has come; the end of them is that of the other process."""
+    while (numbers := os.read(0, 1 << 10)) and not {signal.SIGTERM, signal.SIGINT} & set(numbers):
+        pass
+    end = time.monotonic() + limit_s
+    while numbers and select.select([0], [], [], max(0.0, end - time.monotonic()))[0]:
+        numbers = os.read(0, 1 << 10)
+    if numbers and os.getppid() == pid:
+        os.write(2, b"error: the server had not ended %g s after a signal, and was killed\n" % limit_s)
+        os.kill(pid, signal.SIGKILL)
+
+
 def watch(pid: int) -> None:
     """Run the watching process: each line is a number of seconds with words, or the end of a call."""
     end, words = math.inf, b""
@@ -112,4 +145,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]))
+    if len(sys.argv) > 2:
+        watch_signals(int(sys.argv[1]), float(sys.argv[2]))
+    else:
+        watch(int(sys.argv[1]))

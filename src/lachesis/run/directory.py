@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from lachesis.common.deadline import Wait, waits_now
-from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
+from lachesis.common.errors import CheckpointError, ConfigError, LachesisError, RunRemoved
 from lachesis.common.files import clean_files, write_atomic
 from lachesis.common.json_values import is_object
 from lachesis.common.run_files import run_paths
@@ -54,7 +54,8 @@ class RunDirectory:
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
-    _begun: bool = False
+    # As it was when the run began; None before.
+    _place: os.stat_result | None = field(default=None, repr=False, compare=False)
     # The step is noted beside training, how the run stands by it.
     _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -82,7 +83,7 @@ class RunDirectory:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()
-        self._begun = True
+        self._place = self.path.stat()
         self.update(
             status="starting",
             pid=os.getpid(),
@@ -98,13 +99,27 @@ class RunDirectory:
             CheckpointError: it cannot be written.
         """
         with self._updating:
-            if self._begun and not self.path.is_dir():  # it would be made again, with nothing else in it
+            if self._place is not None and not self.path.is_dir():  # it would be made again, with nothing else in it
                 raise _removed(self.path)
             self.state |= changes | {"updated": time.time()}
             try:
                 write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
             except OSError as error:
                 raise cannot_write(self.path, error) from error
+
+    def check_there(self) -> None:
+        """Raise RunRemoved if the directory, or what is written in it at each step, is not the one that was begun."""
+        if self._place is None:
+            return
+        try:
+            if not os.path.samestat(self._place, self.path.stat()):  # another part of the run has made it again
+                raise _removed(self.path)
+            for name in ("state", "metrics"):
+                self.files[name].stat()
+        except FileNotFoundError as error:
+            raise _removed(self.path) from error
+        except OSError:  # a file system that hangs or lacks rights is told by whoever writes there
+            return
 
 
 @contextmanager
@@ -189,10 +204,10 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _removed(path: Path) -> CheckpointError:
-    return CheckpointError(
+def _removed(path: Path) -> RunRemoved:
+    return RunRemoved(
         f"the run directory {path} was removed during the run",
-        remedy="leave it in place until the run has ended; start over, because its checkpoints are gone",
+        remedy="leave it in place until the run has ended; start over, or --resume if checkpoints are left",
     )
 
 
@@ -289,6 +304,11 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
     if resume:
         if not holds_run:
             raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
+        if run.state.get("status") == "finished" and not goes_by_checkpoints:
+            raise ConfigError(
+                f"the run in {path} finished at step {run.state.get('step', 0)} and has no checkpoint to go on from",
+                remedy="start anew with --overwrite, or choose another run.name",
+            )
         return run
     # A start that failed for want of space leaves empty directories.
     if path.is_dir() and any(not entry.is_dir() and entry.name != LEFT_BEHIND for entry in path.rglob("*")):

@@ -25,7 +25,10 @@ LOOK_S = 1.0
 # How long a question about its health may stay open. With the pause before it that is told within 5 s.
 SILENCE_S = 3.5
 # How much longer than twice the last one a transfer may take; and the first one of a run.
-LATE_S, FIRST_TRANSFER_S = 3.5, 30.0
+LATE_S, FIRST_TRANSFER_S = 3.5, 4.5
+# A transfer that is late waits no longer for what is stopped, nor for what has been silent for so long: that one may be
+# busy, and has its weights in the end.
+GIVEN_UP_S = 15.0
 # The names of their waits begin so (:mod:`lachesis.bridges.base`).
 TRANSFER = "the transfer of weight version"
 # And those for what environments of others make are named with this.
@@ -40,24 +43,34 @@ class Pulse:
         name: what messages call it.
         health_url: what it answers as long as it is well; ``None`` if there is nothing to ask.
         pid: of its main process, if that is one of this machine's.
+        give_up: called with the trouble, once a transfer is late that waits for it.
     """
 
     name: str
     health_url: str | None
     pid: Callable[[], int | None]
+    give_up: Callable[[str], None] = lambda trouble: None
     trouble: str = ""
+    _is_stopped: bool = False
     _since: float = 0.0
     _heard: bool = field(default=False, repr=False)
 
     def look(self, client: httpx.Client) -> None:
         """Say what has changed since the last look: that it is stopped or silent, or that it goes on."""
-        found = self._stopped() or self._silent(client)
+        stopped = self._stopped()
+        self._is_stopped = bool(stopped)
+        found = stopped or self._silent(client)
         if found and not self.trouble:
             self._since = time.monotonic()
             logger.warning("%s %s", self.name, found)
         elif self.trouble and not found:
             logger.warning("%s has resumed after %.0f s", self.name, time.monotonic() - self._since)
         self.trouble = found
+
+    def miss_transfer(self) -> None:
+        """Give it up if it is in trouble, as a transfer is late."""
+        if self.trouble and (self._is_stopped or time.monotonic() - self._since > GIVEN_UP_S):
+            self.give_up(f"it {self.trouble.partition(',')[0]}")
 
     def _stopped(self) -> str:
         """Say which of its processes a signal has stopped, and how it goes on."""
@@ -108,19 +121,20 @@ class TransferPulse:
     last_s: Callable[[], float | None]
     _told: Deadline | None = None
 
-    def look(self) -> None:
-        """Say once that the transfer is late, and that it has ended."""
+    def look(self) -> bool:
+        """Say once that the transfer is late, and that it has ended. Returns True while it is late."""
         found = next((one.deadline for one in waits_now() if one.deadline.name.startswith(TRANSFER)), None)
         if self._told is not None and found is not self._told:
             logger.warning("the transfer has ended, after %.0f s", self._told.elapsed_s())
             self._told = None
         if found is None or found is self._told:
-            return
+            return found is not None
         last_s = self.last_s()
         if found.counted_s() > (FIRST_TRANSFER_S if last_s is None else 2 * last_s + LATE_S):
             self._told = found
-            before = "" if last_s is None else f", and the one before it took {last_s:.1f} s"
+            before = ", as a first one may" if last_s is None else f", and the one before it took {last_s:.1f} s"
             logger.warning(f"{found.name} has taken {found.counted_s():.0f} s{before}; see the engine's log")
+        return self._told is not None
 
 
 @dataclass(slots=True)
@@ -157,7 +171,12 @@ class ServerPulse(Pulse):
         return f"answers and has generated nothing for {self._patience_s:g} s, for which the run waits"
 
 
-def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) -> Pulse:
+def server_pulse(
+    url: str,
+    *,
+    has_requests: Callable[[], bool] = lambda: False,
+    give_up: Callable[[str], None] = lambda trouble: None,
+) -> Pulse:
     """Return the pulse of an inference server; its session names the process if it runs on this machine."""
 
     def pid() -> int | None:
@@ -167,7 +186,7 @@ def server_pulse(url: str, *, has_requests: Callable[[], bool] = lambda: False) 
             return None
         return None if session is None else session.pid
 
-    return ServerPulse(f"the engine at {url}", f"{url}/bridge/info", pid, has_requests=has_requests)
+    return ServerPulse(f"the engine at {url}", f"{url}/bridge/info", pid, give_up, has_requests=has_requests)
 
 
 @contextmanager
@@ -185,7 +204,7 @@ def pulses_felt(
         every_s: the pause between two looks.
     """
     ended = threading.Event()
-    threads: dict[str, threading.Thread] = {}
+    threads: dict[str, tuple[threading.Thread, Pulse]] = {}
 
     def feel(pulse: Pulse) -> None:
         with httpx.Client(trust_env=False, timeout=SILENCE_S) as client:
@@ -194,14 +213,17 @@ def pulses_felt(
 
     def watch() -> None:
         while True:
-            transfer.look()
+            if transfer.look():
+                for _, felt in threads.values():
+                    felt.miss_transfer()
             pulses = {pulse.name: pulse for pulse in find()}
             found_now.clear()
             found_now.update(pulses)
             for name, pulse in pulses.items():
-                if name not in threads or not threads[name].is_alive():
-                    threads[name] = threading.Thread(target=feel, args=(pulse,), name="lachesis-pulse", daemon=True)
-                    threads[name].start()
+                if name not in threads or not threads[name][0].is_alive():
+                    thread = threading.Thread(target=feel, args=(pulse,), name="lachesis-pulse", daemon=True)
+                    threads[name] = thread, pulse
+                    thread.start()
             if ended.wait(every_s):
                 return
 

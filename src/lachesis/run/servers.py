@@ -42,7 +42,10 @@ class ServersSide(EngineSide):
     def pulses(self) -> list[Pulse]:
         """Return the pulse of each server."""
         fleet = self.engine.fleet
-        return [server_pulse(url, has_requests=lambda url=url: url in fleet.at_work) for url in self.engine.urls]
+        return [
+            server_pulse(url, has_requests=lambda url=url: url in fleet.at_work, give_up=partial(fleet.given_up, url))
+            for url in self.engine.urls
+        ]
 
 
 def build_servers(

@@ -61,7 +61,8 @@ def build_sinks(
     files, logging_config = run.files, config.logging
     resume_step = start if start > 0 else None
     completions = _completion_picker(config, reward_names=reward_names, tokenizer=tokenizer)
-    sinks: list[Sink] = [JsonlSink(files["metrics"], resume_step=resume_step)]
+    # The first ends the run where others could not write either.
+    sinks: list[Sink] = [StateSink(run), JsonlSink(files["metrics"], resume_step=resume_step)]
     if logging_config.tape:
         texts, report_groups = token_texts(tokenizer), logging_config.report_groups
         sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
@@ -71,7 +72,7 @@ def build_sinks(
     sinks += custom_sinks(
         logging_config.sinks, run_dir=run.path, settings=config.model_dump(mode="json"), resume_step=resume_step
     )
-    sinks += [StateSink(run), load("sinks", "report")(run.path, logging_config.report_every_steps)]
+    sinks += [load("sinks", "report")(run.path, logging_config.report_every_steps)]
     for console in consoles:
         if console is not None:
             sinks.append(ConsoleSink(console, total_steps(config), every_steps=logging_config.every_steps))
@@ -175,6 +176,7 @@ class StateSink(Sink):
         self._written = 0.0
 
     def write(self, record: StepRecord) -> None:
+        self._run.check_there()
         self._run.state["step"] = record.step  # for whoever writes next
         if time.monotonic() - self._written >= 1.0:
             self._run.update(step=record.step)

@@ -365,6 +365,23 @@ def test_a_server_that_hangs_in_a_transfer_is_dead_and_the_others_have_the_weigh
     built.check_served(2)
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_server_that_is_given_up_in_a_transfer_is_waited_for_no_longer(make, connected: bool):
+    built = make(servers=[FakeServer(), FakeServer(number=1), FakeServer(number=2)])
+    built.bridge.sync(0)
+    stopped, fleet = built.servers[1], built.bridge.engine.fleet
+    if not connected:
+        built.bridge._disconnect()
+    stopped.goes_on.clear()
+    threading.Timer(0.5, fleet.given_up, (stopped.url, "it is stopped by a signal")).start()
+    built.update(1)
+    assert [server.version for server in built.servers] == [1, 0, 1]
+    assert (fleet.state(stopped.url), fleet.reason(stopped.url)) == (State.DEAD, "it is stopped by a signal")
+    stopped.goes_on.set()
+    built.update(2)
+    built.check_served(2)
+
+
 def test_a_transfer_that_is_slow_for_all_servers_ends_at_its_deadline(make, monkeypatch):
     built = make(servers=[FakeServer(), FakeServer(number=1)], sync_s=LONG_S)
     built.bridge.sync(0)

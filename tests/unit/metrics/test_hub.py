@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from lachesis.common.errors import RunRemoved
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord, VersionSpan
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.hub import HubTelemetry, MetricsHub, Sink, group_metrics, throughput
@@ -381,3 +382,12 @@ def test_values_can_be_merged_over_ranks(make_group: Callable[..., Group]):
 def test_rewards_whose_squares_are_no_numbers_have_a_deviation(make_group: Callable[..., Group]):
     found = group_metrics([make_group((1e200, -1e200))], reward_names=("right",), version=3)
     assert reduce_metrics(found)["reward_std"] == pytest.approx(2**0.5 * 1e200)
+
+
+def test_that_the_run_directory_was_removed_ends_the_run_and_is_all_that_is_said(caplog: pytest.LogCaptureFixture):
+    before, after = Recorder(), Broken(OSError(errno.ENOENT, "No such file or directory"))
+    hub = MetricsHub([before, Broken(RunRemoved("the run directory was removed")), after])
+    with pytest.raises(RunRemoved):
+        hub.emit(StepRecord(1, {}))
+    hub.close()
+    assert len(before.records) == 1 and not after.calls and not caplog.messages

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.errors import CheckpointError, ConfigError, RunRemoved
+from lachesis.common.types import StepRecord
 from lachesis.run.directory import LEFT_BEHIND, RunDirectory, claim_run, only_trainer
+from lachesis.run.sinks import StateSink
 from lachesis.transport.bridge_file import BRIDGE_FILE
 from tests import warm
 
@@ -160,11 +162,21 @@ class TestARunThatIsThere:
         assert "step" not in state_of(path), "nothing of the old run's state remains"
 
     def test_resuming_keeps_its_files_and_its_beginning(self, path: Path):
-        held_run(path, started=5.0)
+        held_run(path, started=5.0, status="stopped")
         start(path, resume=True)
         state = state_of(path)
         assert (state["status"], state["started"], state["step"]) == ("starting", 5.0, 12)
         assert (path / "metrics.jsonl").is_file()
+
+    def test_a_finished_run_without_a_checkpoint_is_not_resumed_over(self, path: Path):
+        held_run(path)
+        (path / "rollouts").mkdir()
+        before = content(path)
+        with pytest.raises(ConfigError, match="finished at step 12 and has no checkpoint to go on from"):
+            claim(path, resume=True)
+        assert content(path) == before
+        (path / "checkpoints" / "step_000012").mkdir(parents=True)
+        claim(path, resume=True)
 
     def test_resuming_removes_what_it_was_writing_when_it_was_killed(self, path: Path):
         run = start(path)
@@ -256,6 +268,23 @@ class TestARunThatIsThere:
         with pytest.raises(CheckpointError, match="was removed during the run"):
             run.update(step=3)
         assert not path.exists()
+
+    @pytest.mark.parametrize("what", ["all", "all, and made again", "the metrics", "nothing"])
+    def test_what_was_removed_of_it_is_seen_at_the_next_step(self, path: Path, what: str):
+        run = start(path)
+        run.files["metrics"].touch()
+        sink = StateSink(run)
+        sink.write(StepRecord(1, {}))
+        if what.startswith("all"):
+            shutil.rmtree(path)
+        if what.endswith("again"):  # as a checkpoint would
+            held_run(path)
+        if what == "the metrics":
+            run.files["metrics"].unlink()
+        if what == "nothing":
+            return sink.write(StepRecord(2, {}))
+        with pytest.raises(RunRemoved, match="was removed during the run"):
+            sink.write(StepRecord(2, {}))
 
 
 HOLDS = """

@@ -101,6 +101,41 @@ def test_a_transfer_that_hangs_is_told_though_the_engine_answers(caplog: pytest.
     assert caplog.messages[0].startswith("the transfer of weight version 3 and its proof has taken")
 
 
+@pytest.mark.parametrize("which", ["stopped", "silent", "well"])
+def test_a_late_transfer_waits_no_longer_for_what_is_stopped(server, which: str, monkeypatch):
+    """Nor, after some more time, for what has been silent, which may be busy."""
+    process, url, _ = server
+    monkeypatch.setattr(pulse, "SILENCE_S", 0.3)
+    monkeypatch.setattr(pulse, "GIVEN_UP_S", 0.6)
+    monkeypatch.setattr(pulse, "LATE_S", 0.3)
+    given_up: list[str] = []
+    one = Pulse("the engine", url, lambda: process.pid if which == "stopped" else None, given_up.append)
+    with pulses_felt(lambda: [one], last_transfer_s=lambda: 0.1, every_s=0.05):
+        time.sleep(0.4)
+        if which != "well":
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        assert not given_up, "no transfer is late"
+        with Deadline(f"{pulse.TRANSFER} 3 and its proof", 300.0).waiting():
+            if which == "well":
+                time.sleep(1.0)
+            else:
+                until(lambda: given_up)
+        os.kill(process.pid, signal.SIGCONT)
+    said = {"stopped": "it is stopped by a signal", "silent": "it has not answered for 0.3 s"}
+    assert set(given_up) == ({said[which]} if which in said else set())
+
+
+def test_the_first_transfer_of_a_run_is_told_in_five_seconds_too(caplog: pytest.LogCaptureFixture):
+    assert pulse.FIRST_TRANSFER_S + pulse.LOOK_S / 2 <= 5
+    caplog.set_level(logging.WARNING)
+    with pulses_felt(list), Deadline(f"{pulse.TRANSFER} 0 and its proof", 300.0).waiting():
+        began = time.monotonic()
+        until(lambda: caplog.messages)
+        assert time.monotonic() - began < 6.5
+    assert "has taken" in caplog.messages[0] and "as a first one may" in caplog.messages[0]
+
+
 def test_a_question_is_open_for_less_than_five_seconds_and_the_pause_before_it():
     assert pulse.LOOK_S + pulse.SILENCE_S < 5
 

@@ -36,6 +36,8 @@ T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
+# While servers are waited for, the fleet is asked so often whether it has given one up.
+_LOOK_S = 0.2
 # To servers at the same time; a fleet is hardly larger.
 _MOST_CALLS = 64
 
@@ -191,17 +193,19 @@ class HttpEngine(Engine):
         """Address and session of each server that lives: another one at an address is another engine."""
         return tuple((control.url, self.fleet.session(control.url)) for control in self.living)
 
-    def on_all(self, call: Callable[[ServerControl], T]) -> list[T]:
+    def on_all(self, call: Callable[[ServerControl], T], *, together: bool = False) -> list[T]:
         """Call every live server at the same time; return results in the order of the servers.
 
-        A server that gives no answer is dead from now on, and left out, if there is another one.
+        A server that gives no answer is dead from now on, and left out, if there is another one. So is one that the
+        fleet gives up meanwhile, unless the others cannot go on without it: ``together``.
 
         Raises:
+            EngineUnreachable: one was given up of those that go on ``together`` only.
             The first error of a server, without waiting for the others, which may hang for the same reason.
         """
-        return [result for _, result in self.on_each(call)]
+        return [result for _, result in self.on_each(call, together=together)]
 
-    def on_each(self, call: Callable[[ServerControl], T]) -> list[tuple[ServerControl, T]]:
+    def on_each(self, call: Callable[[ServerControl], T], *, together: bool = False) -> list[tuple[ServerControl, T]]:
         """Do as :meth:`on_all`, and return each result with its server."""
         living = self.living
         if not living:
@@ -215,7 +219,14 @@ class HttpEngine(Engine):
                     raise
                 return error
 
-        found = list(zip(living, self._on(living, reached), strict=True))
+        def given_up(control: ServerControl) -> EngineUnreachable:
+            reason = self.fleet.reason(control.url)
+            error = EngineUnreachable(f"the engine at {control.url} is not waited for: {reason}")
+            if together:
+                raise error
+            return error
+
+        found = list(zip(living, self._on(living, reached, given_up=given_up), strict=True))
         lost = [(control, result) for control, result in found if isinstance(result, EngineUnreachable)]
         if len(lost) == len(living):
             raise lost[0][1]
@@ -274,17 +285,32 @@ class HttpEngine(Engine):
             control.claim(self._owner, deadline=deadline)
         self.fleet.met(url, info.session_id)
 
-    def _on(self, controls: Sequence[ServerControl], call: Callable[[ServerControl], T]) -> list[T]:
-        """Results in order; the first error, without waiting for the others."""
+    def _on(
+        self,
+        controls: Sequence[ServerControl],
+        call: Callable[[ServerControl], T],
+        *,
+        given_up: Callable[[ServerControl], T] | None = None,
+    ) -> list[T]:
+        """Results in order; the first error, without waiting for the others.
+
+        ``given_up`` makes the result of a server that dies by the fleet's account before it answers.
+        """
         self._check_open()
         if len(controls) == 1:
             return [call(controls[0])]
-        futures = [self._threads.submit(call, control) for control in controls]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future in done and (error := future.exception()) is not None:
-                raise error
-        return [future.result() for future in futures]
+        futures = {self._threads.submit(call, control): control for control in controls}
+        results: dict[ServerControl, T] = {}
+        while len(results) < len(controls):
+            done, waiting = wait(futures, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done and (error := future.exception()) is not None:
+                    raise error
+            results = {futures[future]: future.result() for future in done}
+            for control in (futures[future] for future in waiting):
+                if given_up is not None and self.fleet.state(control.url) is State.DEAD:
+                    results[control] = given_up(control)
+        return [results[control] for control in controls]
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
         """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""

@@ -83,6 +83,8 @@ class _Counted(ast.NodeTransformer):
     assertions = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        if isinstance(node.test, ast.Constant) and not node.test.value:  # `assert False`: the test is not to come here
+            return node
         self.assertions += 1
         self.generic_visit(node)
         node.test = ast.Call(ast.Name(_SEEN, ast.Load()), [node.test], [])

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from lachesis.common.errors import escape_controls
 from lachesis.process.managed import names_an_error
 
 # From the first signal until the server and its children are killed. They end by themselves within two, as a rule.
@@ -166,7 +167,7 @@ def _started_timer(number: int, words: LastWords, error_output: int, limit_s: fl
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:
     """End this process as the signal would have, with its children, whatever any of them waits for."""
-    name, reason = signal.Signals(number).name, f": {words.sentence}" if words.sentence else ""
+    name, reason = signal.Signals(number).name, f": {escape_controls(words.sentence)}" if words.sentence else ""
     line = f"error: the server had not ended {limit_s:g} s after {name}, and was killed{reason}\n"
     with suppress(OSError):
         os.write(error_output, line.encode(errors="replace"))

@@ -24,8 +24,9 @@ from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
-from lachesis.plugins.serving.bounded_end import LastWords, bounded_end, heard_output
+from lachesis.plugins.serving.bounded_end import LIMIT_S, LastWords, bounded_end, heard_output
 from lachesis.process.managed import answers, check_port_free
+from lachesis.process.watchdog import ended_after_signals
 
 logger = logging.getLogger("lachesis")
 
@@ -173,7 +174,8 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
 
     if not options.adapter_roots:
         options = options.model_copy(update={"adapter_roots": (Path.cwd(),)})
-    with bounded_end(LastWords()):
+    # The model computes in this process: what holds its interpreter would keep it from ending itself.
+    with bounded_end(LastWords()), ended_after_signals(LIMIT_S + 1.0):
         serve_embedded(options, on_ready=announce)
 
 

@@ -26,7 +26,7 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams,
 from lachesis.engines.fleet import State
 from lachesis.engines.http import client, dispatch
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.http.control import ServerInfo
+from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import request_body
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.backend import Refused
@@ -610,3 +610,44 @@ def arrive(server: FakeServer, count: int) -> None:
 def _loose_json(document: Any) -> Any:
     """JSON with Infinity, as Python writes and reads it."""
     return Response(json.dumps(document), media_type="application/json")
+
+
+class TestServersThatAreGivenUp:
+    """A server that is stopped accepts what it is sent, and answers when it is resumed, or never."""
+
+    @pytest.fixture
+    def stopped(self, pair: list[FakeServer], both: HttpEngine) -> Iterator[threading.Event]:
+        both.connect(deadline=soon())
+        answers = threading.Event()
+        threading.Timer(0.2, both.fleet.given_up, (pair[1].url, "it is stopped by a signal")).start()
+        yield answers
+        answers.set()
+
+    def version(self, stopped: threading.Event) -> Callable[[ServerControl], None]:
+        def call(server: ServerControl) -> None:
+            if server.url.endswith(self.last):
+                assert stopped.wait(LONG_S)
+
+        return call
+
+    last = ""
+
+    def test_the_others_are_not_held_up(self, pair: list[FakeServer], both: HttpEngine, stopped, caplog):
+        self.last = pair[1].url
+        assert both.on_all(self.version(stopped)) == [None]
+        assert both.urls == tuple(server.url for server in pair) and [one.url for one in both.living] == [pair[0].url]
+        assert caplog.messages == [
+            f"the engine at {self.last} is gone, others continue: the engine at {self.last} is not waited for: "
+            "it is stopped by a signal"
+        ]
+
+    def test_those_that_go_on_together_do_not_go_on(self, pair: list[FakeServer], both: HttpEngine, stopped):
+        self.last = pair[1].url
+        with pytest.raises(EngineUnreachable, match="is not waited for: it is stopped by a signal"):
+            both.on_all(self.version(stopped), together=True)
+
+    def test_the_last_one_is_waited_for(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        for server in (*pair, *pair):
+            both.fleet.given_up(server.url, "it is stopped by a signal")
+        assert [one.url for one in both.living] == [pair[1].url]

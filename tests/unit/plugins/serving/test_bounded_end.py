@@ -135,7 +135,15 @@ def serve_embedded(options, *, on_ready):
     asked.wait()
     threading.Event().wait()
 
-app.serve_embedded = serve_embedded
+def hold(options, *, on_ready):
+    # A thread that computes in C and keeps the lock of the interpreter: no handler runs.
+    import ctypes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("up", flush=True)
+    threading.Thread(target=ctypes.PyDLL(None).sleep, args=(1000,)).start()
+    signal.pause()
+
+app.serve_embedded = hold if "hold" in sys.argv else serve_embedded
 sys.modules[app.__name__] = app
 from lachesis.engines.options import ServeOptions
 from lachesis.plugins.serving.serve import serve
@@ -156,3 +164,21 @@ def test_the_embedded_server_ends_in_ten_seconds_though_its_generation_hangs():
     assert process.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - asked < 10
     assert error.splitlines()[-1] == "error: the server had not ended 8 s after SIGTERM, and was killed"
+
+
+def test_the_embedded_server_ends_in_ten_seconds_though_its_generation_holds_the_interpreter():
+    with subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED, str(free_port()), "hold"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) == 1
+        time.sleep(0.2)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=LONG_S)
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - asked < 10
+    assert error.splitlines()[-1] == "error: the server had not ended 9 s after a signal, and was killed"
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below))
