@@ -20,7 +20,7 @@ import pandas
 import pytest
 
 import lachesis
-from lachesis.common.errors import DataError, StopRequested
+from lachesis.common.errors import DataError
 from lachesis.metrics.sinks.tape import read_groups
 from lachesis.plugins.checks.doctor import write_proof
 from lachesis.run.requests import ask, is_asked
@@ -150,8 +150,11 @@ def test_its_model_is_asked_while_it_goes_on(keys: dict[str, Any]):
     assert len(run.sample("ab", n=3, max_tokens=4, temperature=0.5, timeout_s=LONG_S)) == 3
     run.stop()
     assert not run.wait().finished
-    with pytest.raises(StopRequested, match="the run has ended"):
-        run.sample("ab")
+    asked: dict[str, Any] = {"n": 2, "max_tokens": 4, "temperature": 0.0}
+    after = run.sample("ab", **asked)
+    assert after == lachesis.load(run.directory, **keys).sample("ab", **asked), "by the model of its checkpoint"
+    with lachesis.parts(model=run.export("exported")) as parts:
+        assert [sample.text for sample in parts.sample(["ab"], **asked)[0].samples] == after
 
 
 def test_it_ends_when_its_evaluations_get_no_better_and_has_kept_the_best(keys: dict[str, Any]):
@@ -233,6 +236,11 @@ def test_a_script_that_ends_waits_for_its_run(model: Path):
     assert not re.search(r"W\d{4} |Failed to load", done.stderr), (
         "nothing of what libraries say while they are imported"
     )
+    code = 'import lachesis; lachesis.load("runs/waited").export("twice")'
+    exported = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert "is a model already" in exported.stderr and "Failed to load" not in exported.stderr
     run = lachesis.load("runs/waited")
     assert (run.status.state, run.status.step) == ("finished", 2)
     assert run.model.is_dir()

@@ -254,7 +254,8 @@ class TestLookingAtRuns:
     def test_rollouts_are_searched_and_read(self, lachesis_command: Command, tmp_path: Path):
         run_dir = write_run(tmp_path / "run")
         listed = lachesis_command("rollouts", run_dir, "--find", "4", "--limit", "1")
-        assert listed.code == 0 and listed.out.splitlines()[0].split() == ["2:1:1", "1", "7", "4"]
+        assert listed.code == 0 and listed.out.split()[:5] == ["place", "reward", "prompt", "id", "completion"]
+        assert listed.out.splitlines()[1].split() == ["2:1:1", "1", "7", "4"]
         assert "1 rollouts, and more (--limit)" in listed.out
         assert "[assistant]" in lachesis_command("rollouts", run_dir, "1:1:2").out
         assert "0 failed rollouts" in lachesis_command("rollouts", run_dir, "--failed").out

@@ -112,6 +112,11 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is not UTF-8 text: {error}", remedy="save it as UTF-8") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="give a readable file") from error
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is a Python script, not a configuration",
+            remedy="run it with python; a script for TRL needs `from lachesis.trl import ...` in place of `from trl`",
+        )
     return parse_document(text, name=str(path))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from lachesis.common.chatter import hide_progress_bars
+from lachesis.common.chatter import hide_progress_bars, without_chatter
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, LachesisError
 from lachesis.common.imports import optional_package
 from lachesis.common.objects import NamedObject
@@ -211,7 +211,9 @@ class Run:
         timeout_s: float | None = None,
         **params: Any,
     ) -> list[str]:
-        """Return ``n`` completions by the model between two steps of the active run.
+        """Return ``n`` completions by the model between two steps of the run, or by its trained model after its end.
+
+        After the end each call loads the model anew; :func:`lachesis.parts` keeps one for many prompts.
 
         Args:
             prompt: a text, or messages, which go through the chat template.
@@ -219,14 +221,20 @@ class Run:
             **params: of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
 
         Raises:
-            ConfigError: the run was not started by this handle.
-            StopRequested: the run has ended.
+            StopRequested: the run ends before it answers.
             DataError: the messages are malformed.
             TimeoutError: the step is longer than ``timeout_s``.
+            LachesisError: another of its subclasses, where nothing was trained or the model cannot be loaded.
         """
+        if self._ended is None or self.done:
+            with without_chatter():
+                from lachesis.run.pieces import trained_parts
+
+            with trained_parts(self.config, self._trained()) as parts:
+                groups = parts.sample([prompt], n=n, max_tokens=max_tokens, **params)
+            return [sample.text for sample in groups[0].samples]
         from lachesis.run.questions import questions_of  # imports torch
 
-        self._require_started()
         answer = questions_of(self.directory).ask([prompt], n=n, max_tokens=max_tokens, **params)
         if self.done:
             self._close_questions()
@@ -366,10 +374,10 @@ class Run:
         """
         if self._ended is not None and not self._ended.done():
             raise ConfigError("the run is running, and a process does one at once", remedy="wait() for it, or stop()")
-        from lachesis.run.pieces import evaluate_model  # imports torch
+        with without_chatter():
+            from lachesis.run.pieces import evaluate_model  # imports torch
 
-        final = run_paths(self.directory)["final"]
-        return evaluate_model(self.config, final if final.is_dir() else self.export())
+        return evaluate_model(self.config, self._trained())
 
     def export(
         self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"
@@ -384,7 +392,8 @@ class Run:
         Raises:
             LachesisError: one of its subclasses, as :func:`lachesis.plugins.export.export.export`.
         """
-        from lachesis.plugins.export.export import export  # imports torch
+        with without_chatter():
+            from lachesis.plugins.export.export import export  # imports torch
 
         return export(self.directory, None if out is None else Path(out), merge=merge, to=to)
 
@@ -409,11 +418,16 @@ class Run:
             return f"<lachesis.Run {self.directory}: not started>"
         return f"<lachesis.Run {self.directory}: {status.state}, step {status.step} of {status.steps}>"
 
+    def _trained(self) -> Path:
+        """Return the directory of the final model, or of that of the last checkpoint, which is exported."""
+        final = run_paths(self.directory)["final"]
+        return final if final.is_dir() else self.export()
+
     def _require_started(self) -> Future[RunSummary]:
         if self._ended is None:
             raise ConfigError(
                 f"the run {self.directory} was not started by this handle",
-                remedy="start() it, or use its model: lachesis.parts(model=run.model)",
+                remedy="start() it, or sample() from its trained model",
             )
         return self._ended
 

@@ -116,8 +116,7 @@ def parts(
     set_up(built)
     check_custom_parts(built)
     with ExitStack() as closing:
-        build = _with_feed if feeds else _without_feed
-        return build(built, closing=closing, given=found.given)
+        return _pieces(built, feeds=feeds, closing=closing, given=found.given)
 
 
 def _feeds(config: LachesisConfig) -> bool:
@@ -134,37 +133,20 @@ def _feeds(config: LachesisConfig) -> bool:
     return has_data
 
 
-def _directory(config: LachesisConfig) -> RunDirectory:
-    """Return the directory where servers and bridges that save exchange files with this process."""
-    run = RunDirectory(config.run.directory)
+def _pieces(config: LachesisConfig, *, feeds: bool, closing: ExitStack, given: Sequence[NamedObject] = ()) -> Pieces:
+    feed: Feed[Batch] | None = None
+    run = RunDirectory(config.run.directory)  # where servers and bridges that save exchange files with this process
     if config.engine.place != "trainer":
         run.path.mkdir(parents=True, exist_ok=True)
-    return run
-
-
-def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[NamedObject]) -> Pieces:
-    config, built = build_parts(config, ALONE, run=_directory(config), closing=closing)
-    return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
-
-
-def _without_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[NamedObject]) -> Pieces:
-    place = run_place(_directory(config))
-    with unclaimed_on_error(config, owner=place.owner, claimed_before=False):
-        side = build_engine_side(config, place=place)
-        closing.callback(side.close)
-        policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
-    return _pieces(config, policy, side.bridge, None, closing=closing, given=given)
-
-
-def _pieces(
-    config: LachesisConfig,
-    policy: Policy,
-    bridge: Bridge[Policy],
-    feed: Feed[Batch] | None,
-    *,
-    closing: ExitStack,
-    given: Sequence[NamedObject],
-) -> Pieces:
+    if feeds:
+        config, built = build_parts(config, ALONE, run=run, closing=closing)
+        policy, bridge, feed = built.policy, built.side.bridge, built.feed
+    else:
+        place = run_place(run)
+        with unclaimed_on_error(config, owner=place.owner, claimed_before=False):
+            side = build_engine_side(config, place=place)
+            closing.callback(side.close)
+            policy, bridge = side.bridge.prepare(partial(build_policy, config, weights=side.weights)), side.bridge
     return Pieces(
         config=config,
         policy=policy,
@@ -187,11 +169,7 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
         ConfigError: there are no held-out problems.
         LachesisError: another of its subclasses, where a part cannot be built.
     """
-    if model is not None and (model / "adapter_config.json").is_file():
-        config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"path": str(model)})})
-    elif model is not None:
-        trained = config.model.model_copy(update={"path": str(model), "revision": None})
-        config = config.model_copy(update={"model": trained, "adapter": NoAdapterConfig(kind="none")})
+    config = config if model is None else _around(config, model)
     seed_everything(config.run.seed)
     set_up(config)
     with TemporaryDirectory(prefix="lachesis-evaluation-") as place, ExitStack() as closing:
@@ -202,3 +180,23 @@ def evaluate_model(config: LachesisConfig, model: Path | None) -> EvalResult:
         raise ConfigError("there are no held-out problems to evaluate on", remedy="set data.eval_path")
     step = None if model is None else noted_step(model)
     return result if step is None else replace(result, step=step)
+
+
+def trained_parts(config: LachesisConfig, model: Path) -> Pieces:
+    """Build the parts of a run around a model that it has trained, to sample from it.
+
+    Raises:
+        LachesisError: one of its subclasses, where a part cannot be built.
+    """
+    config = _around(config, model)
+    set_up(config)
+    with ExitStack() as closing:
+        return _pieces(config, feeds=False, closing=closing)
+
+
+def _around(config: LachesisConfig, model: Path) -> LachesisConfig:
+    """Return the configuration with another model, or another adapter, if the directory has one."""
+    if (model / "adapter_config.json").is_file():
+        return config.model_copy(update={"adapter": config.adapter.model_copy(update={"path": str(model)})})
+    trained = config.model.model_copy(update={"path": str(model), "revision": None})
+    return config.model_copy(update={"model": trained, "adapter": NoAdapterConfig(kind="none")})

@@ -49,7 +49,7 @@ class Questions:
         """Answer all that wait by an error, as the run has ended."""
 
         def ended(prompts: Prompts, **options: Any) -> list[Group]:
-            raise StopRequested("the run has ended", remedy="sample from its model: lachesis.parts(model=run.model)")
+            raise StopRequested("the run has ended", remedy="call run.sample() again, which takes its trained model")
 
         self.answer(ended)
 
@@ -70,15 +70,7 @@ def sample_prompts(
     template_kwargs: Mapping[str, Any],
     **options: Any,
 ) -> list[Group]:
-    """Sample completions of prompts that are texts or lists of messages; groups and samples have their texts, too.
-
-    Args:
-        **options: of :meth:`Engine.sample`.
-
-    Raises:
-        DataError: a prompt is empty, or messages are malformed, or the tokenizer has no chat template for them.
-        EngineError, DeadlineExceeded: as :meth:`Engine.sample`.
-    """
+    """Sample as :meth:`lachesis.run.pieces.Pieces.sample` does; ``options`` are those of :meth:`Engine.sample`."""
     places = [f"prompts[{index}]" for index in range(len(prompts))]
     rendered = [
         render(

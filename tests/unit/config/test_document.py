@@ -133,6 +133,9 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_document(tmp_path / "latin.yaml")
+    (tmp_path / "grpo.py").write_text("from trl import GRPOTrainer\n")
+    with pytest.raises(ConfigError, match=r"is a Python script, .* -> run it .*from lachesis\.trl import"):
+        read_document(tmp_path / "grpo.py")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path):

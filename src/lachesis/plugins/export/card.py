@@ -98,7 +98,8 @@ def _is_hub_id(name: str) -> bool:
 def _result(run: Run) -> list[tuple[str, str]]:
     found, when = headline(run.log), date_of(run.log.steps)
     begun = f"{found['first']} → " if found["first"] else ""
-    return [(found["label"], f"{begun}{found['last']}"), *facts(run), *([("trained on", when)] if when else [])]
+    last = f"{found['last']} ({found['note']})" if found["note"] else found["last"]
+    return [(found["label"], f"{begun}{last}"), *facts(run), *([("trained on", when)] if when else [])]
 
 
 def _curve(log: MetricsLog) -> str:

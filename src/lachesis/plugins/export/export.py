@@ -106,8 +106,8 @@ def _is_model_already(run_dir: Path) -> CheckpointError:
     final = run_paths(run_dir)["final"]
     hint = "; --merge adds it to its base model" if (final / "adapter_config.json").is_file() else ""
     return CheckpointError(
-        f"the run {run_dir} has no whole checkpoint",
-        remedy=f"its trained model is {final}, which is {'an adapter' if hint else 'a model'} already{hint}",
+        f"the trained model of the run {run_dir} is {'an adapter' if hint else 'a model'} already, and no checkpoint",
+        remedy=f"use {final} as it is{hint}",
     )
 
 

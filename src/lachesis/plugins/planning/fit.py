@@ -25,8 +25,6 @@ from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape, unknown_shape
 
-# A card on which everything fits.
-_ROOMY_GB = 10**6
 # Tokens of a small micro-batch, and sequences that are decoded at a time where there is no room for more.
 _SMALL_PASS, _IN_TURN = 2048, 16
 

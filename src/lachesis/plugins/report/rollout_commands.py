@@ -70,6 +70,8 @@ def _write_traces(run_dir: Path, path: Path, *, steps: str | None) -> int:
 def _list(run_dir: Path, query: Query, *, limit: int) -> None:
     found = search(run_dir, query)
     hits = [*islice(found, limit)]
+    if hits:
+        console.print(f"{'place':<12} {'reward':>8}  {'prompt id':<12} completion", style="dim")
     for hit in hits:
         console.print(f"{hit.place:<12} {_number(hit.reward):>8}  {hit.prompt_id:<12} {hit.excerpt}")
     more = next(found, None) is not None

@@ -24,4 +24,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise AttributeError(f"lachesis.trl has no {name}, and TRL, which may, is not installed") from error
+        # An AttributeError would lose its words: Python says "cannot import name" in its place.
+        raise ImportError(f"{name} is TRL's own, and TRL is not installed -> pip install trl") from error

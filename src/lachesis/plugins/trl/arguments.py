@@ -106,6 +106,13 @@ class GRPOConfig(TrainingArguments):
     log_unique_prompts: bool = False
     log_multimodal: bool = True
     log_completions_hub_repo: str | None = None
+    # Of earlier versions of TRL and transformers, which scripts still set.
+    warmup_ratio: float | None = None
+    overwrite_output_dir: bool | None = None
+    save_safetensors: bool | None = None
+    logging_dir: str | None = None
+    vllm_device: str | None = None
+    vllm_dtype: str | None = None
     _written: dict[str, Any] = field(default_factory=dict[str, Any], init=False, repr=False)
     _settled: dict[str, Any] = field(default_factory=dict[str, Any], init=False, repr=False)
 

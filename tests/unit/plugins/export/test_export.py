@@ -161,7 +161,7 @@ def test_a_run_without_a_checkpoint_says_where_its_model_is(make_run: MakeRun):
     with pytest.raises(CheckpointError, match=r"has no whole checkpoint -> .*checkpoint\.every_steps"):
         export(run_dir)
     (run_dir / "final").mkdir()
-    with pytest.raises(CheckpointError, match=r"its trained model is .*/final"):
+    with pytest.raises(CheckpointError, match=r"is a model already, and no checkpoint -> use .*/final as it is$"):
         export(run_dir)
 
 
@@ -178,7 +178,7 @@ def finish(run: Path, *, step: int) -> None:
 def test_the_adapter_at_the_end_of_a_run_is_merged(make_run: MakeRun):
     run, expected = make_run(adapter={"kind": "lora", "r": 4})
     finish(run, step=8)
-    with pytest.raises(CheckpointError, match=r"final, which is an adapter already; --merge adds it"):
+    with pytest.raises(CheckpointError, match=r"is an adapter already, .* -> use .*/final as it is; --merge adds it"):
         export(run)
     for source in (run, run / "final"):
         directory = export(source, merge=True)
@@ -227,7 +227,10 @@ def test_the_card_says_how_the_model_is_loaded_and_names_rewards_as_they_were_gi
     lines.close()
     adapter = (export(run) / "README.md").read_text()
     assert "Rewards: `exact`, `a.b`." in adapter
-    assert "from peft import AutoPeftModelForCausalLM" in adapter
+    assert "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n" in adapter
     assert "--enable-lora --max-lora-rank 4 --lora-modules run=MODEL" in adapter
     merged = (export(run, merge=True) / "README.md").read_text()
-    assert "from transformers import AutoModelForCausalLM" in merged and "vllm serve MODEL\n" in merged
+    assert (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n" in merged
+        and "vllm serve MODEL\n" in merged
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -350,6 +351,19 @@ def test_only_what_the_script_sets_is_translated(tmp_path: Path):
 def test_a_field_that_cannot_be_honoured_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="optim_target_modules"):
         trainer(tmp_path, args=arguments(tmp_path, optim_target_modules="all-linear"))
+
+
+def test_names_of_earlier_versions_are_taken(tmp_path: Path):
+    """transformers 5 has no warmup_ratio any more, and most scripts that people share set it."""
+    args = arguments(tmp_path, warmup_ratio=0.25, overwrite_output_dir=True, logging_dir="logs", save_safetensors=True)
+    assert trainer(tmp_path, args=args).run.config.optimizer.warmup_ratio == 0.25
+    assert trainer(tmp_path).run.config.optimizer.warmup_ratio == 0
+
+
+def test_what_is_trls_own_needs_trl(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match="TrlParser is TRL's own, and TRL is not installed -> pip install trl"):
+        from lachesis.trl import TrlParser  # pyright: ignore  # noqa: F401
 
 
 def test_scripts_import_it_by_its_public_name():
