@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +19,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from lachesis.common.errors import LachesisError
 from lachesis.plugins.trl import GRPOConfig, GRPOTrainer
 from tests import pictures
+from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import metrics, rewards, run_here
+from tests.e2e.test_engines import train
+from tests.paths import SOURCE
+from tests.ports import free_port
 
 REWARD = """
 def named(completions, answer, images, **columns):
@@ -26,9 +32,13 @@ def named(completions, answer, images, **columns):
 """
 
 
-def write(directory: Path, **model: object) -> Path:
+# vLLM's attention on the CPU knows no heads smaller than 32.
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "initializer_range": 0.15}
+
+
+def write(directory: Path, *, sizes: Mapping[str, Any] = {}, **model: object) -> Path:
     """A run on pictures of four colours, given as files."""
-    pictures.save(directory / "model")
+    pictures.save(directory / "model", **sizes)
     (directory / "rewards.py").write_text(REWARD)
     (directory / "played.py").write_text("def play(prompts, trainer):\n    raise AssertionError\n")
     rows = []
@@ -66,6 +76,28 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
     assert tower
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in tower)
     saw_it_in_transformers(summary.run_dir / "final")
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["broadcast", "lora_only"])
+def test_it_learns_with_vllm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
+    path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
+    config = write(tmp_path, sizes=SIZES)
+    document = yaml.safe_load(config.read_text())
+    document["engine"] = {"kind": "vllm", "port": free_port(), "max_model_len": 32, "enforce_eager": True}
+    document["bridge"] = {"kind": kind}
+    if kind == "lora_only":
+        document["adapter"] = {"kind": "lora", "r": 8}
+    config.write_text(yaml.safe_dump(document))
+    done = train(config, **ENVIRONMENT, PYTHONPATH=path)
+    assert done.code == 0, done.err
+    run_dir = tmp_path / "pictures"
+    found = rewards(run_dir)
+    assert fmean(found[-3:]) - fmean(found[:3]) > 0.3
+    assert largest_difference(run_dir) < 1e-3
+    assert all(step.values["canary_error"] < 1e-3 for step in metrics(run_dir).steps)
 
 
 def largest_difference(run_dir: Path) -> float:

@@ -36,6 +36,8 @@ _EXPERTS = {
     "experts.gate_up_proj": "experts.routed_experts.w13_weight",
     "experts.down_proj": "experts.routed_experts.w2_weight",
 }
+# What vLLM has the language model in, of most models for images and text.
+_LANGUAGE_MODEL = "language_model."
 _SHOWN = 4
 
 
@@ -72,7 +74,9 @@ def map_parameters(
     # Where vLLM can serve adapters, it keeps the weights of adapted layers in an inner ``base_layer``.
     own_names = {name.replace(".base_layer.", "."): name for name in engine}
     shapes = {name: engine[own] for name, own in own_names.items()}
-    found = {name: find(name, parameters, shapes) for name in parameters}
+    theirs = _served_names(parameters, shapes)
+    served = {theirs[name]: shape for name, shape in parameters.items()}
+    found = {name: find(theirs[name], served, shapes) for name in parameters}
     problems = [f"{name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if problems:
         shown = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN))
@@ -91,21 +95,40 @@ def check_same_model(
 ) -> None:
     """Check that an engine serves the model of these parameters, as far as shapes tell.
 
-    It skips tensors that the engine has emptied (vLLM repacks linear layers on the CPU) and architectures that vLLM
-    stores in an unknown way. Arguments are as of :func:`map_parameters`.
+    It skips tensors that the engine has emptied (vLLM repacks linear layers on the CPU), architectures that vLLM
+    stores in an unknown way, and what stands beside a language model. Arguments are as of :func:`map_parameters`.
 
     Raises:
         ModelError: the engine serves another model; the message says how the two differ.
     """
     if engine_kind.startswith("vllm") and model_type not in VLLM_ARCHITECTURES:
         return
-    emptied = {name for name, shape in engine.items() if 0 in shape}
+    skipped = {name for name, shape in engine.items() if 0 in shape}
+    theirs = _served_names(parameters, engine)
+    if _has_language_model(engine):
+        skipped |= {name for name in (*engine, *theirs.values()) if not name.startswith(_LANGUAGE_MODEL)}
     map_parameters(
-        {name: shape for name, shape in parameters.items() if not emptied & {name, _fused_name(name)}},
-        {name: shape for name, shape in engine.items() if name not in emptied},
+        {name: shape for name, shape in parameters.items() if not skipped & {theirs[name], _fused_name(theirs[name])}},
+        {name: shape for name, shape in engine.items() if name not in skipped},
         model_type=model_type,
         engine_kind=engine_kind,
     )
+
+
+def _has_language_model(engine: Mapping[str, Shape]) -> bool:
+    return any(name.startswith(_LANGUAGE_MODEL) for name in engine)
+
+
+def _served_names(parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> dict[str, str]:
+    """Return the engine's name of each parameter, before any are fused: models for images have others in vLLM."""
+    if not _has_language_model(engine):
+        return {name: name for name in parameters}
+    return {
+        name: f"{_LANGUAGE_MODEL}{name}"
+        if name.startswith("lm_head.")
+        else name.removeprefix("model.").replace(_LANGUAGE_MODEL, f"{_LANGUAGE_MODEL}model.", 1)
+        for name in parameters
+    }
 
 
 def describe(shapes: Mapping[str, Shape]) -> str:

@@ -89,6 +89,37 @@ def test_slices_have_the_parameters_shapes_and_cover_the_engine_once(model_type)
         assert rows[-1][1] == (VOCAB if shape[0] == PADDED and "proj" not in name else shape[0])
 
 
+TOWER = "vision_tower.vision_model.encoder.layers.0.self_attn"
+
+
+def in_a_model_for_images(name: str) -> str:
+    return f"language_model.{name}"
+
+
+def test_a_language_model_beside_a_tower_is_found_under_vllms_names():
+    """As vLLM 0.32 lists Gemma 3 and Llava; transformers has lm_head outside, and another name for the tower."""
+    ours = {name.replace("model.", "model.language_model.", 1): shape for name, shape in LLAMA[0].items()}
+    theirs = {in_a_model_for_images(name): shape for name, shape in LLAMA[1].items()}
+    projector = {"multi_modal_projector.linear.weight": (HIDDEN, HIDDEN)}
+    ours |= {f"model.{name}": shape for name, shape in projector.items()}
+    slices = map_parameters(ours, theirs | projector, model_type="llama", engine_kind="vllm 0.32.0")
+    assert shapes(slices, theirs | projector) == ours
+    assert slices["lm_head.weight"].name == "language_model.lm_head.weight"
+    assert slices["model.language_model.layers.0.self_attn.k_proj.weight"].start == QUERY
+
+    tower = {f"{TOWER}.qkv_proj.weight": (3 * HIDDEN, HIDDEN)}
+    of_ours = {f"model.vision_tower.encoder.layers.0.self_attn.{x}_proj.weight": (HIDDEN, HIDDEN) for x in "qkv"}
+    both = (ours | of_ours, theirs | projector | tower)
+    check_same_model(*both, model_type="llama", engine_kind="vllm 0.32.0")
+    with pytest.raises(ModelError, match="serves another model"):
+        map_parameters(*both, model_type="llama", engine_kind="vllm 0.32.0")
+    emptied = {name: (0,) if "_proj" in name else shape for name, shape in both[1].items()}
+    check_same_model(both[0], emptied, model_type="llama", engine_kind="vllm 0.32.0")
+    smaller = both[1] | {"language_model.model.norm.weight": (HIDDEN // 2,)}
+    with pytest.raises(ModelError, match="serves another model"):
+        check_same_model(both[0], smaller, model_type="llama", engine_kind="vllm 0.32.0")
+
+
 EXPERTS = f"{LAYER}.mlp.experts"
 MIXTURE = (
     {

@@ -48,10 +48,10 @@ def switched(on: str, off: str) -> Callable[[Any], Any]:
     return lambda value: (on if value else off) if isinstance(value, bool) else value
 
 
-# TRL's older true and false; switches that keep the model from GPUs, that compile it, that turn adapters on, and that
-# leave out prompts that are too long.
+# TRL's older true and false; switches that keep the model from GPUs, that compile it, that turn adapters on, that
+# leave out prompts that are too long, and that freeze what reads images.
 scale_rewards, on_cpu, compile_mode = switched("group", "none"), switched("cpu", "auto"), switched("on", "off")
-lora, dropped = switched("lora", "none"), switched("drop", "error")
+lora, dropped, tower = switched("lora", "none"), switched("drop", "error"), switched("frozen", "trained")
 
 
 def loss_type(value: Any) -> Any:

@@ -481,3 +481,12 @@ def test_plugins_that_bring_kernels_alone_mean_nothing():
 def test_activations_are_offloaded_to_the_host_alone():
     with pytest.raises(ConfigError, match=r"activation_offloading \(line 8\): the text 'disk' has no"):
         translated("activation_offloading: disk")
+
+
+def test_keys_of_models_for_images():
+    found = translation("processor_type: AutoProcessor")
+    assert any("processor_type" in finding.message for finding in found.findings)
+    assert validate(found.document).model.vision is None, "frozen, where the data has images"
+    assert translated("freeze_mm_modules: true").model.vision == "frozen"
+    assert translated("freeze_mm_modules: false").model.vision == "trained"
+    assert "preprocessor_config.json" in message("image_size: 512")
