@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import DataError
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink, StepLine
 from lachesis.metrics.sinks.tape import TapeSink
@@ -472,3 +473,11 @@ def test_what_all_held_out_prompts_begin_with_is_shown_once(tmp_path: Path) -> N
     (run / "evaluations" / "step_000001.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = write_report(run).read_text()
     assert page.count("You add.") == 1 and "<td><pre>1 + 1?</pre></td>" in page and "All prompts begin alike" in page
+
+
+def test_images_of_a_prompt_are_on_the_page(tmp_path: Path, make_group: MakeGroup) -> None:
+    group, small = make_group(), "data:image/jpeg;base64,AAAA"
+    seen = replace(group, prompt=replace(group.prompt, images=PromptImages({}, thumbnails=[small])))
+    run = write_run(tmp_path, steps=1, groups=[seen, group])
+    (entry,) = data_of(write_report(run))["rollouts"]
+    assert [one["images"] for one in entry["groups"]] == [[small], []]
