@@ -120,14 +120,12 @@ def plan(
         devices: that train together.
         found: the model's shape; looked for on this machine, and in the table of known models, if unset.
         prompt_tokens: longest prompt of the data, if that is known.
-        image_tokens: those of the prompt that has the most of images.
+        image_tokens: those of the prompt that has the most of images; see :func:`with_images`.
 
     Raises:
         ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
             it goes together with.
     """
-    if image_tokens and config.model.vision is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"vision": "frozen"})})
     mesh = derive_mesh(config.distributed, ranks=devices)
     chosen = device or _device(config)
     found = found or find_shape(config.model.path, revision=config.model.revision)
@@ -167,6 +165,12 @@ def plan(
         ),
         mesh=mesh,
     )
+
+
+def with_images(config: LachesisConfig) -> LachesisConfig:
+    """Return the configuration as a run has it whose data turns out to have images."""
+    update = {"vision": config.model.vision or "frozen", "packing": "padded"}
+    return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
 def _device(config: LachesisConfig) -> str:

@@ -18,7 +18,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.single_sources import single_configs
 from lachesis.config.steps import prompts_per_generation
 from lachesis.metrics.names import format_share
-from lachesis.plan.plan import plan
+from lachesis.plan.plan import plan, with_images
 from lachesis.plan.shapes import find_shape
 from lachesis.plugins.planning.cost import scale_lines
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
@@ -72,25 +72,26 @@ def plan_command(
         pictures = f", and the images of one take up to {sample.images:,}" if sample.images else ""
         console.print(f"the longest prompt {words}{pictures}", style="dim")
     device = device or ("cuda" if gpus or node else None)
-    counted = partial(plan, loaded.config, devices=devices, found=found, prompt_tokens=longest, image_tokens=shown)
+    chosen = with_images(loaded.config) if shown else loaded.config
+    counted = partial(plan, chosen, devices=devices, found=found, prompt_tokens=longest, image_tokens=shown)
     for line in plan_lines(counted(device=device)):
         console.print(line)
-    if found is not None and (way := way_line(loaded.config.model, kind=found.shape.kind)):
+    if found is not None and (way := way_line(chosen.model, kind=found.shape.kind)):
         console.print(way)
     if found is not None and device != "cpu" and not (gpus or node):
-        for line in card_lines(loaded.config, counted(device="cuda")):
+        for line in card_lines(chosen, counted(device="cuda")):
             console.print(line)
     if gpus is not None:
         train = devices if devices > 1 else None
-        for line in scale_lines(loaded.config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
+        for line in scale_lines(chosen, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
             console.print(line)
     if node is not None:
-        for line in node_lines(loaded.config, node, found=found, name=config):
+        for line in node_lines(chosen, node, found=found, name=config):
             console.print(line, soft_wrap=True)
-    for line in (*_share_lines(loaded.config), *_custom_lines(loaded.config)):
+    for line in (*_share_lines(chosen), *_custom_lines(chosen)):
         console.print(line)
     if fit_gb is not None:
-        for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
+        for line in fit_lines(fit(chosen, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
             console.print(line)
 
 

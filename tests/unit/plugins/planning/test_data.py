@@ -10,7 +10,7 @@ import pytest
 
 from lachesis.common.errors import DataError, RewardError
 from lachesis.config.schema import LachesisConfig
-from lachesis.plan.plan import plan
+from lachesis.plan.plan import plan, with_images
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from tests import pictures
 from tests.tiny import tiny_tokenizer
@@ -90,7 +90,8 @@ def test_images_are_counted_by_the_processors_rule_and_so_is_their_tower(tmp_pat
     assert (of_text.images, sample.longest - of_text.longest) == (0, 2 * each)
 
     blind, seen = (
-        plan(config, device="cpu", prompt_tokens=sample.longest, image_tokens=tokens) for tokens in (0, sample.images)
+        plan(one, device="cpu", prompt_tokens=sample.longest, image_tokens=tokens)
+        for one, tokens in ((config, 0), (with_images(config), sample.images))
     )
     assert not [part for part in blind.memory if part.name in ("vision tower", "images")]
     parts = {part.name: part.bytes for part in seen.memory if part.place == "trainer"}
@@ -99,5 +100,5 @@ def test_images_are_counted_by_the_processors_rule_and_so_is_their_tower(tmp_pat
     assert parts["images"] > 0
     assert seen.trained == blind.trained, "the tower is frozen"
     trained = config.model_copy(update={"model": config.model.model_copy(update={"vision": "trained"})})
-    of_trained = plan(trained, device="cpu", prompt_tokens=sample.longest, image_tokens=sample.images)
+    of_trained = plan(with_images(trained), device="cpu", prompt_tokens=sample.longest, image_tokens=sample.images)
     assert of_trained.trained == seen.trained + seen.shape.tower.parameters
