@@ -1,13 +1,14 @@
 """Faults drawn at random against every process of a run: two engines, rollout API, two environments and trainer.
 
 Run ``python benchmarks/chaos.py --faults 200 --seed 1 --out chaos.jsonl [--engine vllm] [--minutes 10]``, as root where
-disks and networks shall take part, with a C compiler where clocks shall. Each process is started by its own command, in
+disks and networks shall take part, with a C compiler where clocks shall. With ``--engine mixed`` the first engine is
+vLLM and the second embedded, which a small machine has room for. Each process is started by its own command, in
 network namespaces of its own, with a small file system for the trainer and one for the API. A service that ends is
 started again after a second, as a service manager would; a trainer that ends is resumed once the fault is over, as its
 user would. A run takes some faults, one after the other; then the trainer gets SIGTERM and is resumed for its last
 steps. A line of the file is a run; where runs of a seed are there already, the others are added.
 
-A run is right if after each fault it goes on, or its trainer ended with one sentence (and no traceback, of anybody), if
+A run is right if after each fault it goes on, or its trainer ended with one sentence (and no traceback of ours), if
 each batch was trained on and none twice, the steps follow each other without a gap, no process is left behind, and each
 server ended within ten seconds of SIGTERM. ``--table FILE ...`` makes a table of them.
 """
@@ -40,7 +41,7 @@ from typing import Any
 import psutil
 import yaml
 from tests import warm
-from tests.contracts.vllm_server import SMALL
+from tests.contracts.vllm_server import ENVIRONMENT, SMALL
 from tests.e2e.atropos_runs import GROUP, PROBLEMS, RANK, trained_ids, write_model
 from tests.e2e.runs import environment, metrics, state
 from tests.ports import free_port
@@ -56,6 +57,7 @@ STOPS_S: tuple[float | None, ...] = (3.0, 8.0, 20.0, None)
 SHORT_S: tuple[float | None, ...] = (6.0, None)
 CLOCK_STEPS_S = (-86_400, -3_600, -60, 60, 3_600, 86_400)
 BRIDGES = ("lora_only", "reload", "broadcast")
+ENGINES = ("embedded", "vllm", "mixed")
 # vLLM's attention on the CPU knows no heads smaller than 32.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 # The run has to say within that time what is stopped, and a server has to end after SIGTERM.
@@ -261,6 +263,15 @@ class Setting:
     forked: bool = False
     wait_s: float = 40.0
 
+    @property
+    def recover_s(self) -> float:
+        """How long the next step may take: where vLLM may have to start again, as long as its start."""
+        return RECOVER_S if self.engine == "embedded" else VLLM_S
+
+    def is_vllm(self, number: int) -> bool:
+        """Whether the engine of that number is vLLM."""
+        return self.engine == "vllm" or (self.engine == "mixed" and number == 0)
+
 
 class Run:
     """The processes of one run, those that end started again."""
@@ -294,7 +305,7 @@ class Run:
             _MARK: self.mark,
             "LACHESIS_SESSION_DIR": str(self.at.root / "sessions"),
             warm.REGISTER: str(self.at.root / "forked.jsonl"),
-        } | (SMALL if self.setting.engine == "vllm" else {})
+        } | {"embedded": {}, "vllm": SMALL, "mixed": ENVIRONMENT}[self.setting.engine]
         if self.clocks is not None:
             variables |= {"LD_PRELOAD": str(self.clocks), "CHAOS_CLOCK": str(log.with_suffix(".clock"))}
         namespace = self.at.environments[number] if name.startswith("environment") else self.at.network
@@ -315,8 +326,10 @@ class Run:
                                    str(self.engine_ports[number]), "--dtype", "float32", "--adapter-root",
                                    self.at.trainer, "--max-model-len", "32"]  # fmt: skip
         words += ["--enable-lora", "--max-lora-rank", str(RANK)] if setting.bridge == "lora_only" else []
-        vllm = setting.engine == "vllm"
-        return [*words, *(["--enforce-eager"] if vllm else ["--engine", "embedded", "--device", setting.device])]
+        return [
+            *words,
+            *(["--enforce-eager"] if setting.is_vllm(number) else ["--engine", "embedded", "--device", setting.device]),
+        ]
 
     def _environment(self, number: int) -> list[str | Path]:
         host = f"10.77.{number}.1" if self.at.network else "127.0.0.1"
@@ -410,9 +423,9 @@ class Run:
             time.sleep(0.1)
         return False
 
-    def wait_steps(self, more: int, *, seconds: float = RECOVER_S) -> bool:
-        wanted = self.steps_done() + more
-        return self.wait(lambda: self.steps_done() >= wanted, seconds=seconds * _busy(), resumes=True)
+    def wait_steps(self, more: int) -> bool:
+        wanted, seconds = self.steps_done() + more, self.setting.recover_s * _busy()
+        return self.wait(lambda: self.steps_done() >= wanted, seconds=seconds, resumes=True)
 
     def stop(self) -> None:
         """End all by SIGTERM, the trainer first; what does not end is a flaw, and is killed."""
@@ -567,8 +580,9 @@ def endure(run: Run, fault: Fault, draws: random.Random) -> dict[str, Any]:
             time.sleep(2 * TOLD_S)
         else:
             on = lambda: time.monotonic() - began > 2 * TOLD_S and run.steps_done() >= steps + 3  # noqa: E731
-            if not run.wait(on, seconds=RECOVER_S * _busy(), resumes=False) and run.trainer_ended() is None:
-                run.flaws.append(f"{fault}: neither went on nor ended within {RECOVER_S:g} s")
+            recover_s = run.setting.recover_s
+            if not run.wait(on, seconds=recover_s * _busy(), resumes=False) and run.trainer_ended() is None:
+                run.flaws.append(f"{fault}: neither went on nor ended within {recover_s:g} s")
         told = bool(_TOLD.search(run.trainer.text(since)))
     watched = [name for name in fault.names if name.startswith("engine") or name == "rollout API"]
     lasts = fault.kind == "stop" and (fault.seconds is None or fault.seconds > TOLD_S + 2)
@@ -580,7 +594,7 @@ def endure(run: Run, fault: Fault, draws: random.Random) -> dict[str, Any]:
         run.resume()
     lifted = time.monotonic()
     if not run.wait_steps(2):
-        run.flaws.append(f"{fault}: no two steps within {RECOVER_S:g} s after it")
+        run.flaws.append(f"{fault}: no two steps within {run.setting.recover_s:g} s after it")
     said = run.sentences[sentences:]
     end = "one sentence" if said else "resumed" if code is not None else "goes on"
     return {
@@ -607,7 +621,7 @@ def finish(run: Run) -> None:
     process = run.trainer.process
     assert process is not None
     try:
-        code = process.wait(RECOVER_S * _busy())
+        code = process.wait(run.setting.recover_s * _busy())
     except subprocess.TimeoutExpired:
         code = None
     if code != 0 or state(run.run_dir)["status"] != "finished":
@@ -624,7 +638,7 @@ def trial(setting: Setting, faults: Sequence[Fault], *, seed: int, root: Path) -
         endured: list[dict[str, Any]] = []
         try:
             run.start()
-            if not run.wait_steps(2, seconds=VLLM_S):
+            if not run.wait(lambda: run.steps_done() >= 2, seconds=VLLM_S * _busy(), resumes=True):
                 run.flaws.append("the run did not start")
             for fault in faults:
                 if run.flaws:  # nothing can be said of what comes after
@@ -657,9 +671,13 @@ def _left(run: Run) -> int:
 
 
 def _keep_logs(run: Run) -> str:
-    """Tracebacks are flaws; where there are flaws, the logs are kept and the place is told."""
-    for member in run.members.values():
-        if _TRACEBACK in (text := member.text()):
+    """Tracebacks are flaws, but those of vLLM itself, which comes to an end with a sentence of ours.
+
+    Where there are flaws, the logs are kept and the place is told.
+    """
+    for name, member in run.members.items():
+        theirs = name.startswith("engine") and run.setting.is_vllm(int(name[-1]) - 1)
+        if _TRACEBACK in (text := member.text()) and not theirs:
             run.flaws.append(f"{member.name} wrote a traceback: {text[text.index(_TRACEBACK) :][:1500]}")
     if not run.flaws:
         return ""
@@ -709,7 +727,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
         found = rows[kind]
         ends = Counter(fault["end"] for fault, _ in found)
         pairs = sum(len(fault["names"]) > 1 for fault, _ in found)
-        vllm = sum(run["engine"] == "vllm" for _, run in found)
+        vllm = sum(run["engine"] != "embedded" for _, run in found)
         back = sorted(fault["back_s"] for fault, _ in found)
         lines.append(
             f"| {kind} | {len(found)} | {pairs} | {vllm} | {ends['goes on']} | {ends['resumed']} | "
@@ -733,7 +751,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("chaos.jsonl"))
-    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--engine", choices=ENGINES, default="embedded")
     parser.add_argument("--device", default="cpu", help="of the embedded engines")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--each", type=int, default=10, help="faults of one run")
@@ -756,7 +774,9 @@ def main() -> None:
         for first in range(0, args.faults, args.each):
             if first in done or time.monotonic() > end:
                 continue
-            bridge = BRIDGES[first // args.each % len(BRIDGES)]
+            # In a broadcast all engines take the weights by one set of names.
+            bridges = BRIDGES[:-1] if args.engine == "mixed" else BRIDGES
+            bridge = bridges[first // args.each % len(bridges)]
             setting = Setting(model, args.engine, bridge, args.device, kinds)
             numbers = range(first, min(first + args.each, args.faults))
             faults = [draw(number, seed=args.seed, kinds=kinds) for number in numbers]
