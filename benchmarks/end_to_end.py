@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/end_to_end.py [--only NAME ...] [--lengths equal|ragged] [--size SIZE] [--tiny]
 
-Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU (`--devices` gives
-ours one for the engine): the same model of random bf16 weights, 32 prompts of 128 tokens, 8 completions each, AdamW.
+Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU (`--devices` gives the
+engine another, also TRL's asynchronous trainer its server): the same model of random bf16 weights, 32 prompts of
+128 tokens, 8 completions each, AdamW.
 Equal completions have 512 tokens, which the end token does not cut short; ragged ones end where it is sampled, with a
 probability that is the same at every token, or at 2,048 tokens.
 
@@ -28,12 +29,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import trl_async
 import yaml
 from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B, QWEN3_30B_A3B
 from needs_gpu import require_gpu
@@ -45,6 +49,8 @@ EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
 # 61 GB of weights, and keys and values of 256 sequences (98 kB a token) beside them.
 MIXTURE_ENGINE_SHARE = 0.62
 LORA = {"kind": "lora", "r": 16, "alpha": 32, "targets": "all-linear"}
+TRL_LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+TRL_STALENESS = 2
 ENGINE_START_S = 420
 REWARD = """
 def share_of_ones(completions, **columns):
@@ -54,7 +60,7 @@ def share_of_ones(completions, **columns):
 MIXTURE = "30B-A3B"
 # Room for adapters where this one has any, and not in the experts, whose kernels would compute with zeros.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-OURS, OURS_ASYNC, TRL = "Lachesis", "Lachesis, asynchronous", "TRL"
+OURS, OURS_ASYNC, TRL, TRL_ASYNC = "Lachesis", "Lachesis, asynchronous", "TRL", "TRL, asynchronous"
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,54 @@ def run_trl(options: argparse.Namespace) -> Run:
     return Run(TRL, answer["first"] - began, answer["steps"], answer["versions"])
 
 
+def run_asynchronous_trl(options: argparse.Namespace) -> Run:
+    """AsyncGRPOTrainer on one GPU, its vLLM server on another, both started at once."""
+    from transformers import AutoTokenizer
+
+    work, rows = options.work, options.trl_rows
+    AutoTokenizer.from_pretrained(work / "model/tokenizer").save_pretrained(work / "model")
+    problems = list(map(json.loads, (work / "problems.jsonl").read_text().splitlines()))
+    job = {
+        "model": str(work / "model"),
+        "problems": problems,
+        "reward": f"{work / 'reward.py'}:share_of_ones",
+        "steps": options.steps,
+        "seed": 0,
+        "grpo": {
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": options.prompts * COMPLETIONS // rows,
+            "num_generations": COMPLETIONS,
+            "max_completion_length": options.most,
+            "learning_rate": 1e-7,
+        },
+        "more": {"dtype": "bfloat16", "max_staleness": TRL_STALENESS, "gradient_checkpointing": options.trl_checkpointing},
+        "adapter": {**TRL_LORA} if options.size == "8B" else None,
+        "torch_attention": options.trl_torch_attention,
+        "snapshots": [],
+        "directory": str(work / "trl-asynchronous"),
+        "result": str(work / "trl-asynchronous.json"),
+    }
+    flags = ["--max-model-len", str(longest(options)), "--max-num-seqs", "1024"]
+    if options.size == "8B":
+        flags += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "4"]  # its versions, and two more
+    began = time.time()
+    if options.devices is None:
+        flags += ["--gpu-memory-utilization", str(options.trl_memory)]
+    gpu = options.devices or "0"
+    answer = trl_async.run(job, python=options.trl_python, port=options.port, flags=flags, server_gpu=gpu)
+    return Run(TRL_ASYNC, answer["first"] - began, list(map(in_our_words, answer["steps"])), answer["versions"])
+
+
+def in_our_words(step: dict[str, float]) -> dict[str, float]:
+    return {
+        **step,
+        "data_fetch_time": step["generation"],
+        "generation_time": 0.0,
+        "train_time": step["training"],
+        "tokens_generated": step["completion_tokens"],
+    }
+
+
 def train_with_trl(options: argparse.Namespace) -> None:
     """TRL's side, in its own process: records a step and when the first one ended."""
     from datasets import Dataset
@@ -284,7 +338,7 @@ def trl_arguments(options: argparse.Namespace) -> Any:
 def trl_adapter() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(**TRL_LORA, task_type="CAUSAL_LM")
 
 
 def step_log() -> Any:
@@ -389,12 +443,20 @@ def table(runs: list[Run], *, skip: int) -> str:
         slowest = max(step["seconds"] for step in run.steps[skip:]) / run.median("seconds", skip=skip)
         tokens = run.median("tokens_generated", skip=skip)
         lines.append("| " + " | ".join([*cells, f"{slowest:.2f}", f"{run.first_step:.0f}", f"{tokens:,.0f}"]) + " |")
-    theirs = [run for run in runs if run.name == TRL]
     for run in runs:
-        if theirs and run.name != TRL:
-            ratio = theirs[0].mean_step(skip=skip) / run.mean_step(skip=skip)
-            lines.append(f"\n{run.name}: {ratio:.2f} times as fast a step as TRL, by the means.")
+        for theirs in runs:
+            if run.name in (OURS, OURS_ASYNC) and theirs.name in (TRL, TRL_ASYNC):
+                ratio = theirs.mean_step(skip=skip) / run.mean_step(skip=skip)
+                lines.append(f"\n{run.name}: {ratio:.2f} times as fast a step as {theirs.name}, by the means.")
     return "\n".join(lines) + "\n"
+
+
+RUNNERS: dict[str, Callable[[argparse.Namespace], Run]] = {
+    OURS: partial(run_ours, system=OURS),
+    OURS_ASYNC: partial(run_ours, system=OURS_ASYNC),
+    TRL: run_trl,
+    TRL_ASYNC: run_asynchronous_trl,
+}
 
 
 def read_options() -> argparse.Namespace:
@@ -403,7 +465,7 @@ def read_options() -> argparse.Namespace:
         "--size", choices=("1.5B", "8B", MIXTURE), default="1.5B", help="1.5B trains whole, others by LoRA"
     )
     parser.add_argument("--lengths", choices=("equal", "ragged"), default="equal")
-    parser.add_argument("--only", nargs="+", choices=(OURS, OURS_ASYNC, TRL), default=[OURS, OURS_ASYNC, TRL])
+    parser.add_argument("--only", nargs="+", choices=tuple(RUNNERS), default=[OURS, OURS_ASYNC, TRL])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=3, help="first steps that medians leave out")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
@@ -417,6 +479,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-checkpointing", action="store_true")
     parser.add_argument("--trl-liger", action="store_true")
+    parser.add_argument("--trl-torch-attention", action="store_true", help="where the hub of its kernel is not reached")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens; also on a CPU")
     parser.add_argument("--engine", choices=("vllm", "embedded"), default="vllm", help="of our runs")
     parser.add_argument("--port", type=int, default=9127)
@@ -425,7 +488,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--part", choices=("trl",), default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     require_gpu(tiny=options.tiny)
-    alone = options.lengths == "equal" and options.devices is None and TRL not in options.only
+    alone = options.lengths == "equal" and options.devices is None and not {TRL, TRL_ASYNC} & set(options.only)
     if options.size == MIXTURE and not alone:
         parser.error(f"--size {MIXTURE} is on one GPU, with equal lengths, and without TRL: give --only {OURS}")
     if (options.model is None) != (options.problems is None):
@@ -461,7 +524,7 @@ def main() -> None:
     (options.work / "reward.py").write_text(REWARD)
     runs = []
     for name in options.only:
-        runs.append(run_trl(options) if name == TRL else run_ours(options, system=name))
+        runs.append(RUNNERS[name](options))
         sys.stderr.write(json.dumps(asdict(runs[-1])) + "\n")
         if options.out is not None:
             options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1))

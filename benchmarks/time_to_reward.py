@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 100] [--target 0.8] [--tiny] [--out F]
                                                        [--only NAME ...] [--trl-rows 128 256 512] [--work DIRECTORY]
                                                        [--engines N] [--ahead N] [--engine-flags '...'] [--prepare]
-                                                       [--model DIR] [--trl-attention NAME]
+                                                       [--model DIR] [--trl-attention NAME] [--devices N]
 
 A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
 numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
@@ -11,7 +11,8 @@ the same order, with the same completions a prompt, reward, loss, course of the 
 its users start it, with vLLM on the same GPU (ours in `--engines` servers, `--ahead` batches ahead). TRL chooses its
 precision itself; of `--trl-rows`, its batches, the fastest in a few steps before the first seed is taken. Held-out
 accuracy is of answers sampled as in training, by Lachesis' evaluator: of ours in the run, of TRL's weights after its
-run. Seconds leave evaluating and saving out. ``--model`` takes SmolLM2-135M-Instruct and the sums of
+run. Seconds leave evaluating and saving out. "TRL, asynchronous" trains on the first GPU and generates on the second,
+as ours does with `--devices 1`. ``--model`` takes SmolLM2-135M-Instruct and the sums of
 `examples/smollm2` instead, answered in its own words; held out are 100 of them, answered greedily. ``--prepare``
 makes model and problems and ends, so that several of this with the same `--work` may run at a time. ``--tiny`` is a
 small model and a few steps, without vLLM, also on a CPU.
@@ -32,14 +33,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import trl_async
 import yaml
 from end_to_end import versions
-from quickstart_vs_trl import TrlRunner, trl_python
+from quickstart_vs_trl import Step, TrlRunner, prompts_in_order, trl_python
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.config.load import load_config
@@ -49,7 +52,8 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 REPOSITORY = Path(__file__).resolve().parents[1]
 PRETRAINED = REPOSITORY / "examples/smollm2"
 PRETRAINED_TOKENS = 32  # of an answer in its own words, at most
-OURS, TRL = "Lachesis", "TRL"
+OURS, TRL, TRL_ASYNC = "Lachesis", "TRL", "TRL, asynchronous"
+DIRECTORIES = {OURS: "lachesis", TRL: "trl", TRL_ASYNC: "trl-asynchronous"}
 HELD_OUT = 512
 START_ACCURACY = 0.2
 SEARCH_STEPS = 6  # of which the first half warms up
@@ -92,7 +96,7 @@ class Plan:
 
     @property
     def directory(self) -> Path:
-        return self.options.work / f"{self.system.lower()}-{self.seed}"
+        return self.options.work / f"{DIRECTORIES.get(self.system, self.system.lower())}-{self.seed}"
 
     def config(self, *, engine: str = "embedded") -> LachesisConfig:
         path = self.directory.with_suffix(".yaml")
@@ -233,7 +237,9 @@ def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
             "kind": "vllm", "port": options.port, "gpu_memory_utilization": 0.3, "data_parallel_size": options.engines,
             "extra_args": shlex.split(options.engine_flags) if options.engine_flags else engine_flags(options),
         }  # fmt: skip
-        tree["bridge"] = {"kind": "shared_vllm" if options.engines == 1 else "broadcast"}
+        tree["engine"]["devices"] = options.devices
+        alone = options.engines == 1 and options.devices is None
+        tree["bridge"] = {"kind": "shared_vllm" if alone else "broadcast"}
     if options.ahead:
         tree["pipeline"] = {"async_prefetch": True, "prefetch_depth": options.ahead}
     return tree
@@ -284,7 +290,30 @@ def run_trl(plan: Plan, runner: TrlRunner) -> Course:
     run = runner.run(plan, threads=plan.options.threads)
     training = [sum(step.seconds for step in run.steps[: i + 1]) for i in range(len(run.steps))]
     before = runner.training_began - began
-    return Course(TRL, plan.seed, [before + seconds for seconds in training], training, run.accuracy)
+    return Course(plan.system, plan.seed, [before + seconds for seconds in training], training, run.accuracy)
+
+
+class AsynchronousTrlRunner(TrlRunner):
+    """Trains with TRL's asynchronous trainer on two GPUs. ``options`` are the script's."""
+
+    def __init__(self, options: argparse.Namespace, config: LachesisConfig, *, rows: int) -> None:
+        super().__init__(Path(sys.executable), config, rows=rows)
+        self.options = options
+
+    def _train(self, plan: Any, job: Mapping[str, Any], *, threads: int) -> list[Step]:
+        shutil.rmtree(plan.directory, ignore_errors=True)
+        problems = [
+            {**prompt.columns, "prompt": [*map(dict, prompt.messages)] if prompt.messages else prompt.text}
+            for prompt in prompts_in_order(plan.config())
+        ]
+        more = {"torch_attention": self.options.trl_torch_attention, "more": {}, "problems": problems}
+        most = math.ceil(self.options.prompts * 8 / 64) * 64 * 4  # it generates up to four steps ahead
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, *range(64, 1025, 64)]}
+        flags = ["--max-model-len", "256", "--max-num-seqs", str(most), "--compilation-config", json.dumps(graphs)]
+        result = trl_async.run({**job, **more}, python=sys.executable, port=self.options.port, flags=flags)
+        self.versions, self.training_began = result["versions"], result["began"]
+        names = {field.name for field in fields(Step)}
+        return [Step(**{name: value for name, value in step.items() if name in names}) for step in result["steps"]]
 
 
 def fastest_rows(plan: Plan, runner: TrlRunner) -> int:
@@ -326,14 +355,15 @@ def table(courses: list[Course], *, target: float) -> str:
         seconds = " | ".join("not reached" if math.isinf(s) else f"{s:.1f}" for s in (with_start, without))
         lines.append(f"| {one.system} | {one.seed} | {seconds} | {first:.3f} | {last:.3f} |")
     for with_start, words in ((True, "with start-up"), (False, "without")):
-        ours, theirs = (
+        ours, *peers = (
             statistics.median(c.reached(target, with_start=with_start) for c in courses if c.system == system)
             if any(c.system == system for c in courses)
             else math.nan
-            for system in (OURS, TRL)
+            for system in (OURS, TRL, TRL_ASYNC)
         )
-        if math.isfinite(theirs / ours):
-            lines.append(f"\nTRL's median over ours, {words}: {theirs / ours:.2f}")
+        for name, theirs in zip((TRL, TRL_ASYNC), peers, strict=True):
+            if math.isfinite(theirs / ours):
+                lines.append(f"\nMedian of {name} over ours, {words}: {theirs / ours:.2f}")
     return "\n".join(lines) + "\n"
 
 
@@ -341,7 +371,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=(OURS, TRL), default=[OURS, TRL])
+    parser.add_argument("--only", nargs="+", choices=(OURS, TRL, TRL_ASYNC), default=[OURS, TRL])
+    parser.add_argument("--devices", default=None, help="a GPU for our engines alone")
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
     parser.add_argument("--prompts", type=int, default=64)
@@ -354,6 +385,7 @@ def read_options() -> argparse.Namespace:
         help="most completions in one of TRL's forward passes; of several the fastest",
     )  # fmt: skip
     parser.add_argument("--trl-attention", default=None, help="attn_implementation of TRL's model")
+    parser.add_argument("--trl-torch-attention", action="store_true", help="where the hub of its kernel is not reached")
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--engines", type=int, default=1, help="our servers, all on the same GPU")
@@ -395,8 +427,13 @@ def main() -> None:
         runner = TrlRunner(python, plan.config(), rows=options.trl_rows[0], arguments=theirs)
         runner.rows = fastest_rows(plan, runner)
     courses = []
+    if TRL_ASYNC in options.only:
+        plan = next(plan for plan in plans if plan.system == TRL_ASYNC)
+        asynchronous = AsynchronousTrlRunner(options, plan.config(), rows=options.trl_rows[0])
     for plan in plans:
-        if plan.system == TRL:
+        if plan.system == TRL_ASYNC:
+            courses.append(run_trl(plan, asynchronous))
+        elif plan.system == TRL:
             assert runner is not None
             courses.append(run_trl(plan, runner))
         else:
