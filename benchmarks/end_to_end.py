@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/end_to_end.py [--only NAME ...] [--lengths equal|ragged] [--size SIZE] [--tiny]
 
-Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU (`--devices` gives the
-engine another, also TRL's asynchronous trainer its server): the same model of random bf16 weights, 32 prompts of
-128 tokens, 8 completions each, AdamW.
+Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU, or on the one that
+`--devices` names (TRL's asynchronous trainer: its server): the same model of random bf16 weights, 32 prompts of 128
+tokens, 8 completions each, AdamW.
 Equal completions have 512 tokens, which the end token does not cut short; ragged ones end where it is sampled, with a
 probability that is the same at every token, or at 2,048 tokens.
 
@@ -246,7 +246,11 @@ def run_asynchronous_trl(options: argparse.Namespace) -> Run:
             "max_completion_length": options.most,
             "learning_rate": 1e-7,
         },
-        "more": {"dtype": "bfloat16", "max_staleness": TRL_STALENESS, "gradient_checkpointing": options.trl_checkpointing},
+        "more": {
+            "dtype": "bfloat16",
+            "max_staleness": TRL_STALENESS,
+            "gradient_checkpointing": options.trl_checkpointing,
+        },
         "adapter": {**TRL_LORA} if options.size == "8B" else None,
         "torch_attention": options.trl_torch_attention,
         "snapshots": [],

@@ -200,8 +200,8 @@ def main() -> None:
             if rates is None:
                 return super().create_scheduler(num_training_steps, optimizer)
             peak = self.args.learning_rate
-            optimizer = optimizer or self.optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step] / peak)
+            course = [rate / peak for rate in rates]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, course.__getitem__)
             return self.lr_scheduler
 
     if job["torch_attention"]:

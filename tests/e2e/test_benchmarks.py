@@ -74,7 +74,7 @@ OF_A_GPU = [
     "transfer",
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
-OF_OTHERS = {"health", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side", "trl_suite"}
+OF_OTHERS = {"health", "public_files", "public_rewards", "quickstart_vs_trl", "trl_async", "trl_side", "trl_suite"}
 NO_SCRIPTS = {
     "architectures",
     "health_rewards",
