@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -365,9 +365,11 @@ def guarded(endpoint: Endpoint) -> Endpoint:
             if not isinstance(error, Refused):
                 logger.error("%s %s failed: %s", request.method, request.url.path, error)
             return error_response(error)
+        except ClientDisconnect:  # in the midst of its request, as one that is killed: nobody reads an answer
+            return Response(status_code=400)
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.url.path)
             reason = f"{type(error).__name__}: {error}"
+            logger.exception("%s %s failed: %s", request.method, request.url.path, reason)
             return error_response(EngineError(f"the server failed: {reason}", remedy="look at the server's log"))
 
     return answer

@@ -11,12 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable
 from lachesis.engines.serving.backend import AdapterStatus
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
-from lachesis.engines.serving.server import check_model, check_prompt, engine_routes
+from lachesis.engines.serving.server import check_model, check_prompt, engine_routes, guarded
 from tests.unit.engines.serving.fakes import INFO, SESSION, FakeServed
 from tests.unit.engines.serving.test_generation import generate
 from tests.waiting import LONG_S
@@ -396,3 +398,18 @@ def test_the_readings_of_the_documented_server(drive, monkeypatch, tmp_path):
         assert listed["/generate"] == ["POST"] and "GET" in listed["/bridge/info"] and "/lora/load" in listed
 
     drive(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ClientDisconnect(), []), (KeyError("b"), ["POST /a failed: KeyError: 'b'"])]
+)
+def test_a_client_that_is_killed_in_the_midst_of_its_request_is_no_error(
+    error: Exception, said: list[str], caplog: pytest.LogCaptureFixture
+):
+    async def fails(request: Request) -> Response:
+        raise error
+
+    request = Request({"type": "http", "method": "POST", "path": "/a", "headers": [], "query_string": b""})
+    response = asyncio.run(guarded(fails)(request))
+    assert response.status_code == (500 if said else 400)
+    assert caplog.messages == said
