@@ -17,6 +17,7 @@ from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.hub import config_here, load_errors
 from lachesis.common.json_values import is_object, read_json
 from lachesis.common.world import launchers_variables, world_size
+from lachesis.config.engine_gpus import server_environment
 from lachesis.config.schema import (
     BaseEngineConfig,
     CustomEngineConfig,
@@ -112,7 +113,7 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
     one_by_one = shares_gpus(config) and not _cache_is_said(config)
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
-        own = _server_environment(config, number=number)
+        own = server_environment(config, number=number)
         place = own.get("CUDA_VISIBLE_DEVICES")
         process = ManagedProcess(
             server_command(config, number, directory=directory),
@@ -256,13 +257,3 @@ def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) ->
     if engine.devices is not None:
         return engine.own_share
     return engine.usual_share(devices=world_size(os.environ))
-
-
-def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
-    """Return the environment of a server by number: the GPUs that it gets of ``engine.devices``."""
-    engine = config.engine
-    if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
-        return {}
-    devices, size = engine.devices.split(","), engine.tensor_parallel_size
-    own = devices if engine.data_parallel_size == 1 else devices[number * size : (number + 1) * size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

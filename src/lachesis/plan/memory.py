@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.config.colocation import is_colocated
+from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh
 from lachesis.plan.shapes import FEED_FORWARD, ModelShape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import is_colocated
+from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.imports import load_function
+from lachesis.config.engine_gpus import with_devices
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -113,7 +114,7 @@ def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -
         EngineError: a port is taken.
     """
     from lachesis.engines.build import server_processes
-    from lachesis.run.share import with_devices, with_share
+    from lachesis.run.gpu_share import with_share
 
     launched = LaunchedEngine([])
     try:

@@ -22,9 +22,9 @@ from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.process.managed import ManagedProcess
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
+from lachesis.run.gpu_share import with_room_aside
 from lachesis.run.launch import LaunchedEngine, launch_servers
 from lachesis.run.pulse import Pulse, server_pulse
-from lachesis.run.share import with_room_aside
 from lachesis.train.model.loading import empty_transformer
 from lachesis.train.policy import Policy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import is_colocated, rank_cards
+from lachesis.config.engine_gpus import is_colocated, rank_cards
 from lachesis.config.schema import (
     ChannelBridgeConfig,
     LachesisConfig,

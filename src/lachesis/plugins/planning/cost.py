@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.colocation import engine_workers
+from lachesis.config.engine_gpus import engine_workers
 from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import (
     CONTEXT_BYTES,

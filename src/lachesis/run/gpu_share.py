@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 
 import torch
 
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError
 from lachesis.common.world import world_size
-from lachesis.config.colocation import is_colocated, rank_cards
+from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plan.cards import GB, card_use, process_bytes
 from lachesis.plan.memory import sleeps
@@ -102,15 +101,6 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
         "optimizer states off them",
         words,
     )
-
-
-def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> LachesisConfig:
-    """Set ``engine.devices`` to the ranks' cards if the engine is on them, so that each copy gets its own."""
-    ranks = world_size(environment)
-    if config.engine.kind != "vllm" or not is_colocated(config, ranks=ranks):
-        return config
-    cards = ",".join(rank_cards(environment, ranks=ranks))
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"devices": cards})})
 
 
 def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> float:

@@ -13,10 +13,9 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import card_use
 from lachesis.plan.plan import plan
-from lachesis.run.share import (
+from lachesis.run.gpu_share import (
     require_room,
     share_beside_trainer,
-    with_devices,
     with_room_aside,
     with_share,
     with_staging,
@@ -106,7 +105,7 @@ def test_beside_a_gpu_both_are_decided_by_its_size(monkeypatch: pytest.MonkeyPat
     """7B with an adapter, merged, beside a GPU that is told of; an engine elsewhere is left as it is."""
     card = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
-    monkeypatch.setattr("lachesis.run.share.resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr("lachesis.run.gpu_share.resolve_device", lambda device: torch.device("cuda", 0))
     parts = {"adapter": {"kind": "lora"}, "bridge": {"kind": "broadcast"}}
     config = configured("Qwen/Qwen2.5-7B", **parts, engine={"kind": "vllm", "gpu_memory_utilization": 0.4})
     assert with_share(config) is config
@@ -115,23 +114,6 @@ def test_beside_a_gpu_both_are_decided_by_its_size(monkeypatch: pytest.MonkeyPat
     assert shared.kind == "vllm" and shared.gpu_memory_utilization is not None
     elsewhere = configured("Qwen/Qwen2.5-7B", **parts, engine={"kind": "vllm", "devices": "1"})
     assert with_share(elsewhere) is elsewhere and with_room_aside(elsewhere) is elsewhere
-
-
-@pytest.mark.parametrize(
-    ("engine", "environment", "devices"),
-    [
-        ({"tensor_parallel_size": 2}, {"WORLD_SIZE": "2"}, "0,1"),
-        ({"data_parallel_size": 2}, {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "4, 6,7"}, "4,6"),
-        ({}, {"WORLD_SIZE": "2"}, None),
-        ({"tensor_parallel_size": 2}, {}, None),
-        ({"tensor_parallel_size": 2, "devices": "3,4"}, {"WORLD_SIZE": "2"}, "3,4"),
-    ],
-    ids=["of all ranks", "as they are visible", "beside the first", "one process", "elsewhere"],
-)
-def test_an_engine_on_the_ranks_gpus_is_told_which_they_are(engine: dict, environment: dict, devices: str | None):
-    config = configured("m", engine={"kind": "vllm", **engine}, bridge={"kind": "broadcast"})
-    placed = with_devices(config, environment=environment).engine
-    assert placed.kind == "vllm" and placed.devices == devices
 
 
 def test_an_engine_on_the_ranks_gpus_has_room_there_or_has_to_sleep(caplog: pytest.LogCaptureFixture):
