@@ -38,8 +38,8 @@ from needs_gpu import require_gpu
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lachesis.bridges.extract import tensor_list
 from lachesis.bridges.senders import busy_senders, deal, spread_ranks
+from lachesis.bridges.sent_weights import tensor_list
 from lachesis.common.deadline import Deadline
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.backend import ReceiverSpec

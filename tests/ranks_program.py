@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lachesis.bridges.broadcast import BroadcastBridge, full_source, travelling
 from lachesis.bridges.external import Servers
-from lachesis.bridges.extract import as_saved, full_digests, full_weights, tensor_list
 from lachesis.bridges.senders import SenderRanks
+from lachesis.bridges.sent_weights import as_saved, full_digests, full_weights, tensor_list
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.world import find_world

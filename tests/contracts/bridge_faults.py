@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lachesis.bridges.broadcast
 import lachesis.bridges.build
-from lachesis.bridges.extract import base_parameters, full_weights, lora_tensors
+from lachesis.bridges.sent_weights import base_parameters, full_weights, lora_tensors
 from lachesis.engines.http.control import ServerControl
 
 # One tensor keeps its old value, two of equal shape change places, nothing arrives, nothing is even read.

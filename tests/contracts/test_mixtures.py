@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lachesis.bridges.extract import full_weights
+from lachesis.bridges.sent_weights import full_weights
 from lachesis.common.errors import StaleWeights
 from tests.contracts.bridge_cases import TOLERANCE, Case, Live, build, reset
 from tests.contracts.bridge_faults import Tampering

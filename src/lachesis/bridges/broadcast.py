@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from lachesis.bridges.base import EngineLeftOut, PolicyT, RankSent
 from lachesis.bridges.external import ExternalBridge, Servers
-from lachesis.bridges.extract import (
+from lachesis.bridges.senders import (
+    SenderRanks,
+    TransferPlan,
+    busy_senders,
+    dealt_specs,
+    exhaust,
+    spread_ranks,
+    weight_sizes,
+)
+from lachesis.bridges.sent_weights import (
     Whole,
     as_saved,
     as_they_are,
@@ -30,15 +39,6 @@ from lachesis.bridges.extract import (
     lora_tensors,
     saved_shapes,
     tensor_list,
-)
-from lachesis.bridges.senders import (
-    SenderRanks,
-    TransferPlan,
-    busy_senders,
-    dealt_specs,
-    exhaust,
-    spread_ranks,
-    weight_sizes,
 )
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT
+from lachesis.bridges.sent_weights import Whole, as_saved, full_weights, lora_tensors
 from lachesis.common.device import resolve_device
 from lachesis.config.schema import (
     BroadcastBridgeConfig,

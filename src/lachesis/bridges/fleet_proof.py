@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from lachesis.bridges.canary import CanaryText, Greedy
-from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, text_config
 from lachesis.bridges.names import map_parameters
 from lachesis.bridges.proof import (
     NO_DIGESTS,
@@ -26,6 +25,7 @@ from lachesis.bridges.proof import (
     coarser_quantization,
     vocab_size_of,
 )
+from lachesis.bridges.sent_weights import Whole, adapter_digests, base_parameters, text_config
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineUnreachable, LachesisError, ModelError, StaleWeights
 from lachesis.config.schema import LachesisConfig

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lachesis.bridges.canary import CanaryText, Evidence, History, NoiseScale, disagreement
-from lachesis.bridges.extract import text_config
+from lachesis.bridges.sent_weights import text_config
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import CanaryReading, GenerationRequest, SamplingParams

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lachesis.bridges.base import PolicyT
-from lachesis.bridges.extract import as_saved, base_parameters, full_weights, tensor_list, weight_parts
+from lachesis.bridges.sent_weights import as_saved, base_parameters, full_weights, tensor_list, weight_parts
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.transport.channel import Channel, Sent
@@ -95,7 +95,7 @@ def spread_ranks(ranks: int, *, most: int) -> tuple[int, ...]:
 
 
 def weight_sizes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of each tensor of :func:`~lachesis.bridges.extract.full_weights`."""
+    """Return the bytes of each tensor of :func:`~lachesis.bridges.sent_weights.full_weights`."""
     return {name: p.numel() * p.element_size() for name, p in base_parameters(model).items()}
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, Servers
-from lachesis.bridges.extract import text_config
 from lachesis.bridges.names import map_parameters
+from lachesis.bridges.sent_weights import text_config
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError, ModelError
 from lachesis.config.schema import SharedBridgeConfig

@@ -11,9 +11,9 @@ import torch
 from lachesis.bridges.broadcast import PackBuckets
 from lachesis.bridges.build import BridgeParts, build_bridge, engine_weights
 from lachesis.bridges.external import OwnedEngine
-from lachesis.bridges.extract import Whole, as_they_are
 from lachesis.bridges.model_files import save_companions
 from lachesis.bridges.names import check_same_model
+from lachesis.bridges.sent_weights import Whole, as_they_are
 from lachesis.common.deadline import Deadline
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.addresses import addresses

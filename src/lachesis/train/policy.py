@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lachesis.bridges.extract import base_parameters, full_digests, full_weights
+from lachesis.bridges.sent_weights import base_parameters, full_digests, full_weights
 from lachesis.common.types import Group, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics

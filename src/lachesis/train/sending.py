@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lachesis.bridges.extract import as_saved
 from lachesis.bridges.senders import ShareSender, deal, dealt_specs, dealt_weights, exhaust, weight_sizes
+from lachesis.bridges.sent_weights import as_saved
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.train.distributed.strategy import Strategy

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from lachesis.bridges.extract import adapter_digests, lora_spec, lora_tensors
+from lachesis.bridges.sent_weights import adapter_digests, lora_spec, lora_tensors
 from lachesis.common.errors import DependencyError, ModelError
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig, ModelConfig, OptimizerConfig
 from lachesis.plan.memory import held_weights_bytes

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lachesis.bridges.external import Servers
-from lachesis.bridges.extract import full_weights, lora_tensors
 from lachesis.bridges.fleet_proof import FleetProof
 from lachesis.bridges.proof import EngineSays, SyncProof
+from lachesis.bridges.sent_weights import full_weights, lora_tensors
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.types import CanaryReading

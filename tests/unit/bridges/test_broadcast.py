@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lachesis.bridges import broadcast
 from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source, travelling
-from lachesis.bridges.extract import as_they_are, lora_tensors
 from lachesis.bridges.senders import SenderRanks
+from lachesis.bridges.sent_weights import as_they_are, lora_tensors
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.fleet import State
 from lachesis.engines.serving.backend import Refused, TransferKind

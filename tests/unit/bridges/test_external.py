@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lachesis.bridges.external import OwnedEngine
-from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.model_files import adapter_config
 from lachesis.bridges.saved import AdapterWriter, SavedBridge, load_adapter
+from lachesis.bridges.sent_weights import lora_tensors
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.model_files import adapter_config, save_adapter, write_safetensors
 from lachesis.bridges.saved import AdapterWriter, SavedBridge, VersionedDirectories, load_adapter
+from lachesis.bridges.sent_weights import lora_tensors
 from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.fleet import State

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.bridges.external import OwnedEngine
-from lachesis.bridges.extract import full_weights
 from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.bridges.saved import CheckpointFiles, SavedBridge, load_checkpoint, started_on_it
+from lachesis.bridges.sent_weights import full_weights
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import ReloadBridgeConfig, RestartBridgeConfig
 from lachesis.engines.serving.backend import Refused

@@ -27,8 +27,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import Mxfp4Config
 
-from lachesis.bridges.extract import as_saved, full_weights, saved_shapes
 from lachesis.bridges.model_files import save_companions, write_checkpoint
+from lachesis.bridges.sent_weights import as_saved, full_weights, saved_shapes
 from lachesis.common.chatter import without_chatter
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError, ModelError, first_line

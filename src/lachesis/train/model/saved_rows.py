@@ -25,7 +25,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from lachesis.bridges.extract import as_saved, own_name
+from lachesis.bridges.sent_weights import as_saved, own_name
 
 logger = logging.getLogger(__name__)
 

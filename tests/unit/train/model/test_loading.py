@@ -14,8 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from lachesis.bridges.extract import full_weights, lora_pairs
 from lachesis.bridges.model_files import adapter_config
+from lachesis.bridges.sent_weights import full_weights, lora_pairs
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.model.loading import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lachesis.bridges.extract import (
+from lachesis.bridges.sent_weights import (
     adapter_digests,
     as_saved,
     base_parameters,

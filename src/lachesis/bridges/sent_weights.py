@@ -1,4 +1,4 @@
-"""Extraction of the tensors that a policy sends to an engine, with their names. No transport.
+"""Weights that a policy sends to an engine, adapters merged into them or apart, with their names. No transport.
 
 Names are transformers' own for full weights, or a checkpoint's (:func:`as_saved`): the two differ if a model stacks
 tensors that its files hold one by one, such as a mixture's experts. An adapter's are peft's without
