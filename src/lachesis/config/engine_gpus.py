@@ -35,13 +35,3 @@ def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> L
         return config
     cards = ",".join(rank_cards(environment, ranks=ranks))
     return config.model_copy(update={"engine": config.engine.model_copy(update={"devices": cards})})
-
-
-def server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
-    """Return the environment of a server by number: the GPUs that it gets of ``engine.devices``."""
-    engine = config.engine
-    if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
-        return {}
-    devices, size = engine.devices.split(","), engine.tensor_parallel_size
-    own = devices if engine.data_parallel_size == 1 else devices[number * size : (number + 1) * size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

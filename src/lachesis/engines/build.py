@@ -17,7 +17,6 @@ from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.hub import config_here, load_errors
 from lachesis.common.json_values import is_object, read_json
 from lachesis.common.world import launchers_variables, world_size
-from lachesis.config.engine_gpus import server_environment
 from lachesis.config.schema import (
     BaseEngineConfig,
     CustomEngineConfig,
@@ -31,6 +30,7 @@ from lachesis.config.schema import (
 )
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
+from lachesis.engines.gpus import server_environment
 from lachesis.engines.options import ServeOptions, command_line
 from lachesis.process.managed import ManagedProcess
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.config.engine_gpus import server_environment, with_devices
+from lachesis.config.engine_gpus import with_devices
 from lachesis.config.schema import LachesisConfig
 
 
@@ -30,17 +30,3 @@ def configured(engine: dict[str, Any]) -> LachesisConfig:
 def test_an_engine_on_the_ranks_gpus_is_told_which_they_are(engine: dict, environment: dict, devices: str | None):
     placed = with_devices(configured(engine), environment=environment).engine
     assert placed.kind == "vllm" and placed.devices == devices
-
-
-@pytest.mark.parametrize(
-    ("engine", "gpus"),
-    [
-        ({}, [None]),
-        ({"devices": "4,5", "tensor_parallel_size": 2}, ["4,5"]),
-        ({"devices": "4,5,6,7", "tensor_parallel_size": 2, "data_parallel_size": 2}, ["4,5", "6,7"]),
-    ],
-    ids=["those that the run sees", "one server", "a server's own"],
-)
-def test_a_server_sees_its_own_gpus(engine: dict, gpus: list[str | None]):
-    found = [server_environment(configured(engine), number=number) for number in range(len(gpus))]
-    assert [one.get("CUDA_VISIBLE_DEVICES") for one in found] == gpus
