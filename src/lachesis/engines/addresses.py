@@ -1,7 +1,7 @@
-"""Addresses of a run's servers: entries of ``engine.urls``, read again each time.
+"""Addresses of a run's servers: entries of ``engine.urls``, resolved again each time.
 
-An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each present address of the name, such as a
-headless service; or ``file:PATH``, a file with an address on each line.
+An entry is the address of one server; ``dns+http://NAME:PORT``, a server at each current IP address of the name, such
+as a headless service; or ``file:PATH``, a file with an address on each line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lachesis.common.errors import ConfigError, EngineUnreachable
 from lachesis.common.http import server_url, url_host
 from lachesis.config.schema import SERVERS_DNS, SERVERS_FILE
 
-# The addresses of a host, as text.
+# A function that returns the IP addresses of a host, as text.
 Resolve = Callable[[str], Sequence[str]]
 
 
@@ -34,7 +34,7 @@ def resolve_host(name: str) -> Sequence[str]:
 
 
 def addresses(entries: Sequence[str], *, resolve: Resolve = resolve_host) -> list[str]:
-    """Return the servers as ``http://HOST:PORT``, each once.
+    """Return the distinct servers as ``http://HOST:PORT``.
 
     Raises:
         ConfigError: an entry is not an address or is given twice, or its file cannot be read.

@@ -1,4 +1,4 @@
-"""Contract of an engine: it turns prompts into completions under weights whose version it knows."""
+"""The contract of an engine, which generates completions and knows the version of its weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["keep", "drain", "abort"]
 
-# Is told of a request whose completions are all there, by its place in the call. In whatever thread generates, so it
-# has to be quick; what it raises ends the call.
+# A callback that gets the index of each completed request. It runs in the generating thread, so it must be quick; an
+# error that it raises ends the call.
 Finished = Callable[[int, list[Completion]], None]
 
 
 class Engine(ABC):
-    """Engine that generates completions.
+    """An engine that generates completions.
 
-    It may be a separate process, many servers, or part of the trainer.
+    It may be a server process, many servers, or a part of the trainer's process.
     """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Engine(ABC):
         ``finished`` is called once for each request, as soon as it is complete, while others may still be generated.
 
         Raises:
-            EngineError: the engine cannot serve (closed, paused, a prompt longer than its context).
+            EngineError: the engine cannot serve the call (closed, paused, or a prompt is longer than its context).
             DeadlineExceeded: the deadline passed; no completion of the call is returned.
         """
 
@@ -61,17 +61,17 @@ class Engine(ABC):
         timeout_s: float | None = None,
         **params: Any,
     ) -> list[Group]:
-        """Return ``n`` completions of each prompt, as groups with neither texts nor rewards.
+        """Return ``n`` completions of each prompt, as groups without texts and rewards.
 
         Args:
             prompts: token ids.
             seed: equal seeds give equal completions under equal weights.
-            timeout_s: longest wait; no limit if unset.
-            **params: further fields of :class:`SamplingParams`, such as ``temperature``.
+            timeout_s: time limit of the call, in seconds; none if unset. **params: further fields of
+            :class:`SamplingParams`, such as ``temperature``.
 
         Raises:
             EngineError: as :meth:`generate`.
-            DeadlineExceeded: not all are there in time.
+            DeadlineExceeded: not all completions were finished in time.
         """
         asked = SamplingParams(max_tokens=max_tokens, **params)
         requests = [
@@ -94,11 +94,11 @@ class Engine(ABC):
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Announce that the current weights are those of ``version``. Called by bridges only."""
+        """Announce that the current weights are ``version``. Called only by bridges."""
 
     @abstractmethod
     def health(self) -> EngineHealth:
-        """Return the engine's present health; never blocks on generation."""
+        """Return the engine's current health without waiting for generation."""
 
     @abstractmethod
     def pause(self, *, mode: PauseMode = "keep") -> None:
@@ -106,14 +106,14 @@ class Engine(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Generate again. Idempotent."""
+        """Resume generation. Idempotent."""
 
     def metrics(self) -> dict[str, MetricValue]:
-        """Return the measurements since the last call; most engines measure nothing."""
+        """Return the metrics since the last call; most engines have none."""
         return {}
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return a context in which the engine computes nothing on modules that it shares with the trainer, if any."""
+        """Return a context in which the engine does not use modules that it shares with the trainer, if any."""
         return nullcontext()
 
     @abstractmethod
@@ -138,9 +138,9 @@ def _sample(request: GenerationRequest, completion: Completion) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """Model around which an engine in the trainer's process is built.
+    """The trained model, around which an engine in the trainer's process is built.
 
-    ``eos_token_ids`` end every completion, ``max_context`` tokens are the most of prompt and completion together.
+    ``eos_token_ids`` end every completion; ``max_context`` is the maximum of prompt and completion tokens together.
     """
 
     model: PreTrainedModel
@@ -150,7 +150,7 @@ class TrainedModel:
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
+    """Return max |a - b|; NaN if any value is NaN, infinity if the lengths differ."""
     if len(a) != len(b):
         return float("inf")
     differences = [abs(x - y) for x, y in zip(a, b, strict=True)]

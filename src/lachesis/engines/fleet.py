@@ -1,4 +1,4 @@
-"""State of the engines of a run, and the choice of one for each request. Pure: sends nothing; the clock is given.
+"""The states of a run's engines, and the choice of an engine for each request. Does no I/O; the clock is passed in.
 
 ::
 
@@ -6,9 +6,9 @@
                         ^                  |  ^                     |
                         +-- unproved ------+  +--- met, progresses -+          any --retire--> RETIRED
 
-Each engine is admitted by its own proof: that, in the session in which it was met, it computes with weights of at
-least the required version. While no version is required, as where nothing is trained, an answer is enough. A
-restarted engine has a new session, and the proof of the old one is void.
+Each engine is admitted by its own proof that, in its current session, it computes with weights of at least the required
+version. If no version is required, because nothing is trained, an answer is enough. A restarted engine has a new
+session, which needs a new proof.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from enum import StrEnum
 
 from lachesis.common.errors import ConfigError
 
-# So many groups are remembered with the engine that had them last.
+# Number of groups to remember with the engine that last had them.
 _GROUPS = 4096
-# Weight of a new length in the mean of the lengths of completions.
+# Weight of a new length in the running mean of completion lengths.
 _FORGETTING = 0.05
 
 
 class State(StrEnum):
-    """State of an engine; see the module."""
+    """The state of an engine; see the module's docstring."""
 
     STARTING = "starting"
     STALE = "stale"
@@ -40,9 +40,9 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """Engine as ``lachesis status`` shows it.
+    """An engine as ``lachesis status`` shows it.
 
-    ``version`` is the last that was proved; ``for_s`` in this state.
+    ``version`` is the last proved weight version; ``for_s`` the seconds in this state.
     """
 
     url: str
@@ -57,7 +57,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Request given to an engine: ``expected_tokens`` of it are on the engine's account until it ends."""
+    """A request assigned to an engine; its ``expected_tokens`` count towards the engine's load until it ends."""
 
     url: str
     session: str
@@ -76,21 +76,21 @@ class _Member:
     expected_tokens: int = 0
     completed: int = 0
     tokens: int = 0
-    moved: float = 0.0  # when it was last seen to make progress, or was given work after it had none
+    moved: float = 0.0  # when it last made progress, or got work while idle
 
 
 class Fleet:
-    """The engines of a run. Thread-safe.
+    """The engines of a run and their states. Thread-safe.
 
-    Reports about an unknown engine, or that come too late (from an earlier session, or about an engine that is dead or
-    retired), change nothing.
+    Reports about an unknown engine, and late ones (from an earlier session, or about a dead or retired engine), are
+    ignored.
 
     Args:
-        urls: of the engines, in the order in which they are met.
-        clock: seconds, from any start.
-        max_in_flight: most requests that one engine has at a time.
-        hang_s: with several engines, one that has requests and generates nothing for this long becomes suspect, and
-            after twice as long dead; ``None``: never.
+        urls: the addresses of the engines, in the order in which they are met.
+        clock: returns the time in seconds, from any start.
+        max_in_flight: maximum number of concurrent requests to one engine.
+        hang_s: with several engines, an engine that has requests but generates nothing for this many seconds becomes
+            suspect, and dead after twice as long; ``None``: never.
     """
 
     def __init__(
@@ -109,23 +109,23 @@ class Fleet:
 
     @property
     def required(self) -> int | None:
-        """Return the version that an engine has to have been proved at; ``None`` if none is required."""
+        """Return the version at which an engine must have been proved; ``None`` if none is required."""
         return self._required
 
     def state(self, url: str) -> State:
-        """Return the state of the engine at ``url``; RETIRED if there is none."""
+        """Return the state of the engine at ``url``; RETIRED for an unknown one."""
         with self._lock:
             member = self._members.get(url)
             return State.RETIRED if member is None else member.state
 
     def session(self, url: str) -> str:
-        """Return the session in which the engine was met; empty before."""
+        """Return the session in which the engine was met; empty before the first contact."""
         with self._lock:
             member = self._members.get(url)
             return "" if member is None else member.session
 
     def reason(self, url: str) -> str:
-        """Return why the engine is in its state; may be empty."""
+        """Return the reason for the engine's state; may be empty."""
         with self._lock:
             member = self._members.get(url)
             return "" if member is None else member.reason
@@ -143,7 +143,7 @@ class Fleet:
 
     @property
     def rows(self) -> tuple[EngineRow, ...]:
-        """Rows of the table of all engines."""
+        """Return a row for each engine."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -157,7 +157,7 @@ class Fleet:
     # Members.
 
     def add(self, url: str) -> None:
-        """Add a starting engine, new or retired before.
+        """Add a starting engine, either new or previously retired.
 
         Raises ConfigError if it is a member already.
         """
@@ -166,11 +166,11 @@ class Fleet:
                 raise ConfigError(f"the engine {url} is in the fleet already", remedy="name each engine once")
             before = self._members.pop(url, None)
             member = self._members[url] = _Member(url, since=self._clock(), moved=self._clock())
-            if before is not None:  # requests that it still has end on this account
+            if before is not None:  # its remaining requests end on the old member
                 member.in_flight, member.expected_tokens = before.in_flight, before.expected_tokens
 
     def retire(self, url: str, reason: str = "") -> None:
-        """Give the engine no more requests; it may end once :meth:`is_idle`."""
+        """Send the engine no more requests; it may be stopped once :meth:`is_idle`."""
         self._move(url, State.RETIRED, reason, out_of=frozenset(State) - {State.RETIRED})
 
     def forget(self, url: str) -> None:
@@ -186,15 +186,15 @@ class Fleet:
             return member is None or member.in_flight == 0
 
     def replaced(self, url: str) -> None:
-        """Record that a dead engine is being started again."""
+        """Record that a dead engine is being restarted."""
         self._move(url, State.STARTING, "", out_of={State.DEAD})
 
-    # What is known of their weights.
+    # Reports about weights.
 
     def met(self, url: str, session: str) -> None:
-        """Record that the engine answered, in this session.
+        """Record that the engine answered in this session.
 
-        A suspect returns to its state before, if it is still in the same session.
+        A suspect engine returns to its previous state if it is still in the same session.
         """
         with self._lock:
             member = self._members.get(url)
@@ -209,7 +209,7 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def require(self, version: int) -> None:
-        """Require engines to be proved at this version from now on; engines at an older one become stale."""
+        """Require engines to be proved at this version from now on; engines at an older version become stale."""
         with self._lock:
             self._required = version
             for member in self._members.values():
@@ -217,7 +217,7 @@ class Fleet:
                     self._set(member, self._by_proof(member), member.reason)
 
     def proved(self, url: str, session: str, version: int) -> None:
-        """Record that the engine was shown, in this session, to compute with the weights of this version."""
+        """Record a proof that the engine, in this session, computes with the weights of this version."""
         with self._lock:
             member = self._members.get(url)
             if member is None or session != member.session:
@@ -227,30 +227,30 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def unproved(self, url: str, reason: str) -> None:
-        """Record that the engine answers, but was shown not to compute with the trainer's weights."""
+        """Record that the engine answers, but failed the proof that it computes with the trainer's weights."""
         with self._lock:
             member = self._members.get(url)
             if member is not None and member.state in (State.STALE, State.SERVING, State.SUSPECT):
                 member.proved = None
                 self._set(member, State.STALE, reason)
 
-    # What is known of their lives.
+    # Reports about liveness.
 
     def suspect(self, url: str, reason: str) -> None:
-        """Suspect an engine that lost a request or does not progress.
+        """Mark an engine as suspect, because it lost a request or makes no progress.
 
-        It gets no other until it is met, progresses, or is proved.
+        It gets no further requests until it answers, makes progress, or is proved.
         """
         self._move(url, State.SUSPECT, reason, out_of={State.STALE, State.SERVING})
 
     def lost(self, ticket: Ticket, reason: str) -> None:
-        """Record that a request was lost with its engine, unless another has taken that one's place since."""
+        """Record that a request was lost with its engine, unless the engine has been replaced since."""
         with self._lock:
             if self.session(ticket.url) == ticket.session:
                 self.suspect(ticket.url, reason)
 
     def died(self, url: str, reason: str) -> None:
-        """Record that the engine is gone or unusable."""
+        """Record that the engine is dead or unusable."""
         self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
 
     def given_up(self, url: str, reason: str) -> None:
@@ -261,9 +261,9 @@ class Fleet:
                 self.died(url, reason)
 
     def progressed(self, url: str, tokens: int) -> None:
-        """Record how many tokens the engine has generated in all, which clears a suspicion of hanging.
+        """Record the engine's total number of generated tokens, which clears a suspicion of hanging.
 
-        One that was suspected of hanging does not.
+        Other suspicions stay.
         """
         with self._lock:
             member = self._members.get(url)
@@ -274,7 +274,7 @@ class Fleet:
                 self._set(member, self._by_proof(member), "")
 
     def excused(self, url: str) -> None:
-        """Excuse an engine from progress: it is paused or asleep, or does not report its progress."""
+        """Exempt an engine from the progress check: it is paused or asleep, or does not report progress."""
         with self._lock:
             member = self._members.get(url)
             if member is not None:
@@ -288,13 +288,13 @@ class Fleet:
 
     @property
     def hang_s(self) -> float | None:
-        """Return the limit; ``None`` for a lone engine, which is waited for because no other takes its requests."""
+        """Return the limit in seconds; ``None`` for a single engine, because no other could take its requests."""
         with self._lock:
             several = sum(member.state is not State.RETIRED for member in self._members.values()) > 1
             return self._hang_s if several else None
 
     def check_progress(self) -> tuple[str, ...]:
-        """Find engines that hang; return the newly dead ones."""
+        """Update the states of engines that hang; return the newly dead ones."""
         dead: list[str] = []
         with self._lock:
             if (hang_s := self.hang_s) is None:
@@ -315,9 +315,9 @@ class Fleet:
     # Requests.
 
     def pick(self, *, completions: int, max_tokens: int, group: Hashable) -> Ticket | None:
-        """Assign a request to its group's engine, or to the least busy one if that has less to do.
+        """Assign a request to its group's last engine, or to the least busy one if that has less to do.
 
-        ``None`` where every engine that is admitted has as many as it may have, or none is admitted.
+        Return ``None`` if no engine is admitted, or all admitted engines are full.
         """
         with self._lock:
             free = [m for m in self._members.values() if self._is_admitted(m) and m.in_flight < self._limit]
@@ -337,9 +337,9 @@ class Fleet:
             return Ticket(chosen.url, chosen.session, expected)
 
     def ended(self, ticket: Ticket, *, lengths: Sequence[int] = ()) -> None:
-        """Record the end of a request, with completions of these lengths.
+        """Record the end of a request, with the lengths of its completions in tokens.
 
-        There are none if it was lost or given up.
+        ``lengths`` is empty if the request was lost or given up.
         """
         with self._lock:
             for length in lengths:
@@ -364,7 +364,7 @@ class Fleet:
             self._groups.popitem(last=False)
 
     def _moves(self, member: _Member) -> bool:
-        """Return True if the engine cannot be said to hang."""
+        """Return True unless the engine may be hanging."""
         hang_s = self.hang_s
         return hang_s is None or not member.in_flight or self._clock() - member.moved < hang_s
 
@@ -374,7 +374,7 @@ class Fleet:
         return member.state is State.SERVING
 
     def _by_proof(self, member: _Member) -> State:
-        """Return the state of an engine that answers."""
+        """Return the state, by its proof, of an engine that answers."""
         required = -1 if self._required is None else self._required
         return State.SERVING if member.proved is not None and member.proved >= required else State.STALE
 

@@ -16,9 +16,9 @@ _FLAGS |= {name: name.removesuffix("_s") for name in ("ack_timeout_s", "env_time
 
 
 class ServeOptions(BaseModel):
-    """Options that say which model to serve, how, and where. ``None`` leaves a choice to the engine.
+    """The options of a server: which model to serve, how and where. ``None`` leaves the choice to the engine.
 
-    ``arguments`` is not a flag: its words go to ``vllm serve`` unchanged.
+    ``arguments`` is not a flag: its words are passed to ``vllm serve`` unchanged.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,8 +34,8 @@ class ServeOptions(BaseModel):
     max_model_len: int | None = Field(default=None, description="Longest prompt and completion together.")
     max_num_seqs: int | None = Field(default=None, description="Most completions at the same time.")
     gpu_memory_utilization: float | None = Field(default=None, description="Share of the GPU memory for vLLM.")
-    tensor_parallel_size: int | None = Field(default=None, description="GPUs that hold one copy together.")
-    enforce_eager: bool = Field(default=False, description="No CUDA graphs: slower.")
+    tensor_parallel_size: int | None = Field(default=None, description="GPUs that hold one copy of the model together.")
+    enforce_eager: bool = Field(default=False, description="Run without CUDA graphs: slower.")
     enable_lora: bool = Field(default=False, description="Let adapters be loaded.")
     max_lora_rank: int | None = Field(default=None, description="Largest rank of an adapter.")
     served_model_name: str | None = Field(default=None, description="What clients call the model.")
@@ -51,16 +51,16 @@ class ServeOptions(BaseModel):
 
     @property
     def url(self) -> str:
-        """Address of the server from this machine."""
+        """Return the address of the server for clients on this machine."""
         return server_url(f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}")
 
     def command_line(self, *, without: Collection[str] = ()) -> list[str]:
-        """Return the flags that mean the same, except for the fields ``without``; ``arguments`` come last."""
+        """Return the options as command-line flags, except for the fields ``without``; ``arguments`` come last."""
         return [*command_line(self.model_dump(exclude=set(without))), *self.arguments]
 
 
 def flag_of(field: str) -> str:
-    """Return ``--max-model-len`` of the field ``max_model_len``; plurals and units are left out."""
+    """Return the flag of a field: ``--max-model-len`` for ``max_model_len``; plurals and units are dropped."""
     return "--" + _FLAGS.get(field, field).replace("_", "-")
 
 

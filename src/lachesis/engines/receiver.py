@@ -1,7 +1,7 @@
-"""Engine's ends of weight channels, which receive updates in their own threads.
+"""The engine's end of weight channels, which receives updates in separate threads.
 
-The engine generates until an update has arrived, and waits only while it is loaded. If several ranks of the trainer
-send, each has its own channel, with its share of the tensors.
+The engine generates until an update has arrived, and waits only while the update is loaded. If several trainer ranks
+send, each has its own channel for its share of the tensors.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ReceivedTensor, Staging, num_bytes
 
 _JOIN_S = 600.0
-# The channel notices at once when the trainer has gone; this is for one that hangs.
+# Time limit, in seconds, for a hanging trainer; the channel notices one that has gone at once.
 _UPDATE_S = 600.0
-# How long stopping waits for a join that is under way, and is then given up.
+# How long, in seconds, stopping waits for a join in progress.
 _LEAVE_S = 10.0
-# An update is kept on the GPU where so many times its bytes are free.
+# An update is staged on the GPU if this multiple of its bytes is free.
 ROOM = 1.1
 
 Connect = Callable[..., Channel]
 
 
 class Receiver:
-    """Channels of one update's senders, from joining to leaving.
+    """The channels to the senders of updates, from joining to leaving.
 
     One thread takes updates; :meth:`close` may be called from any thread.
 
     Args:
         spec: the channels and the tensors of an update.
-        rank: of this side on each of them.
+        rank: this side's rank on each channel.
         device: device of the model's tensors.
-        connect: makes a channel.
+        connect: creates a channel.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class Receiver:
 
     @property
     def status(self) -> ReceiverStatus:
-        """State of the receiver, with the reason."""
+        """Return the state of the receiver, with the reason."""
         return ReceiverStatus(self._state, self._detail, self.spec, self.updates)
 
     def look_again(self) -> None:
-        """Measure the free memory again before the next update: the last one's memory on the device was released."""
+        """Measure free memory again before the next update, because memory of the last one was released."""
         self._room.look_again()
 
     def check_free(self) -> None:
-        """Raise Refused (409) while this receiver keeps another from being started."""
+        """Raise Refused (409) if this receiver is active, so that no other can be started."""
         if self._state in ("connecting", "connected"):
             raise Refused(
                 f"a receiver is {self._state} already", status=409, remedy="stop it with /nccl/stop_receiver first"
             )
 
     def take(self, wait_s: float | None) -> Iterator[tuple[str, Tensor]] | None:
-        """Begin an update if none has begun, and return its tensors in the order of the announcement.
+        """Begin an update if none has begun, and return its tensors in the announced order.
 
-        They belong to the caller, and are to be loaded inside :meth:`loading`. ``None`` if they need more than
-        ``wait_s`` seconds to arrive (``None`` waits for them).
+        The caller owns them and must load them inside :meth:`loading`. Return ``None`` if they take more than
+        ``wait_s`` seconds to arrive (with ``wait_s=None``, wait for them).
 
         Raises:
             Refused: (409) the channels are not connected.
@@ -105,10 +105,10 @@ class Receiver:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Tell the trainer, after the tensors of :meth:`take` were loaded inside, whether that succeeded.
+        """Load the tensors of :meth:`take` inside this context; afterwards the trainer is told if that succeeded.
 
         Raises:
-            EngineError: the trainer could not be told. The loaded weights stay.
+            EngineError: the trainer could not be reached. The loaded weights stay.
         """
         try:
             yield
@@ -118,7 +118,7 @@ class Receiver:
         self._settle()
 
     def close(self) -> None:
-        """Leave the channels, or give up joining them. Idempotent."""
+        """Leave the channels, or stop joining them. Idempotent."""
         self._cancel.set()
         self._thread.join(_LEAVE_S)
         update, self._update = self._update, None
@@ -142,7 +142,7 @@ class Receiver:
 
     def _settle(self, failure: Exception | None = None) -> None:
         update, self._update = self._update, None
-        if update is None:  # closed meanwhile, and the trainer told so
+        if update is None:  # closed in the meantime; the trainer was told
             return
         update.settle(failure)
         if failure is not None:
@@ -177,7 +177,7 @@ class Receiver:
         raise error
 
     def _broken(self, reason: str) -> None:
-        """Close the channels after an error, so that the trainer does not wait in vain."""
+        """Close the channels after an error, so that the trainer does not keep waiting."""
         self._state, self._detail = "error", reason
         self._close_channels()
 
@@ -188,7 +188,7 @@ class Receiver:
 
 
 class _Lane:
-    """The channel of one sender, and what of an update comes over it."""
+    """The channel of one sender, with its share of an update."""
 
     def __init__(self, tensors: Sequence[ReceivedTensor], *, stream: _Stream, connect: Callable[[], Channel]) -> None:
         self.channel: Channel | None = None
@@ -198,7 +198,7 @@ class _Lane:
         self._connect = connect
 
     def join(self) -> None:
-        """Connect, or know why not."""
+        """Connect, or record the error."""
         try:
             with self.stream.entered():
                 self.channel = self._connect()
@@ -207,9 +207,9 @@ class _Lane:
 
 
 class _Update:
-    """Update on its way: taken off each channel in a thread, all of which then wait to be told how loading went.
+    """An update in transit: a thread per channel receives it, then waits for the result of loading.
 
-    ``arrived`` is set once all of it is there, or there is an ``error``.
+    ``arrived`` is set once everything has arrived, or there is an ``error``.
     """
 
     def __init__(self, lanes: Sequence[_Lane], *, keep: torch.device) -> None:
@@ -234,13 +234,13 @@ class _Update:
         return ((name, held[name]) for name in names)
 
     def give_up(self, reason: str) -> None:
-        """Cancel the transfers that are still under way."""
+        """Cancel the transfers that are still in progress."""
         for lane in self._lanes:
             if lane.channel is not None:
                 lane.channel.abort(reason)
 
     def settle(self, failure: Exception | None) -> None:
-        """Let the threads answer the trainer, and wait for their end."""
+        """Let the threads answer the trainer, and wait for them to end."""
         self._failure = self._failure or failure
         self._settled.set()
         for thread in self._threads:
@@ -263,7 +263,7 @@ class _Update:
             self._note_failure(_ours(error, "an update could not be received"))
 
     def _take(self, number: int, arriving: Iterator[tuple[str, Tensor]]) -> None:
-        """Keep the tensors that one lane brings, in its thread."""
+        """Collect the tensors of one lane, in its thread."""
         share = dict(arriving)
         self._lanes[number].stream.synchronize()
         with self._lock:
@@ -276,34 +276,34 @@ class _Update:
             first = self.error is None
             self.error = self.error or error
             self._failure = self._failure or error
-        if first:  # who sends the other shares is not to wait for this one
+        if first:  # the other senders must not wait for this one
             self.give_up(str(error))
         self.arrived.set()
         self._settled.set()
 
 
 class _Stream:
-    """Stream of the device for a thread beside the engine's, for which the engine's steps do not wait.
+    """A CUDA stream for a background thread, so that the engine's steps do not wait for it.
 
-    All updates share it: memory that was freed on a stream is reused only on that stream, and a new stream for
-    each update would take new memory each time until none is left.
+    All updates share it: memory freed on a stream is reused only on that stream, so a new stream for each update would
+    take new memory each time until none is left.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def entered(self) -> AbstractContextManager[object]:
-        """Make this thread work on the stream inside the context."""
+        """Make this thread use the stream inside the context."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait for what this thread has put on it."""
+        """Wait for the work that this thread has queued on it."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class _Room:
-    """Choice of the device where an update is staged until all of it has arrived.
+    """The choice of the device on which to stage an update until it has fully arrived.
 
     It is the requested one, or the model's device if there is room.
     """
@@ -314,7 +314,7 @@ class _Room:
         self._enough = False
 
     def look_again(self) -> None:
-        """Reset the check for room: the memory of earlier updates was released."""
+        """Reset the check for free memory, because memory of earlier updates was released."""
         self._enough = False
 
     def staging_device(self, tensors: Sequence[ReceivedTensor]) -> torch.device:
@@ -325,18 +325,18 @@ class _Room:
             return self._device
         if not self._enough:
             free, _ = torch.cuda.mem_get_info(self._device)
-            # What the first update took stays with the streams for the next ones.
+            # The streams keep the memory of the first update for later ones.
             self._enough = sum(map(num_bytes, tensors)) * ROOM < free
         return self._device if self._enough else torch.device("cpu")
 
 
 def end_this_process() -> None:
-    """Send this process SIGTERM: the server closes its connections and ends, for its starter to start another."""
+    """Send this process SIGTERM, so that the server closes its connections and ends, and can be restarted."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _for_this_stream(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """Record that the current stream uses a tensor that was made on another."""
+    """Record that the current stream uses a tensor that was created on another stream."""
     if item[1].is_cuda:
         item[1].record_stream(torch.cuda.current_stream(item[1].device))
     return item

@@ -1,1 +1,1 @@
-"""Runs, each built from a configuration and watched to its end; the only room that names concrete classes."""
+"""Runs: builds the parts of a run from its configuration and runs it. The only room that names concrete classes."""

@@ -1,4 +1,4 @@
-"""End of a program during its run: the run is waited for, or stopped with a checkpoint."""
+"""Exit of a program during its run: waits for the run, or stops it with a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _started: WeakSet[Started] = WeakSet()
 
 
 def say(words: str) -> None:
-    """Write to standard error: during a run, messages go only to its log."""
+    """Write to standard error, because log messages go only to the run's log during a run."""
     sys.stderr.write(f"lachesis: {words}\n")
     sys.stderr.flush()
 
 
 def hold_exit(run: Started) -> None:
-    """Make the program's end wait for this run, or stop the run first after an error."""
+    """Make the program wait for this run at exit, or stop the run first if the program failed."""
     _register()
     _started.add(run)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -62,20 +62,20 @@ def _register() -> None:
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         import_module(pools)
     threading._register_atexit(_finish)  # type: ignore[attr-defined]  # as those modules do
-    os.register_at_fork(after_in_child=_forget)  # the run's threads are not there
+    os.register_at_fork(after_in_child=_forget)  # the run's threads do not exist in the child
 
 
 def _forget() -> None:
-    """Forget the run in a forked child, which SIGTERM ends as any process."""
+    """Forget the run in a forked child, so that SIGTERM ends the child as usual."""
     _started.clear()
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Stop active runs at SIGTERM, and end the program as usual once they have their checkpoints.
+    """Stop active runs on SIGTERM, and end the program once their checkpoints are saved.
 
-    The program's own code ends by SystemExit, where it is; :func:`_finish` then waits for the runs.
+    SystemExit ends the program's own code wherever it is; :func:`_finish` then waits for the runs.
     """
     signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
     under_way = [run for run in _started if not run.done]
@@ -97,11 +97,11 @@ def _finish() -> None:
 
 
 def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
-    """Return when the run has ended: by itself, or stopped by an error of the program's or by Ctrl-C."""
+    """Wait until the run has ended, by itself or because of an error in the program or Ctrl-C."""
     error = _ended_by()
     stopped = run.stops or error is not None
     if run.stops:
-        pass  # whoever asked for that has said so
+        pass  # whoever asked for the stop has reported it
     elif error is not None:
         name = type(error).__name__
         say(f"{name} has ended the program: its run {run.directory} stops after its step, with a checkpoint")
@@ -123,9 +123,9 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
 
 @contextmanager
 def _interrupts_counted() -> Iterator[list[int]]:
-    """Yield a list that has an entry once Ctrl-C was pressed, or SIGTERM came; the second ends the process.
+    """Yield a list that gets an entry at the first Ctrl-C or SIGTERM; the second one ends the process.
 
-    A KeyboardInterrupt could come anywhere in here, and would end the wait with the run half stopped.
+    A KeyboardInterrupt instead could end the wait anywhere, with the run half stopped.
     """
     interrupts: list[int] = []
 
@@ -142,15 +142,15 @@ def _interrupts_counted() -> Iterator[list[int]]:
         yield interrupts
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not installed by Python
 
 
 def _ended_by() -> BaseException | None:
-    """Return the error that ended the program; None at a prompt, which survives an error."""
+    """Return the error that ended the program; None at an interactive prompt, which survives errors."""
     return None if hasattr(sys, "ps1") or sys.flags.interactive else getattr(sys, "last_value", None)
 
 
 def _end_at_once(number: int) -> None:
-    """End as a program that does not handle the signal; a run's servers end with it."""
+    """End as a program that does not handle the signal does; a run's servers end with it."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

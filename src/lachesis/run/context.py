@@ -1,4 +1,4 @@
-"""Records of a run that its parts share: its surroundings, its place on the disk, and its engine with the bridge."""
+"""Records that the parts of a run share: its context, its place on disk, and its engine with the bridge."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Companions(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Surroundings of a run: who watches and stops it, and what runs beside it.
+    """The context of a run: its console, the function that stops it, and the processes beside it.
 
     Attributes:
-        console: where progress is shown; None shows nothing.
+        console: the console for progress; None shows nothing.
         stop_requested: called after each step, and while the run waits; True saves a checkpoint and ends the run early.
-        companions: started once the run directory exists, stopped at the end.
+        companions: processes to start once the run directory exists, and to stop at the end.
         world: the ranks, of which this process is the first; the others call :func:`lachesis.run.ranks.follow`.
-        leadership: the means of rank 0 to lead the others; set once all ranks have met.
-        launched: the servers of the run, if they are starting already.
+        leadership: rank 0's means to lead the others; set once all ranks have joined.
+        launched: the run's servers, if their start has begun.
     """
 
     console: Console | None = None
@@ -59,20 +59,20 @@ class RunContext:
     launched: LaunchedEngine | None = None
 
     def raise_if_stopped(self) -> None:
-        """Raise StopRequested if the run is to end, or the error that ended another rank."""
+        """Raise StopRequested if the run was asked to stop, or the error that ended another rank."""
         if self.leadership is not None:
             self.leadership.leader.check()
         if self.stop_requested():
             raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
 
 
-# A run that nobody watches or stops.
+# The context of a run without a console, companions or other ranks.
 ALONE = RunContext()
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Directory in which a run meets its engine, and the name under which it claims engines.
+    """The directory for files shared by run and engine, and the name under which the run claims engines.
 
     ``engine_log`` receives the output of servers that the run starts.
     """
@@ -87,7 +87,7 @@ class EngineSide:
     """Engine of a run with the bridge to it.
 
     Attributes:
-        weights: the engine's tensors on which the policy is built, if any.
+        weights: the engine's tensors on which to build the policy, if they are shared.
         owned: the servers that the run itself started.
     """
 

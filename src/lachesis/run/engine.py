@@ -1,4 +1,4 @@
-"""The engine of a run with the bridge to it, from their sections of the configuration."""
+"""The engine of a run and the bridge to it, built from their sections of the configuration."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def build_engine_side(
     pack_buckets: PackBuckets[Policy] | None = None,
     canary_prompt: Sequence[int] = (),
 ) -> EngineSide:
-    """Build the bridge with its engine: one in this process once the policy exists, servers before this returns.
+    """Build the engine and its bridge. Servers are ready on return; an engine in this process waits for the policy.
 
     Args:
-        sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
-        context: of the run; a request to stop ends the wait for servers.
-        meanwhile: called once, when servers have been started that take their time to come up.
-        pack_buckets, canary_prompt: as :class:`~lachesis.bridges.build.BridgeParts` has them.
+        sharded: True if the policy's model is sharded over ranks; an engine in this process then gets a whole copy.
+        context: the run's context; a request to stop ends the wait for servers.
+        meanwhile: called once while servers start. pack_buckets, canary_prompt: as in
+            :class:`~lachesis.bridges.build.BridgeParts`.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
@@ -76,7 +76,7 @@ def build_engine_side(
 
 
 def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
-    """Build the engine in this process, around the policy's model or, beside a sharded policy, a whole one."""
+    """Build an engine in this process on the policy's model, or on a whole copy if the policy is sharded."""
     trained = TrainedModel(
         model=loaded.transformer,
         tokenizer=loaded.tokenizer,
@@ -88,13 +88,13 @@ def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
 
 @contextmanager
 def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bool) -> Iterator[None]:
-    """Release the claimed servers if the block, which builds a run, fails: it has changed no weights.
+    """Release claimed servers if the block, which builds a run, fails: no weights were changed.
 
     Args:
-        config: of the run; servers that it starts itself end with it.
+        config: the run's configuration; servers that the run starts itself are left alone.
         owner: the name under which it claims engines.
-        claimed_before: the servers may have weights of this run already, and stay claimed. So do those that it takes
-            over, which have another run's.
+        claimed_before: True if servers may already have weights of this run; they stay claimed. Servers taken over from
+            another run stay claimed too, because they have that run's weights.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bo
             from lachesis.engines.http.control import ServerControl
 
             for url in addresses(engine.urls):
-                # What went wrong before says more.
+                # The original error matters more than one from here.
                 with suppress(LachesisError), closing(ServerControl(url)) as control:
                     control.release(owner, deadline=Deadline("giving the engine back", _RELEASE_S))
         raise

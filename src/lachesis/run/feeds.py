@@ -1,4 +1,4 @@
-"""Feeds of a run: from the source that its configuration names to packed batches."""
+"""The feeds of a run: packed batches from the source in the configuration."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from lachesis.train.policy import Policy
 from lachesis.train.sft import StartedFeed, demonstrations
 
 Teach = Callable[[Sequence[Group]], Sequence[Group]]
-"""Function that adds an outside teacher's logprobs to groups."""
+"""A function that adds a teacher server's logprobs to groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Feed of a run, and its evaluator in place of the held-out problems."""
+    """The feed of a run, and the evaluator to use instead of held-out problems, if any."""
 
     feed: Feed[Batch]
     reward_names: Sequence[str]
@@ -61,7 +61,7 @@ def build_rollouts(
     place: RunPlace,
     context: RunContext,
 ) -> Rollouts:
-    """Build the feed of packed batches from the source that the configuration names."""
+    """Build the feed of packed batches from the source in the configuration."""
     engine = side.bridge.engine
     if config.source.kind == "atropos":
         feed = load("sources", "atropos")(
@@ -80,7 +80,7 @@ def build_rollouts(
 
 
 def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]) -> None:
-    """Raise if waiting for a batch is in vain: the run is to stop, or the engine or a companion has died."""
+    """Raise if no batch can come any more: a stop was requested, or the engine or a companion has died."""
     context.raise_if_stopped()
     if side.owned is None:
         engine()
@@ -91,7 +91,7 @@ def watch_over(side: EngineSide, context: RunContext, engine: Callable[[], None]
 
 
 class GroupsBuilt(NamedTuple):
-    """Source of groups, the names of its rewards, and its evaluator in place of the held-out problems."""
+    """A source of groups, the names of its rewards, and its evaluator instead of held-out problems, if any."""
 
     source: GroupwiseSource
     reward_names: Sequence[str]
@@ -126,7 +126,7 @@ def feed_from(
 ) -> Feed[Batch]:
     """Build the feed of packed batches from the groups of a source.
 
-    ``advantages`` and ``signal`` take the place of :func:`advantage_assigner` and :func:`signal_function`.
+    ``advantages`` and ``signal`` replace :func:`advantage_assigner` and :func:`signal_function`.
     """
     signal = signal or signal_function(config)
     pipeline = config.pipeline
@@ -154,20 +154,20 @@ def feed_from(
             finisher=finisher,
             ahead=ahead,
             batch_deadline_s=config.deadlines.batch_s,
-            # An engine that shares the trainer's process does one call after the other; players see to that themselves.
+            # An engine in the trainer's process handles one call at a time; players take care of that themselves.
             at_once=None if source.queues or config.engine.place != "trainer" else 1,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 
 
 def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy) -> Feed[Batch]:
-    """Return the feed with a supervised start before it, if ``run.stages`` has one.
+    """Return the feed, preceded by a supervised warm start if ``run.stages`` has one.
 
     Args:
-        problems: with the answers, where ``sft.path`` names no other data.
+        problems: the problems with answers, used unless ``sft.path`` names other data.
 
     Raises:
-        DataError: there is a problem without an answer, or with one that is too long.
+        DataError: a problem has no answer, or one that is too long.
     """
     if not config.sft_steps:
         return feed
@@ -192,7 +192,7 @@ def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[
 def repeated(
     feed: Feed[Batch], config: LachesisConfig, *, pack: Pack, score: Callable[[Batch], Batch] = lambda batch: batch
 ) -> Feed[Batch]:
-    """Return the feed of each batch's steps; a checkpoint looks the same whether it is one or several."""
+    """Return a feed of the optimizer steps on each batch; checkpoints have one format for one or several steps."""
     return RepeatedFeed(
         feed,
         num_iterations=config.algorithm.num_iterations,
@@ -209,7 +209,7 @@ def build_replay(config: LachesisConfig, signal: Callable[[Group], bool]) -> Rep
 
 
 def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[Sequence[Group]], list[Group]]:
-    """Return the function that sets the advantages of a step's groups."""
+    """Return the function that assigns advantages to a step's groups."""
     if config.algorithm.advantage is not None:
         return custom_assigner(
             load_custom_advantage(config.algorithm.advantage),
@@ -223,12 +223,12 @@ def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[S
 
 
 def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
-    """Return the test for groups to learn from, by how their rewards become advantages."""
+    """Return a function that returns True if a group has a learning signal with the configured advantages."""
     return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:
-    """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
+    """Build the retry of failed prompts, which begins after a share of the run; None if the share is all of it."""
     start = config.pipeline.reroll_start_fraction
     if start >= 1:
         return None

@@ -1,6 +1,6 @@
-"""Start of a run's inference servers, before torch and transformers are imported, which happens while they come up.
+"""Start of a run's inference servers. torch and transformers are imported while the servers start.
 
-So this module imports them only where necessary.
+This module therefore imports torch and transformers only inside functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lachesis.run.directory import claim_run, engine_log, run_directory
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators. Sampling and data order have separate generators."""
+    """Seed the global random generators. Sampling and data order use separate generators."""
     import numpy as np
     import torch
 
@@ -37,7 +37,7 @@ def seed_everything(seed: int) -> None:
 
 
 def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
-    """Call ``run.setup``, which may make the model. That may take minutes, so ``console`` says it first."""
+    """Call ``run.setup``, which may build the model. It may take minutes, so ``console`` announces it first."""
     if config.run.setup is not None:
         if console is not None:
             console.print(f"run.setup: {config.run.setup} prepares the run", markup=False)
@@ -45,13 +45,13 @@ def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
 
 
 def starts_engine(config: LachesisConfig) -> bool:
-    """Return True if the run starts its servers."""
+    """Return True if the run starts inference servers itself."""
     return config.engine.place != "trainer" and config.engine.kind != "http"
 
 
 @dataclass
 class LaunchedEngine:
-    """Servers that are starting; ``taken`` says whether a caller waits for them, who may move their logs."""
+    """Servers that are starting. ``taken`` is True once a caller waits for them; that caller may move their logs."""
 
     processes: Sequence[ManagedProcess]
     taken: bool = False
@@ -61,7 +61,7 @@ class LaunchedEngine:
         return self.processes
 
     def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return once all are able to serve. Raises as :func:`~lachesis.process.managed.wait_together`."""
+        """Wait until all servers are able to serve. Raises as :func:`~lachesis.process.managed.wait_together`."""
         wait_together(self.processes, deadline=deadline)
 
     def stop(self) -> None:
@@ -74,10 +74,10 @@ class LaunchedEngine:
 def launched_engine(
     loaded: LoadedConfig, *, resume: bool, overwrite: bool, console: Console | None
 ) -> Iterator[LaunchedEngine]:
-    """Start the run's servers after ``run.setup``; if no caller takes them, they end and leave nothing.
+    """Start the run's servers after ``run.setup``; stop them and remove their files if no caller takes them.
 
     Raises:
-        ConfigError: a rule forbids the configuration, or the run may not have its directory.
+        ConfigError: a rule rejects the configuration, or the run directory cannot be used.
         EngineError: a port is taken.
     """
     config = loaded.config
@@ -89,7 +89,7 @@ def launched_engine(
         launched = LaunchedEngine([])
         closing.callback(lambda: _end(launched, log_path=log_path))
         with frozen_imports():
-            importlib.import_module("torch")  # to seed it, and a server is told what share of the GPU it gets
+            importlib.import_module("torch")  # for seeding; and a server needs its share of GPU memory at start
         seed_everything(config.run.seed)
         set_up(config, console=console)
         launched = launch_servers(config, directory=directory, log_path=log_path)
@@ -104,11 +104,11 @@ def _end(launched: LaunchedEngine, *, log_path: Path) -> None:
 
 
 def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -> LaunchedEngine:
-    """Start the servers of the run; there are none if they run already.
+    """Start the servers of the run; start none if the configuration names running servers.
 
     Args:
-        directory: the run's.
-        log_path: of the first server.
+        directory: the run directory.
+        log_path: the log of the first server.
 
     Raises:
         EngineError: a port is taken.

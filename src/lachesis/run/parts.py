@@ -1,4 +1,4 @@
-"""Parts of a run, each from its section of the configuration. :mod:`lachesis.run.train` wires the parts together."""
+"""The parts of a run, each built from its section of the configuration. :mod:`lachesis.run.train` connects them."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def build_policy(
     strategy: Strategy | None = None,
     make: Callable[..., Policy] = Policy,
 ) -> Policy:
-    """Load the model, or attach it to ``weights``, and make it learn.
+    """Load the model, or build it on ``weights``, and make it a trainable policy.
 
     Args:
-        strategy: of several ranks, all of which build; this process alone, if unset.
+        strategy: the strategy of several ranks, which all call this; a single process if unset.
         make: the policy's class.
     """
     strategy = strategy or SingleDevice()
@@ -68,7 +68,7 @@ def build_policy(
 def policy_of(
     loaded: LoadedModel, config: LachesisConfig, *, strategy: Strategy, make: Callable[..., Policy] = Policy
 ) -> Policy:
-    """Make a loaded model learn; arguments as :func:`build_policy`."""
+    """Make a loaded model a trainable policy; arguments as for :func:`build_policy`."""
     packing = "padded" if config.model.sees_images else config.model.packing
     length, loss, taught = config.sampling.max_completion_length, config.algorithm.loss, config.algorithm.teacher
     policy = make(
@@ -99,15 +99,15 @@ def policy_of(
 
 
 def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
-    """Return True if decoder layers are compiled, for a model that computes on ``device``."""
+    """Return True if decoder layers are compiled for a model on ``device``."""
     return config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda")
 
 
 def build_checkpoints(config: LachesisConfig, *, run_dir: Path, policy: Policy, feed: Feed[Batch]) -> RunCheckpoints:
-    """Build the manager that saves the run and resumes it.
+    """Build the checkpoints that save the run and resume it.
 
     Raises:
-        ConfigError: ranks are to write into the run's directory, and some of them do not have it.
+        ConfigError: all ranks must write into the run directory, but some cannot see it.
     """
     checkpoints = RunCheckpoints(
         CheckpointManager(run_paths(run_dir)["checkpoints"], keep_last=config.checkpoint.keep_last),
@@ -133,9 +133,9 @@ def build_evaluation(
     keep: Callable[[int, Sequence[Group]], None] | None = None,
     evaluator: Evaluates | None = None,
 ) -> ScheduledEvaluation:
-    """Build the evaluation: a completion of each held-out problem, greedy by default, and the named benchmarks.
+    """Build the evaluation: completions of held-out problems (greedy by default), and the configured benchmarks.
 
-    ``keep`` is given what each evaluation has generated. An environment with held-out tasks brings its ``evaluator``.
+    ``keep`` is called with the groups of each evaluation. Environments with held-out tasks bring an ``evaluator``.
     """
     if held_out and rewarder is not None:
         temperature = config.evaluation.temperature
@@ -165,7 +165,7 @@ def build_evaluation(
 
 
 def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
-    """Decide ``model.activations: auto`` for ``devices`` that train together, and log it."""
+    """Resolve ``model.activations: auto`` for training on ``devices`` devices, and log the choice."""
     if config.model.kept_activations != "auto":
         return config
     device = resolve_device(config.model.device)
@@ -179,7 +179,7 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
     return decided
 
 
-# Rewards have their own names, arguments by column and processes to run in: lachesis.rollouts.rewards loads them.
+# lachesis.rollouts.rewards loads rewards, which have names, arguments by column, and processes to run in.
 CONTRACTS: Mapping[str, Contract] = {
     wanted.kind: wanted for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SINK, HEALTH_RULE, ENGINE)
 }
@@ -187,7 +187,7 @@ CONTRACTS: Mapping[str, Contract] = {
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A part under the key that names it. ``place`` is where it is written, empty if unknown."""
+    """A part and the key that names it. ``place`` is the key's position in the file, empty if unknown."""
 
     kind: str
     key: str
@@ -195,10 +195,10 @@ class Named:
 
 
 def check_custom_parts(config: LachesisConfig) -> tuple[Named, ...]:
-    """Load each part that the configuration names, but rewards, and hold it against its contract.
+    """Load each custom part that the configuration names, except rewards, and check its signature.
 
     Raises:
-        ConfigError: one cannot be found or imported, or has another signature.
+        ConfigError: a part cannot be found or imported, or has the wrong signature.
     """
     return tuple(_checked(config))
 

@@ -1,4 +1,4 @@
-"""A run of several ranks: how they meet, and the part of the policy that each of them builds."""
+"""Runs of several ranks: their rendezvous, and the part of the policy that each rank builds."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ __all__ = ["Leadership", "ToldLeader", "began_before", "follow", "leading"]
 
 logger = logging.getLogger("lachesis")
 
-# How long a follower waits for the leader, before that one says how long ranks are to wait for one another.
+# How long a follower waits for the leader, in seconds, until the leader sends the configured deadline.
 _FIRST_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """Means of rank 0 to lead the other ranks."""
+    """Rank 0's means to lead the other ranks."""
 
     world: World
     job: Job
     leader: Leader
 
     def build_policy(self, config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
-        """Build the policy on all ranks at once. ``weights`` has to be None, as rules demand."""
+        """Build the policy on all ranks at once. ``weights`` must be None; rules ensure it."""
         assert weights is None, "config.rules.distributed refuses bridges that share weights"
         with self.leader.turn(BUILD, config.model_dump(mode="json"), what="building the policy"):
             return _build_policy(config, self.world, self.job, make=partial(LeadingPolicy, leader=self.leader))
 
     def pack_buckets(self, config: LachesisConfig) -> PackBuckets[Policy] | None:
-        """Return how ranks pack what engine workers beside them read; None if the workers are elsewhere."""
+        """Return how ranks pack weights for engine workers on their GPUs; None if the workers run elsewhere."""
         return _pack_buckets if is_colocated(config, ranks=self.world.size) else None
 
     def together(self, policy: Policy) -> SendsTogether:
-        """Return the policy as its ranks send its weights together."""
+        """Return the policy in the form in which its ranks send its weights together."""
         assert isinstance(policy, LeadingPolicy), "rank 0 has the engine"
         return policy
 
@@ -81,11 +81,11 @@ def _pack_buckets(
 
 @contextmanager
 def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
-    """Meet the followers, and tell them when the block ends, however it does.
+    """Wait for the followers to join, and release them when the block ends, with or without an error.
 
     Raises:
-        ConfigError: the configuration is none for so many ranks.
-        DeadlineExceeded: not all came in time.
+        ConfigError: the configuration does not work with this number of ranks.
+        DeadlineExceeded: not all ranks joined in time.
     """
     require_distributable(config, ranks=world.size)
     require_colocatable(config, ranks=world.size, here=world.local_size)
@@ -104,10 +104,10 @@ def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
 
 
 def follow(world: World, *, end_process: Callable[[LachesisError], None]) -> None:
-    """Take part in the run that rank 0 leads, to its end.
+    """Take part in the run that rank 0 leads, until it ends.
 
     Args:
-        end_process: says what is wrong and ends this process, where nothing else would.
+        end_process: reports an error and ends this process when nothing else can.
 
     Raises:
         LachesisError: as :meth:`Follower.follow`.
@@ -137,5 +137,5 @@ def _build_policy(config: LachesisConfig, world: World, job: Job, *, make: Calla
     init_process_group(world, job.store, device=device, limit_s=limit_s, secret=job.secret)
     replicate = config.distributed.strategy == "replicate"
     strategy: Strategy = (Replicate if replicate else Fsdp2)(device, config.distributed)
-    torch.manual_seed(config.run.seed)  # adapters begin alike on all ranks
+    torch.manual_seed(config.run.seed)  # adapters start equal on all ranks
     return build_policy(config, strategy=strategy, make=make)

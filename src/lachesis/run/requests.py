@@ -1,4 +1,4 @@
-"""Requests to a running run: files in its directory, which it looks for between its steps."""
+"""Requests to an active run: files in its directory, which it checks for between steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Request = Literal["stop", "checkpoint", "pause"]
 
 
 def ask(run_dir: Path, request: Request) -> None:
-    """Ask the run in a directory to stop after its step, to save a checkpoint, or to pause until it is taken back.
+    """Ask the run in a directory to stop after its step, save a checkpoint, or pause until the request is removed.
 
     Raises OSError.
     """
@@ -30,7 +30,7 @@ def ask(run_dir: Path, request: Request) -> None:
 
 
 def is_asked(run_dir: Path, request: Request) -> bool:
-    """Return True if the request was made and not yet taken."""
+    """Return True if the request is pending."""
     return (run_paths(run_dir)["requests"] / request).exists()
 
 
@@ -53,12 +53,12 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RequestedPause:
-    """Pause that holds a run up while its directory has the request.
+    """A pause of a run that lasts while its directory has the request.
 
     Args:
-        run: whose directory it is; its state says that the run is paused.
-        watch: asked meanwhile; what it raises ends the pause, and the run's wait with it.
-        look_s: how often it looks.
+        run: the run directory; its state says that the run is paused.
+        watch: called during the pause; an error that it raises ends the pause and the run.
+        look_s: seconds between two looks.
     """
 
     run: RunDirectory
@@ -66,7 +66,7 @@ class RequestedPause:
     look_s: float = _LOOK_S
 
     def __call__(self, step: int, meanwhile: Callable[[], None]) -> None:
-        """Return at once, or when the request is gone. ``step`` is done; ``meanwhile`` is called at each look.
+        """Wait while the request is pending. ``step`` is the last finished one; ``meanwhile`` is called at each look.
 
         Raises:
             What ``watch`` and ``meanwhile`` raise.

@@ -1,4 +1,4 @@
-"""The engine of a run on servers, which the run starts or finds, with the bridge to them."""
+"""The engine of a run on inference servers, started by the run or already running, and the bridge to them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lachesis.train.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersSide(EngineSide):
-    """Servers with their bridge."""
+    """An engine on servers, with its bridge."""
 
     engine: HttpEngine
 
     def rows(self) -> tuple[EngineRow, ...]:
-        """Return how the engines stand, if there are several."""
+        """Return the state of each engine, if there are several."""
         return () if len(self.engine.urls) == 1 else self.engine.fleet.rows
 
     def pulses(self) -> list[Pulse]:
@@ -57,16 +57,16 @@ def build_servers(
     pack_buckets: PackBuckets[Policy] | None = None,
     canary_prompt: Sequence[int] = (),
 ) -> EngineSide:
-    """Start the servers if the run manages them, claim them, and build the bridge to them.
+    """Start the servers if the run manages them, claim them, and build the bridge.
 
     ``meanwhile`` is called while servers start. A request to stop ends the wait for them.
 
     Raises:
-        EngineError: a server died, its port is taken, it does not answer, or another run has it.
-        DeadlineExceeded: it was not able to serve in time.
-        ModelError: a server that runs already serves another model.
+        EngineError: a server died, its port is in use, it does not answer, or another run has claimed it.
+        DeadlineExceeded: a server was not able to serve in time.
+        ModelError: a running server serves another model.
     """
-    # Servers may join and leave where others start them, unless their memory is the trainer's.
+    # External servers may join and leave, unless they share memory with the trainer.
     changing = None if config.shares_weights or not isinstance(config.engine, HttpEngineConfig) else config.engine.urls
     members = None if changing is None else partial(addresses, changing)
     engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
@@ -103,7 +103,7 @@ def _claim(
     context: RunContext,
     meanwhile: Callable[[], None],
 ) -> None:
-    """Wait until the servers answer, and claim them; others' servers have to serve the model that is trained."""
+    """Wait until the servers answer, and claim them; external servers must serve the trained model."""
     given = config.engine if config.engine.kind == "http" else None
     wait_s = 0.0 if given is None else given.wait_s
     deadline = Deadline(
@@ -132,7 +132,7 @@ def _bridge_parts(
     pack_buckets: PackBuckets[Policy] | None,
     canary_prompt: Sequence[int],
 ) -> BridgeParts[Policy]:
-    """Return what a bridge to the servers is made of: the servers, and how a policy's weights are read."""
+    """Return the parts of a bridge to the servers: the servers, and how to read a policy's weights."""
     start_s = config.deadlines.engine_start_s
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     return BridgeParts(
@@ -153,17 +153,17 @@ def _bridge_parts(
 
 
 def whole_of(policy: Policy) -> Whole:
-    """Return the function that makes the policy's parameters whole before they travel."""
+    """Return the function that gathers the policy's sharded parameters before they are sent."""
     return policy.whole if policy.strategy.sharded else as_they_are
 
 
 def check_model(config: LachesisConfig, engine: HttpEngine, *, deadline: Deadline) -> None:
-    """Check that servers which others have started serve the model that is trained.
+    """Check that external servers serve the trained model.
 
-    Weights that are cut over several GPUs, or quantized, are not checked.
+    Weights that are sharded over several GPUs, or quantized, are not checked.
 
     Raises:
-        ModelError: they serve another one; the message says how the two differ.
+        ModelError: they serve another model; the message says how the two differ.
     """
     control = engine.controls[0]
     info, held = control.info(deadline=deadline), control.state_dict_info(deadline=deadline)

@@ -1,4 +1,4 @@
-"""Sources of a run's rollouts by its sections: the data, the rewards, and the players."""
+"""The sources of a run's rollouts, built from its sections: data, rewards and rollout players."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Calls of an engine with servers of its own, which takes many at once. A call is over with its slowest turn.
+# Concurrent calls to an engine on servers, which handles many at once. A call lasts as long as its slowest turn.
 _CALLS = 64
 
-# Environments that a message names.
+# Maximum number of environments to list in a message.
 _NAMED = 10
 
-# How long the start of a run waits for the imports of reward functions before it continues beside them.
+# How long the start of a run waits for imports of reward functions, in seconds, before it continues without them.
 _EARLY_S = 1.0
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Problems to train on, none where environments have their own, and those held out.
+    """Return the training problems (none if environments have their own) and the held-out problems.
 
     Raises:
-        ConfigError: the model's context has no room for a prompt and a completion, a transform is none, or an
-            environment of ``algorithm.teacher`` is not there.
-        DataError: as :func:`load_problems`, or nothing would remain to train on.
+        ConfigError: the model's context is too short for a prompt and a completion, a transform is invalid, or an
+            environment in ``algorithm.teacher`` does not exist.
+        DataError: as :func:`load_problems`, or no training problem remains.
     """
-    trains = config.source.kind in ("local", "agent")  # environments have problems of their own
+    trains = config.source.kind in ("local", "agent")  # environments have their own problems
     if not trains and not config.data.evaluates:
         return [], []
     load, data = _loader(config), config.data
@@ -87,13 +87,13 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None) -> None:
-    """See that the environments whose weights are set are those of the problems.
+    """Check that the problems come from the environments that have teacher weights.
 
-    A problem of no environment would be weighed as if it were of any, and a misspelt name weighs nothing.
+    A problem without an environment would get the default weight, and a misspelt name would have no effect.
 
     Raises:
-        DataError: a problem does not say where it is from.
-        ConfigError: no problem is from an environment that has a weight.
+        DataError: a problem does not name its environment.
+        ConfigError: an environment that has a weight has no problems.
     """
     if options is None or not problems:
         return
@@ -125,7 +125,7 @@ def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None
 
 
 def load_answers(config: LachesisConfig) -> list[Prompt]:
-    """Load ``sft.path`` as problems are loaded. Raises as :func:`load_data`."""
+    """Load the problems of ``sft.path``. Raises as :func:`load_data`."""
     assert config.sft.path is not None
     return _loader(config)(Dataset(config.sft.path))
 
@@ -159,10 +159,10 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
 
 
 def reward_workers(config: LachesisConfig) -> int | None:
-    """Return how many processes call rewards; None stands for one, if that changes nothing for them.
+    """Return how many processes call rewards; None means one if that makes no difference to the functions.
 
-    A function shares what its module has in memory with other functions of a configuration, such as tools or a rollout
-    function, and those that get environments get objects of this process: both stay in it.
+    A function that shares module state with other functions of the configuration, such as tools or a rollout function,
+    or that gets environments, which are objects of this process, must stay in this process.
     """
     number = config.rewards.num_workers
     if number is not None:
@@ -175,7 +175,7 @@ def reward_workers(config: LachesisConfig) -> int | None:
 
 
 def _module_of(spec: str) -> str:
-    """Return the module or file of a function's import path in one spelling."""
+    """Return the module or file of a function's import path in a canonical form."""
     module = spec.rpartition(":")[0] or spec.rpartition(".")[0]
     return module.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
 
@@ -197,7 +197,7 @@ def has_chat_template(config: LachesisConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def makes_conversations(config: LachesisConfig, *, has_template: bool) -> bool:
-    """Return True if a prompt that is a text is taken as a user's message."""
+    """Return True if a text prompt becomes a user message."""
     if config.data.conversations is not None:
         return config.data.conversations
     return has_template and config.rewards.text_completions == "messages"
@@ -206,7 +206,7 @@ def makes_conversations(config: LachesisConfig, *, has_template: bool) -> bool:
 def template_findings(
     config: LachesisConfig, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Finding]:
-    """Say what became of prompts that are texts, where the tokenizer has a chat template and no key decided."""
+    """Report how text prompts are treated if the tokenizer has a chat template and data.conversations is unset."""
     data = config.data
     if data.conversations is not None or data.system_prompt is not None or not has_chat_template(config, tokenizer):
         return []
@@ -233,9 +233,9 @@ def template_findings(
 
 
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
-    """Build the reward functions and models by name."""
+    """Build the reward functions and reward models that the configuration names."""
     rewards = config.rewards
-    if rewards.sandbox != "auto":  # which is what holds where nothing else is said, here or in the environment
+    if rewards.sandbox != "auto":  # the default if neither the configuration nor the environment sets one
         from lachesis.plugins.sandbox.choice import use_sandbox
 
         use_sandbox(rewards.sandbox)
@@ -248,7 +248,7 @@ def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
 
 
 def build_rewarder(config: LachesisConfig) -> Rewarder:
-    """Build the rewarder: the reward functions with their weights."""
+    """Build the rewarder from the reward functions and their weights."""
     return Rewarder(
         build_reward_functions(config),
         weights=config.rewards.weights,
@@ -277,7 +277,7 @@ def rewarder_of(
 
 
 def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptStream:
-    """Build the order of problems in training. Raises DataError if a curriculum lacks its column."""
+    """Build the stream of training problems in order. Raise DataError if a curriculum's column is missing."""
     data = config.data
     return PromptStream(
         problems,
@@ -291,7 +291,7 @@ def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptSt
 def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> GroupwiseSource:
-    """Prompts of a dataset, and completions by the engine or by a function of the user."""
+    """Build the source of groups from a dataset's prompts, completed by the engine or by the user's function."""
     for words in rewarder.blanks(problems):
         logger.warning("%s", words)
     removed = removed_special_tokens(policy.tokenizer)
@@ -324,7 +324,7 @@ def build_source(
 
 
 def _limits(config: LachesisConfig) -> dict[str, Any]:
-    """Return the options of :class:`Episodes` that a source of prompts has."""
+    """Return the options of :class:`Episodes` for a source of prompts."""
     source = config.source
     if isinstance(source, schema.AgentSourceConfig):
         return {"max_concurrent": source.max_concurrent, "refill_rounds": source.retries}
@@ -332,12 +332,12 @@ def _limits(config: LachesisConfig) -> dict[str, Any]:
 
 
 def call_batcher(config: LachesisConfig, engine: Engine) -> CallBatcher:
-    """Return what completes single turns; an engine in the trainer's process does one call after the other."""
+    """Return the batcher of single-turn calls; an engine in the trainer's process handles one call at a time."""
     return CallBatcher(engine, at_once=1 if config.engine.place == "trainer" else _CALLS)
 
 
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
-    """Return the sampling parameters with the configuration's end token, which a server does not know."""
+    """Return the sampling parameters, with the configured end token, which a server does not know."""
     params = replace(config.sampling.params(), routed_experts=config.algorithm.router_replay)
     if config.model.sees_images:
         ends = load("images", "placeholders")(policy.transformer.config)
@@ -352,7 +352,7 @@ def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
 def build_players(
     config: LachesisConfig, params: SamplingParams, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> Players | None:
-    """Return who plays the rollouts of a dataset's prompts; None where they are completions of one turn."""
+    """Return the players of a dataset's rollouts; None if rollouts are single-turn completions."""
     source, calls = config.source, call_batcher(config, engine)
     if isinstance(source, schema.AgentSourceConfig):
         judged_by = frozenset[str]() if rewarder is None else rewarder.named_columns
@@ -380,7 +380,7 @@ def build_players(
 def build_evaluated(
     config: LachesisConfig, params: SamplingParams, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> Episodes | None:
-    """Return who plays held-out problems; None where they are completions of one turn, as with a rollout function."""
+    """Return the episodes for held-out problems; None if these are single-turn, as with a rollout function."""
     if isinstance(config.source, schema.LocalSourceConfig) and not config.source.tools:
         return None
     players = build_players(config, params, policy=policy, engine=engine, rewarder=rewarder)
@@ -388,7 +388,7 @@ def build_evaluated(
 
 
 def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Policy, calls: CallBatcher) -> ToolPlayers:
-    """Return the players of rollouts with the tools of the configuration."""
+    """Return the players of rollouts with the configured tools."""
     from lachesis.rollouts.tools.player import ToolPlayers, TurnLimits
 
     source, tokenizer = config.source, policy.loaded.tokenizer
@@ -410,11 +410,11 @@ def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Polic
 def build_episodes(
     config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
-    """Build the source of ``source``'s environment, and the evaluation on its held-out tasks, if any.
+    """Build the source of groups from an environment, and the evaluation on its held-out tasks, if any.
 
     Raises:
-        DependencyError: its library is not installed.
-        ConfigError, DataError: it cannot be loaded, or has no tasks.
+        DependencyError: the environment's library is not installed. ConfigError, DataError: the environment cannot be
+            loaded, or has no tasks.
     """
     source = config.source
     assert isinstance(source, schema.EpisodesSourceConfig)
@@ -469,7 +469,7 @@ def installed_players(config: LachesisConfig, access: PolicyAccess, rewarder: Re
 
 
 def generated_ahead(config: LachesisConfig) -> int:
-    """Batches that are generated while others are trained on."""
+    """Return the number of batches that are generated ahead of training."""
     if not config.pipeline.async_prefetch:
         return 0
     return batches_ahead(

@@ -1,4 +1,4 @@
-"""Start of a run: its engine is launched first, and :mod:`lachesis.run.train` is imported while that comes up."""
+"""Start of a run: launches the engine first, and imports :mod:`lachesis.run.train` while the engine starts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def start_run(
     overwrite: bool = False,
     imported: Callable[[], None] = lambda: None,
 ) -> RunSummary:
-    """Run :func:`lachesis.run.train.train`, which is imported while the engine starts.
+    """Call :func:`lachesis.run.train.train`, after importing it while the engine starts.
 
-    With several ranks the engine is started once they have met.
+    With several ranks the engine is started once all have joined.
 
     Args:
-        imported: called once transformers is imported.
+        imported: called once transformers has been imported.
     """
     console = context.console
     with ExitStack() as closing:

@@ -1,4 +1,4 @@
-"""The status of a run, read from its directory without loading anything or asking its process."""
+"""The status of a run, read from its files alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RunState = Literal["loading", "running", "paused", "suspended", "finished", "sto
 _GOING_ON = ("loading", "running", "paused")
 
 MAIN_METRICS = ("reward", "loss", "grad_norm", "entropy", "mean_kl")
-# In the order of a step. Where the trainer generates itself, its waiting for data is generation and rewards.
+# In the order of a step. If the trainer generates itself, "waiting for data" is generation and rewards.
 SECONDS = {
     "step_time": "whole",
     "data_fetch_time": "waiting for data",
@@ -40,10 +40,10 @@ SECONDS = {
 }
 # Parts of a step below this many seconds are not shown.
 _WORTH_SAYING_S = 1e-3
-# The expected remaining time is from the mean of so many steps.
+# Number of last steps whose mean time gives the expected remaining time.
 _RECENT_STEPS = 20
 
-# Neither a bool nor text counts as a number here.
+# Strict numbers: neither a bool nor text is accepted.
 _STRICT = ConfigDict(strict=True)
 
 
@@ -51,8 +51,8 @@ _STRICT = ConfigDict(strict=True)
 class NamedWait:
     """A wait: ``name`` says who waits for whom; times in seconds, ``since`` from 1970.
 
-    ``limit_s`` is ``None`` where it has no end, ``setting`` the key that holds it (may be empty); ``background``
-    tells waits of other threads than the training loop's.
+    ``limit_s`` is ``None`` if there is no limit, ``setting`` is the key that sets it (may be empty); ``background`` is
+    True for waits in threads other than the training loop's.
     """
 
     name: str = ""
@@ -107,20 +107,20 @@ FileT = TypeVar("FileT", _StateFile, _LiveFile)
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run; ``None`` means not known (yet), and times are in seconds.
+    """The status of a run. ``None`` means unknown or not yet known; times are in seconds.
 
     Args:
-        state: ``gone`` is a process that ended without a last word, ``suspended`` one that a signal has stopped,
-            ``paused`` one that waits between two steps because somebody has asked for it.
-        note: what else is to be known of the state; may be empty.
-        error: of a run that failed, with its remedy.
-        elapsed_s: since this process began with the run.
-        remaining_s: expected, from the last steps; of a run that goes on.
-        silent_s: since the run last wrote anything.
+        state: ``gone`` means that the process ended without recording why, ``suspended`` that a signal has stopped it,
+            ``paused`` that it waits between two steps on request.
+        note: an explanation of the state; may be empty.
+        error: the error of a failed run, with its remedy.
+        elapsed_s: time since this process started the run.
+        remaining_s: expected remaining time of an active run, from its last steps.
+        silent_s: time since the run last wrote anything.
         values: all metrics of the last step.
-        model: the directory of the trained model or adapter, once the run has saved it at its end.
-        waits: under way, the outermost first; the last ones of a run that is gone.
-        engines: where there are several; as they were when the run last wrote it.
+        model: the directory of the trained model or adapter, once saved at the end.
+        waits: current waits, the outermost first; for a run that is gone, its last ones.
+        engines: the state of each of several engines, when last written.
     """
 
     run_dir: Path
@@ -145,7 +145,7 @@ class RunStatus:
 
     @property
     def goes_on(self) -> bool:
-        """Return True if the run works, as far as its files and this machine show."""
+        """Return True if the run is active, as far as its files and this machine show."""
         return self.state in _GOING_ON
 
 
@@ -161,10 +161,10 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
     facts = _read_state(run_dir, files["state"])
     live = _read(files["live"], _LiveFile)
     lines = read_metrics(files["metrics"]).steps if files["metrics"].is_file() else ()
-    if live is not None and live.pid != facts.pid:  # it was left by a process before
+    if live is not None and live.pid != facts.pid:  # a previous process left it
         live = None
     state, note = _state(facts)
-    if state == "gone":  # unless it ended while this was read: by now its last word is there
+    if state == "gone":  # if the run ended during this read, its final state is there by now
         facts = _read_state(run_dir, files["state"])
         state, note = _state(facts)
     heard = max(facts.updated or 0.0, (live and live.time) or 0.0, lines[-1].time if lines else 0.0)
@@ -206,7 +206,7 @@ def _read_state(run_dir: Path, path: Path) -> _StateFile:
 
 
 def _read(path: Path, kind: type[FileT]) -> FileT | None:
-    """Read a file and check its values against ``kind``; return None if the file does not exist."""
+    """Read a JSON file and validate it as ``kind``; return None if the file does not exist."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -225,7 +225,7 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 
 def _state(facts: _StateFile) -> tuple[RunState, str]:
-    """Return the state and a note on it, which may be empty."""
+    """Return the state and an explanation, which may be empty."""
     state: RunState = "loading" if facts.status == "starting" else facts.status
     if state not in _GOING_ON:
         return state, ""
@@ -252,7 +252,7 @@ def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended"
         if began is not None and process.create_time() > began + CLOCK_SLACK_S:
             return "gone"
         status = process.status()
-    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two: no number of a process
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the last two: not a valid process id
         return "gone"
     except psutil.AccessDenied:
         return "alive"
@@ -269,7 +269,7 @@ def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -
 
 
 def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
-    """Return the last finding of each rule over the whole run, the worst first and resolved ones last."""
+    """Return the last finding of each rule over the whole run: the most severe first, resolved ones last."""
     last = {finding.rule: finding for line in lines for finding in line.findings}
     return tuple(
         sorted(last.values(), key=lambda found: (found.resolved is not None, urgency(found.rule, found.level)))
@@ -277,7 +277,7 @@ def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
 
 
 def _last_checkpoint(directory: Path) -> Path | None:
-    """Return the last checkpoint; existing ones are complete, because they are renamed into place."""
+    """Return the last checkpoint. Existing checkpoints are complete, because they are renamed into place."""
     found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
@@ -290,14 +290,14 @@ def status_json(status: RunStatus) -> str:
 
 
 def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[str, str]]:
-    """Return the status for people, a title and a text for each line; an empty title continues the one before."""
+    """Return the status as lines to print: pairs of title and text. An empty title continues the previous one."""
     now = time.time() if now is None else now
     lines = [*fact_lines(status), *_titled(*wait_lines(status, now=now))]
     return [*lines, *_titled("engines", _engine_texts(status.engines)), *log_lines(status)]
 
 
 def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
-    """Return the lines of the status without its waits, engines and logs."""
+    """Return the lines of the status except waits, engines and logs."""
     of = "" if status.steps is None else f" of {status.steps}"
     version = "" if status.weight_version is None else f", weight version {status.weight_version}"
     lines = [("state", f"{status.state}, step {status.step}{of}{version}")]
@@ -315,7 +315,7 @@ def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def wait_lines(status: RunStatus, *, now: float) -> tuple[str, list[str]]:
-    """Return a title, and a text for each wait of an unfinished run or one that says there is none."""
+    """Return a title, and a text for each wait of an unfinished run, or one text that says there is no wait."""
     under_way = status.state in (*_GOING_ON, "suspended", "gone")
     return "waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now) if under_way else []
 
@@ -376,7 +376,7 @@ def _wait_texts(status: RunStatus, *, now: float) -> list[str]:
 
 
 def _wait(wait: NamedWait, *, now: float | None) -> str:
-    """Describe a wait; without ``now`` it is over, and its length is unknown."""
+    """Describe a wait; if ``now`` is None, the wait is over and its length is unknown."""
     beside = " (in the background)" if wait.background else ""
     if now is None:
         return f"{wait.name}{beside}"

@@ -1,4 +1,4 @@
-"""The composition root: opens the run directory, wires the parts, runs the loop. No algorithm."""
+"""The composition root: opens the run directory, connects the parts and runs the loop. No algorithms."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ logger = logging.getLogger("lachesis")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """End of a run. ``evaluations`` are those on held-out problems, from before the first step on.
+    """The result of a run. ``evaluations`` are those on held-out problems, starting before the first step.
 
-    ``pushed`` is the commit of the hub that has its model, where the configuration asks for that.
+    ``pushed`` is the hub commit with the model, if the configuration asks for an upload.
     """
 
     run_dir: Path
@@ -96,26 +96,25 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunSummary:
-    """Train as the configuration says, in its run directory.
+    """Train as configured, in the run directory.
 
-    Where an engine dies that the run has started and that shared its weights, the run goes on by itself from its last
-    checkpoint, as often as ``services.restarts`` says.
+    If an engine dies that the run started and that shares its weights, the run resumes by itself from its last
+    checkpoint, up to ``services.restarts`` times.
 
     Args:
         loaded: the configuration.
-        context: surroundings of the run. ``launched`` is its engine, if :func:`lachesis.run.start.start_run` has called
+        context: the context of the run. ``launched`` is its engine, if :func:`lachesis.run.start.start_run` has called
             ``run.setup`` and started it.
-        resume: go on from the last checkpoint in the run directory. What torchrun starts again goes on by itself.
-        overwrite: replace a run that is there already, once all parts of the new one are built.
+        resume: continue from the last checkpoint in the run directory. Ranks restarted by torchrun always do.
+        overwrite: replace an existing run in the directory, once all parts of the new one are built.
 
     Raises:
-        LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
-            checkpoint is kept.
+        LachesisError: a subclass, for any failure; training up to the last checkpoint is kept.
     """
     findings = [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]
     log_findings(findings)
     directory = loaded.config.run.directory
-    most = loaded.config.services.restarts if context.world is None else 0  # torchrun starts ranks again
+    most = loaded.config.services.restarts if context.world is None else 0  # torchrun restarts ranks
     hub = loaded.config.checkpoint.hub
     if hub is not None:
         from lachesis.plugins.export.push import push_final, warn_of_missing_login
@@ -141,18 +140,18 @@ def train(
         else:
             if hub is None or not summary.finished:
                 return summary
-            # The run itself has ended well, whatever becomes of its upload.
+            # The run itself succeeded, even if its upload fails.
             return replace(summary, pushed=push_final(summary.run_dir, hub))
         finally:
             thaw()
-        gc.collect()  # what the old policy held on the device
+        gc.collect()  # free device memory of the old policy
     raise AssertionError("the last attempt returns or raises")
 
 
 def _train_once(
     config: LachesisConfig, context: RunContext, *, findings: Sequence[Finding], resume: bool, overwrite: bool
 ) -> RunSummary:
-    """Make one attempt. Raises EngineLost if another may go on from a checkpoint."""
+    """Make one attempt to train. Raise EngineLost if another attempt can resume from a checkpoint."""
     directory, world, companions = config.run.directory, context.world, context.companions
     if world is not None:
         from lachesis.run.ranks import began_before, leading
@@ -173,7 +172,7 @@ def _train_once(
     with ExitStack() as closing:
         leadership = closing.enter_context(meeting)
         context = replace(context, stop_requested=stop_requested, leadership=leadership)
-        # Everything that can be wrong with the input shows here, before the run directory is touched.
+        # Input errors are raised here, before the run directory is touched.
         config, parts = build_parts(config, context, run=run, closing=closing)
         with begin_run(run, resume=resume, engines=parts.side.rows) as log:
             log_findings(parts.findings)
@@ -220,7 +219,7 @@ def _last_transfer_s(parts: Parts) -> float | None:
 
 @contextmanager
 def engine_losses(side: EngineSide) -> Iterator[None]:
-    """Raise EngineLost if an engine dies within the block and takes the weights with it."""
+    """Raise EngineLost if an engine dies within the block and the weights are lost with it."""
     try:
         yield
     except EngineLost:
@@ -232,7 +231,7 @@ def engine_losses(side: EngineSide) -> Iterator[None]:
 
 
 def _can_resume(directory: Path, *, restarts: int) -> bool:
-    """Return True if a run that torchrun has started again has a checkpoint to resume from."""
+    """Return True if a run restarted by torchrun has a checkpoint to resume from."""
     found = _has_checkpoint(directory)
     where = "from its last checkpoint" if found else "from the start, as it had no checkpoint yet"
     logger.warning("torchrun has restarted all ranks (restart %d): the run resumes %s", restarts, where)
@@ -240,13 +239,13 @@ def _can_resume(directory: Path, *, restarts: int) -> bool:
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    """Return True if there is a checkpoint to resume from. Raises CheckpointError if all are damaged."""
+    """Return True if there is a checkpoint to resume from. Raise CheckpointError if all are damaged."""
     return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).newest() is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a run, built before its directory is touched."""
+    """The parts of a run that are built before its directory is touched."""
 
     place: RunPlace
     side: EngineSide
@@ -267,7 +266,7 @@ def build_trainer(
     stop_requested: Callable[[], bool],
     pause: RequestedPause,
 ) -> tuple[Trainer, int]:
-    """Build the loop over the parts of a run, and return it with its first step."""
+    """Build the training loop from the parts of a run, and return it with its first step."""
     policy = parts.policy
     checkpoints = build_checkpoints(config, run_dir=run.path, policy=policy, feed=parts.feed)
     start = checkpoints.restore() if resume else 0
@@ -300,7 +299,7 @@ def build_trainer(
 
 
 def _answering(config: LachesisConfig, pause: RequestedPause, *, run: RunDirectory, parts: Parts) -> PausePoint:
-    """Return the pause point of a run that also answers questions to its model."""
+    """Return a pause point that also answers questions to the run's model."""
     questions = questions_of(run.path)
     sample = partial(
         sample_prompts,
@@ -317,7 +316,7 @@ def _answering(config: LachesisConfig, pause: RequestedPause, *, run: RunDirecto
 
 
 def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, start: int) -> BestModel | None:
-    """Return what keeps the best model and ends a run that does not improve, if the configuration wants either."""
+    """Return the keeper of the best model, which may also stop the run early; None if neither is configured."""
     if not config.checkpoint.keep_best and config.evaluation.patience is None:
         return None
 
@@ -333,7 +332,7 @@ def _best_model(config: LachesisConfig, *, run: RunDirectory, policy: Policy, st
 
 @dataclass(frozen=True, slots=True)
 class RunInput:
-    """Prompts of a run, and what scores their completions: a rewarder, or the mixture of several sources."""
+    """The prompts of a run, and the scorer of their completions: a rewarder, or the mixture of several sources."""
 
     problems: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -341,7 +340,7 @@ class RunInput:
     rewarder: Rewarder | None
 
     def findings(self, config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-        """Return what is to be said of the prompts."""
+        """Return the findings about the prompts."""
         if self.mixture is not None:
             return self.mixture.findings(tokenizer)
         return template_findings(config, self.problems, tokenizer)
@@ -350,13 +349,13 @@ class RunInput:
 def build_parts(
     config: LachesisConfig, context: RunContext, *, run: RunDirectory, closing: ExitStack
 ) -> tuple[LachesisConfig, Parts]:
-    """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
+    """Load the data, start the engine and build the policy. ``closing`` gets everything that must be closed.
 
     Returns:
-        The configuration with its number of steps, and the parts.
+        The configuration with a number of steps, and the parts.
 
     Raises:
-        LachesisError: one of its subclasses, for whatever is wrong with the input.
+        LachesisError: a subclass, for any invalid input.
     """
     config, data = read_input(config, context, closing=closing)
     place = run_place(run)
@@ -380,7 +379,7 @@ def build_parts(
 
 
 def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStack) -> tuple[LachesisConfig, RunInput]:
-    """Load the data and the rewards, and settle in the configuration what follows from them and the ranks."""
+    """Load the data and the rewards, and set the configuration keys that depend on them and on the ranks."""
     ranks = 1 if context.leadership is None else context.leadership.world.size
     mixture = load("sources", "mixture")(config, closing=closing) if config.sources else None
     problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
@@ -397,7 +396,7 @@ def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStac
 def build_model(
     config: LachesisConfig, context: RunContext, *, place: RunPlace, problems: Sequence[Prompt], closing: ExitStack
 ) -> tuple[EngineSide, Policy]:
-    """Start the engine and build the policy, beside each other where neither has the other's weights."""
+    """Start the engine and build the policy, concurrently unless they share weights."""
     leadership = context.leadership
     early = EarlyPolicy(
         config, build_policy if leadership is None else leadership.build_policy, alone=leadership is None
@@ -425,7 +424,7 @@ def _rollouts(
     policy: Policy,
     closing: ExitStack,
 ) -> Rollouts:
-    """Build the feed of the mixture, or of the one source that the configuration names."""
+    """Build the feed of the mixture, or of the single configured source."""
     teach = build_teach(config, tokenizer=policy.tokenizer, closing=closing)
     if data.mixture is not None:
         keep = _sample_keeper(config, place)
@@ -443,12 +442,12 @@ def _rollouts(
 
 
 def _sample_keeper(config: LachesisConfig, place: RunPlace) -> Callable[[int, Sequence[Group]], None] | None:
-    """Return the function that keeps what evaluations generate in the run directory, if the configuration wants it."""
+    """Return the function that writes the groups of evaluations into the run directory; None if not configured."""
     return partial(keep_evaluation, place.directory) if config.logging.tape else None
 
 
 def run_place(run: RunDirectory) -> RunPlace:
-    """Return where the run meets its engine. A resumed run keeps the name under which it claimed engines."""
+    """Return the place of the run and its engine. A resumed run keeps the name under which it claimed engines."""
     directory = Path(os.path.abspath(run.path))
     return RunPlace(
         directory=directory,
@@ -458,7 +457,7 @@ def run_place(run: RunDirectory) -> RunPlace:
 
 
 def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int) -> RunSummary:
-    """Train to the end (or until asked to stop), save the model, close the sinks."""
+    """Train to the end, or until a stop is requested; save the model and close the sinks."""
     run.update(status="running", step=start, steps=total_steps(config))
     started = time.perf_counter()
     with trainer.checkpoints.completed():
@@ -468,7 +467,7 @@ def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, s
     if finished and config.checkpoint.save_final:
         trainer.policy.save(run.files["final"])
         note_step(run.files["final"], step)
-    trainer.telemetry.close()  # which also writes the report
+    trainer.telemetry.close()  # also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
     if finished:
         trainer.feed.complete()
@@ -480,7 +479,7 @@ def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, s
 def begin_run(
     run: RunDirectory, *, resume: bool, engines: Callable[[], Sequence[EngineRow]] = tuple
 ) -> Iterator[Console]:
-    """Take the run directory for the block, and write log messages (of libraries too) and an error to its log.
+    """Own the run directory during the block, and write log messages (also of libraries) and any error to its log.
 
     Yields a console that writes into that log.
     """
@@ -497,19 +496,19 @@ def begin_run(
             failure = cannot_write(run.path, error)
         reason = reason_of(failure)
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
-        with suppress(CheckpointError):  # what went wrong before says more than that the disk is full
+        with suppress(CheckpointError):  # the original error matters more than a full disk
             run.update(status="failed", error=reason)
         if failure is error:
             raise
         raise failure from error
     finally:
-        take(run.path, "stop")  # it is no request to whoever goes on with the run
+        take(run.path, "stop")  # a leftover request must not reach a resumed run
         logging.getLogger().removeHandler(handler)
         handler.close()
 
 
 def _device_memory() -> tuple[int, int]:
-    """Bytes allocated at the peak since the last call, and reserved."""
+    """Return the peak of allocated bytes since the last call, and the reserved bytes."""
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return allocated, reserved

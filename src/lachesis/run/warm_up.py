@@ -1,7 +1,7 @@
-"""Work of the trainer while the engine starts, so that the first step comes soon after.
+"""Work that the trainer does while the engine starts, so that the first step can follow soon.
 
-A pass on a short model: what it compiles and loads is there for the first step. And the policy itself is built, where
-it needs nothing of the engine.
+A pass on a short model compiles and loads code for the first step. The policy itself is built too, if it does not
+depend on the engine.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class BuildPolicy(Protocol):
 
 @dataclass
 class EarlyPolicy:
-    """The policy of a run, whose building begins beside the start of the engine.
+    """The policy of a run, which may be built while the engine starts.
 
-    ``alone``: there are no other ranks, which would have to be asked to take part.
+    ``alone`` is True if there are no other ranks, which would have to take part.
     """
 
     config: LachesisConfig
@@ -45,40 +45,40 @@ class EarlyPolicy:
     built: Policy | None = None
 
     def begin(self) -> None:
-        """Do what needs no engine."""
+        """Do the work that does not depend on the engine."""
         if self.alone:
             warm_up(self.config)
             if needs_no_engine(self.config):
                 self.built = self.build(self.config)
 
     def finish(self, *, weights: WeightSource | None) -> Policy:
-        """Return the policy, on the engine's ``weights`` if it gives them."""
+        """Return the policy, built on the engine's ``weights`` unless they are None."""
         return self.build(self.config, weights=weights) if self.built is None else self.built
 
 
 def needs_no_engine(config: LachesisConfig) -> bool:
-    """Return True if the policy can be built before the engine, outside memory that the engine counts as free."""
+    """Return True if the policy can be built before the engine without taking GPU memory that the engine counts on."""
     own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
     return not config.shares_weights and (own_memory or resolve_device(config.model.device).type == "cpu")
 
 
 def warm_up(config: LachesisConfig) -> None:
-    """Run forward and backward as the first step will, on a few layers with random weights.
+    """Run a forward and backward pass like the first step's, on a few layers with random weights.
 
-    Compiled code is found again by other layers of the same kind, so the first step does not wait for it. Nothing
-    is done where it would gain nothing: on a CPU, without compilation, for a model with code of its own, for chosen
-    layers, and over quantized weights. What is allocated stays with torch's allocator: an engine that measures the
-    GPU while it starts must not see memory come back.
+    Other layers of the same kind reuse the compiled code, so the first step does not wait for it. Nothing is done if
+    nothing is gained: on a CPU, without compilation, for a model with custom code, for selected layers, or with
+    quantized weights. Allocated memory stays with torch's allocator: an engine that measures the GPU while it starts
+    must not see memory being freed.
     """
     device = resolve_device(config.model.device)
     if device.type == "cpu" or not compiles(config, device=device) or not _has_short_form(config):
         return
-    with torch.random.fork_rng(devices=[device]):  # a run's numbers are the same without it
+    with torch.random.fork_rng(devices=[device]):  # the run's random numbers stay the same
         pass_once(short_policy(config, device=device), config)
 
 
 def pass_once(policy: Policy, config: LachesisConfig) -> None:
-    """Forward and backward over two made-up groups."""
+    """Run a forward and backward pass over two made-up groups."""
     vocab_size = policy.transformer.config.get_text_config().vocab_size
     longest = min(_LONGEST, context_length(config.model))
     groups = [_group(start, longest=longest, vocab_size=vocab_size) for start in (0, 1)]
@@ -86,7 +86,7 @@ def pass_once(policy: Policy, config: LachesisConfig) -> None:
 
 
 def short_policy(config: LachesisConfig, *, device: torch.device) -> Policy:
-    """Build a policy as ``config`` has it, over a model with few layers."""
+    """Build the policy of ``config`` on a model with few layers."""
     loaded = made_trainable(
         _short_model(config, device=device),
         load_tokenizer(config.model),
@@ -113,9 +113,9 @@ def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedM
 
 
 def shorten(config: PretrainedConfig) -> None:
-    """Leave as many of the first layers as it takes to have one of each kind, two at least.
+    """Keep just enough of the first layers to have one of each kind, at least two.
 
-    The vocabulary stays: the head is compiled for the size of its weight.
+    The vocabulary size stays: the head is compiled for the shape of its weight.
     """
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     layers = max((kinds.index(kind) + 1 for kind in set(kinds)), default=_LAYERS)
@@ -125,7 +125,7 @@ def shorten(config: PretrainedConfig) -> None:
 
 
 def _group(start: int, *, longest: int, vocab_size: int) -> Group:
-    """Return a prompt and completions of several lengths, together at most ``longest`` tokens."""
+    """Return a group with a prompt and completions of several lengths, at most ``longest`` tokens in total."""
     prompt = _tokens(longest // 5 + start, start=start, vocab_size=vocab_size)
     samples = []
     for number, share in enumerate((0.3, 0.45, 0.75)):

@@ -1,4 +1,4 @@
-"""Generation with a module in this process: requests and a model in, completions out.
+"""Generation with a model in this process: requests and a model in, completions out.
 
-Knows no server.
+Independent of servers.
 """

@@ -1,4 +1,4 @@
-"""Check for a peft adapter on a model that does not import peft: with bitsandbytes the import takes a second."""
+"""A check for peft models without importing peft, which takes a second with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def is_adapted(model: object) -> TypeIs[PeftModel]:
-    """Return True if ``model`` is a PeftModel; without importing peft, since nothing is one before peft is imported."""
+    """Return True if ``model`` is a PeftModel. No model can be one before peft is imported."""
     if "peft" not in sys.modules:
         return False
-    from peft import PeftModel  # waits, where another thread is at it
+    from peft import PeftModel  # waits if another thread is importing it
 
     return isinstance(model, PeftModel)

@@ -1,4 +1,4 @@
-"""Batch of sequences in a transformers causal language model, over a cache that grows: prefill, fork, extend."""
+"""A batch of sequences in a transformers causal language model with a growing KV cache: prefill, fork, extend."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Up to here copying the keys and values is cheaper than attention over a tensor with gaps.
+# Up to this length, copying keys and values is cheaper than attention over a strided tensor.
 _GROW_FROM = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """Properties of a model's forward pass.
+    """The properties of a model's forward pass.
 
-    ``cache_argument`` is the name of its cache argument, ``None`` if it has no cache that rows can be picked from.
-    ``pads``: prompts of different lengths may share a batch. ``extends``: several tokens at once may follow a
-    cache. ``keeps_last``: it can compute the logits of the last positions alone. ``told_positions``: it is told the
-    positions behind a cache, which some models with recurrent layers (Bamba in transformers 5.19) count from 0.
+    ``cache_argument`` is the name of its cache argument, ``None`` if it has no cache with selectable rows. ``pads``:
+    prompts of different lengths may share a batch. ``extends``: several tokens at once may follow a cache.
+    ``keeps_last``: it can compute logits for the last positions only. ``told_positions``: it needs explicit positions
+    after a cache, because some models with recurrent layers (Bamba in transformers 5.19) count from 0.
     """
 
     cache_argument: str | None
@@ -50,7 +50,7 @@ class ModelTraits:
         arguments = inspect.signature(base.forward).parameters
         config = base.config.get_text_config(decoder=True)
         cache_argument = next((name for name in ("past_key_values", "cache_params") if name in arguments), None)
-        if hasattr(base, "_setup_cache"):  # RecurrentGemma keeps its state in its modules, where rows stay put
+        if hasattr(base, "_setup_cache"):  # RecurrentGemma keeps its state in its modules, whose rows cannot be moved
             cache_argument = None
         other_layers = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
         # In a recurrent layer padding would enter the state.
@@ -67,17 +67,17 @@ class ModelTraits:
 
 
 class Decoder:
-    """N sequences that grow together, left-padded where their lengths differ.
+    """A batch of N sequences that grow together, left-padded if their lengths differ.
 
-    Where the model has no cache, or one that rows cannot be picked from (see :func:`can_pick_rows`), every
-    extension computes the sequences from their start: slow, and right for any causal model.
+    Without a cache, or with one whose rows cannot be selected (see :func:`can_pick_rows`), every extension recomputes
+    the sequences from their start: slow, but correct for any causal model.
 
     Args:
-        model: in :func:`generation_mode`.
-        traits: of that model.
-        prompts: N token sequences, of one length unless ``traits.pads``.
-        pad_token_id: what to pad with; it is masked, so any token of the vocabulary serves.
-        images: of each prompt, if any has some.
+        model: the model, in :func:`generation_mode`.
+        traits: the model's traits.
+        prompts: N token sequences, of equal length unless ``traits.pads``.
+        pad_token_id: token for padding; it is masked, so any token of the vocabulary will do.
+        images: the images of each prompt, if any has images.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Decoder:
             self._see(images)
 
     def _see(self, images: Sequence[PromptImages | None]) -> None:
-        """Keep the images' inputs for the prefill, and how far positions are off the number of tokens: [N, 1]."""
+        """Keep the images' inputs for the prefill, and the offset of positions from the number of tokens: [N, 1]."""
         if not self._caches:
             raise EngineError(
                 f"{type(self._model).__name__} has no cache that could be used, and prompts have images",
@@ -119,11 +119,11 @@ class Decoder:
         self._seen, self._ahead = found.arguments, found.ahead
 
     def prefill(self, *, last_only: bool = True) -> Tensor:
-        """Logits [N, V] after the prompts, or [N, P, V] at all their positions."""
+        """Return logits [N, V] after the prompts, or [N, P, V] at all their positions."""
         return self._forward(self._ids, keep=1 if last_only else self._ids.shape[1], last_only=last_only)
 
     def fork(self, rows: Tensor) -> None:
-        """Sequence i becomes what sequence ``rows[i]`` was; ``rows`` [M] may repeat and leave out."""
+        """Replace sequence i by a copy of sequence ``rows[i]``; ``rows`` [M] may repeat and omit indices."""
         if self._cache is not None:
             self._cache.reorder_cache(rows)  # type: ignore[arg-type]
         else:
@@ -134,11 +134,11 @@ class Decoder:
             self._ahead = self._ahead.index_select(0, rows)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token [N] to each sequence; logits [N, V] after it."""
+        """Append one token [N] to each sequence; return logits [N, V] after it."""
         return self._append(tokens[:, None], last_only=True)
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Append tokens [N, L]; logits [N, L, V] after each of them."""
+        """Append tokens [N, L]; return logits [N, L, V] after each of them."""
         if self._cache is None or self._traits.extends:
             return self._append(tokens, last_only=False)
         return torch.stack([self.step(column) for column in tokens.unbind(1)], dim=1)
@@ -154,7 +154,7 @@ class Decoder:
         )
 
     def _forward(self, ids: Tensor, *, keep: int, last_only: bool) -> Tensor:
-        """Run ``ids`` (all of them without a cache, else the new ones); logits of the last ``keep``."""
+        """Run ``ids`` (all tokens without a cache, else the new ones); return the logits of the last ``keep``."""
         name = self._traits.cache_argument
         arguments: dict[str, Any] = {"input_ids": ids}
         if self._traits.takes_use_cache:
@@ -163,10 +163,10 @@ class Decoder:
             arguments[name] = self._cache
         if self._traits.keeps_last and keep < ids.shape[1]:
             arguments["logits_to_keep"] = keep
-        # Without padding the model needs neither mask nor positions, and saves the work of building a mask.
+        # Without padding the model needs neither mask nor positions, which saves building a mask.
         if self._mask is not None:
             positions = (self._mask.cumsum(1) - 1).clamp_(min=0)
-            if self._ahead is not None:  # a position each for time, height and width, as of text
+            if self._ahead is not None:  # equal positions for time, height and width, as for text
                 positions = (positions + self._ahead).expand(3, -1, -1)
             arguments |= {"attention_mask": self._mask, "position_ids": positions[..., -ids.shape[1] :]}
         elif self._cache is not None and self._traits.told_positions:
@@ -178,7 +178,7 @@ class Decoder:
         except (TypeError, ValueError, AttributeError, LookupError):
             if not self._caches or self._cache is not None or self._seen:
                 raise
-            # As transformers' cache of a model without a layer of attention: all tokens are run each time instead.
+            # transformers' cache of a model without attention layers: rerun all tokens each time instead.
             self._caches = False
             return self._forward(ids, keep=keep, last_only=last_only)
         self._seen = {}
@@ -196,10 +196,10 @@ class Decoder:
 def generation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode without gradients or compiled layers; restore every module's mode afterwards.
 
-    Not ``inference_mode``: tensors that a module caches there (rotary tables) could not be used in training.
-    Layers that training compiled run eagerly, since a growing cache would compile them again and again.
+    Not ``inference_mode``: tensors that a module caches there (rotary tables) could not be used in training. Compiled
+    layers run eagerly, because a growing cache would recompile them again and again.
     """
-    modules = [*model.modules()]  # to walk through a model takes as long as a layer of a small one
+    modules = [*model.modules()]  # iterating over a model's modules takes as long as a layer of a small model
     training = [module for module in modules if module.training]
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
     for module in training:
@@ -213,9 +213,9 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class GrowingLayer(DynamicLayer):
-    """A full-attention layer [rows, heads, length, dim] with room to grow.
+    """The cache of a full-attention layer [rows, heads, length, dim] with room to grow.
 
-    ``DynamicLayer`` copies all keys and values at every token; this writes the new ones behind the old.
+    ``DynamicLayer`` copies all keys and values at every token; this class appends the new ones in place.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -226,7 +226,7 @@ class GrowingLayer(DynamicLayer):
         self._show(keys.shape[2])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append [rows, heads, new, dim]; returns all keys and values."""
+        """Append [rows, heads, new, dim]; return all keys and values."""
         start = self.get_seq_length()
         stop = start + key_states.shape[2]
         if stop > self._key_room.shape[2]:
@@ -237,7 +237,7 @@ class GrowingLayer(DynamicLayer):
         return self._show(stop)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was."""
+        """Replace row i by a copy of row ``beam_idx[i]``."""
         length = self.get_seq_length()
         self._key_room = _with_room(self._key_room[:, :, :length], rows=beam_idx)
         self._value_room = _with_room(self._value_room[:, :, :length], rows=beam_idx)
@@ -250,7 +250,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_pick_rows(cache: object) -> bool:
-    """Return True if ``reorder_cache`` is known to move all state of this cache: only transformers' own layers are.
+    """Return True if ``reorder_cache`` is known to move all state of this cache, as for transformers' own layers.
 
     ``reorder_cache`` also repeats and drops rows, and unlike ``batch_repeat_interleave`` and
     ``batch_select_indices`` recurrent layers have it.
@@ -261,7 +261,7 @@ def can_pick_rows(cache: object) -> bool:
 
 
 def let_grow(cache: DynamicCache) -> None:
-    """Exchange, in place, full-attention layers that have become long for ones that grow in place."""
+    """Replace long full-attention layers of the cache, in place, by ones that grow in place."""
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.get_seq_length() >= _GROW_FROM:
             assert layer.keys is not None and layer.values is not None
@@ -269,9 +269,9 @@ def let_grow(cache: DynamicCache) -> None:
 
 
 def _with_room(states: Tensor, *, rows: Tensor | None = None, extra: int = 0) -> Tensor:
-    """Copy ``states`` [rows, heads, length, dim], or the given rows of it, into a longer tensor."""
+    """Copy ``states`` [rows, heads, length, dim], or selected rows, into a longer tensor."""
     count, heads, length, dim = states.shape
-    # A quarter more: few copies in all, little memory unused.
+    # A quarter more: few copies, little unused memory.
     room = length + extra + max(16, length // 4)
     grown = states.new_empty(count if rows is None else rows.numel(), heads, room, dim)
     if rows is None:

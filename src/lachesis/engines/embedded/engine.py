@@ -1,4 +1,4 @@
-"""The embedded engine: generation in the trainer's process, with the trainer's own module."""
+"""The embedded engine: generation in the trainer's process with the trainer's own model."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step that adds a token to L sequences.
+    """A decoding step, which adds a token to L sequences.
 
-    ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
-    ``n``; ``token_ids`` and ``logprobs`` [L] are the sampled tokens; ``reasons`` [L] are finish reasons, ``None``
-    where a sequence continues. ``routed`` [L] are the experts of the sequences that end, and ``top_ids`` and
-    ``top_logprobs`` [L, K] the likeliest tokens, both where requested.
+    ``requests`` and ``completions`` [L] identify the sequences, as indices into the call and into a request's ``n``;
+    ``token_ids`` and ``logprobs`` [L] are the sampled tokens; ``reasons`` [L] are finish reasons, ``None`` if a
+    sequence continues. If requested, ``routed`` [L] are the experts of sequences that end, and ``top_ids`` and
+    ``top_logprobs`` [L, K] the likeliest tokens.
     """
 
     requests: np.ndarray
@@ -64,32 +64,31 @@ class Step:
     top_logprobs: np.ndarray | None = None
 
 
-# Is told of every step, in the thread that generates; returns the requests that nobody waits for any more.
+# A callback for each step, in the generating thread; it returns the requests whose clients are gone.
 Listener = Callable[[Step], Collection[int]]
 
 
 class EmbeddedEngine(Engine):
-    """Engine in the trainer's process that samples from the model in training.
+    """An engine in the trainer's process that samples from the model being trained.
 
-    Sequences that begin alike are computed once: a prompt is prefilled once for its ``n`` completions, and
-    these share one row of the batch until they differ. Rows leave when all their sequences have ended. The
-    model runs in evaluation mode without gradients (see :func:`generation_mode`) and uses its KV cache, also
-    with gradient checkpointing on in training.
+    Common prefixes are computed once: a prompt is prefilled once for its ``n`` completions, which share one row of the
+    batch until they differ. Rows are dropped when all their sequences have ended. The model runs in evaluation mode
+    without gradients (see :func:`generation_mode`) and uses its KV cache, even if training uses gradient checkpointing.
 
-    Any causal model of transformers works. Those with recurrent layers (Mamba) batch only prompts of equal
-    length; those whose cache cannot be picked apart by row (RecurrentGemma, xLSTM, encoder-decoder caches)
-    or that have none (GPT) compute every sequence from its start at every token.
+    Any causal model of transformers works. Models with recurrent layers (Mamba) batch only prompts of equal length;
+    models without a cache (GPT) or whose cache rows cannot be selected (RecurrentGemma, xLSTM, encoder-decoder caches)
+    recompute every sequence from its start at every token.
 
-    Threads: one call generates at a time. The other methods may be called from other threads; those that need the model
+    Threads: one call generates at a time. Other methods may be called from other threads; if they need the model, they
     get it between two tokens.
 
     Args:
         model: causal language model, or a peft model around one.
         eos_token_ids: tokens that end every completion.
-        pad_token_id: filler of shorter prompts; masked.
-        max_batch_size: most sequences decoded at the same time.
-        max_context: most tokens of prompt and completion together.
-        decode: token ids to text; needed for ``stop`` strings only.
+        pad_token_id: padding for shorter prompts; masked.
+        max_batch_size: maximum number of sequences decoded at once.
+        max_context: maximum number of tokens of prompt and completion together.
+        decode: converts token ids to text; needed only for ``stop`` strings.
         session_id: name of this engine in canary readings; random if unset.
     """
 
@@ -125,14 +124,14 @@ class EmbeddedEngine(Engine):
         listener: Listener | None = None,
         top_logprobs: int = 0,
     ) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`. The end token is part of ``token_ids``, and so has a logprob.
+        """See :meth:`Engine.generate`. The end token is part of ``token_ids`` and has a logprob.
 
         Args:
-            requests: what to complete.
-            deadline: checked at every decoding step.
-            finished: told of each request that is complete, between two tokens of the others.
-            listener: follows the call token by token.
-            top_logprobs: how many of the likeliest tokens the listener is told of at each step.
+            requests: the requests to complete.
+            deadline: the deadline, checked at every decoding step.
+            finished: called for each complete request, between two tokens of the others.
+            listener: called for every decoding step.
+            top_logprobs: number of likeliest tokens that the listener gets at each step.
 
         Raises:
             EngineError: closed, paused, a request that cannot be sampled, or logits that are not finite.
@@ -156,7 +155,7 @@ class EmbeddedEngine(Engine):
             return results
 
     def check(self, request: GenerationRequest, *, where: str = "the request") -> None:
-        """Raise EngineError for a request that cannot be sampled; ``where`` names it, as in "request 3"."""
+        """Raise EngineError for an invalid request; ``where`` names it in the message, as in "request 3"."""
         params = request.params
         self._check_tokens(f"the prompt of {where}", request.prompt_ids)
         length = len(request.prompt_ids)
@@ -185,12 +184,12 @@ class EmbeddedEngine(Engine):
             )
 
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
-        """See :meth:`Engine.canary`. Half of the sequence is prefilled, the rest goes through the KV cache.
+        """See :meth:`Engine.canary`. Half of the sequence is prefilled, the rest decoded with the KV cache.
 
         Works while paused, and between two tokens of a call that generates.
 
         Raises:
-            EngineError: closed, or fewer than two tokens, or tokens that the model does not know.
+            EngineError: the engine is closed, there are fewer than two tokens, or a token is not in the vocabulary.
         """
         if len(token_ids) < 2:
             self._open_model()
@@ -201,9 +200,9 @@ class EmbeddedEngine(Engine):
         return CanaryReading(tuple(read), version=self._version, session_id=self._session_id)
 
     def score(self, what: str, token_ids: Sequence[int]) -> Tensor:
-        """Logprobs [T - 1, V] at temperature 1 of what follows each of ``token_ids`` [T] but the last.
+        """Return logprobs [T - 1, V], at temperature 1, of the token after each of ``token_ids`` [T] but the last.
 
-        Computed by the code that generates. ``what`` names the sequence in errors.
+        Uses the code for generation. ``what`` names the sequence in errors.
         """
         with self.exclusive() as model:
             self._check_tokens(what, token_ids)
@@ -212,7 +211,7 @@ class EmbeddedEngine(Engine):
 
     @contextmanager
     def exclusive(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """Yield the model to one caller, to read or to change; generation continues afterwards. Works while paused."""
+        """Yield the model for exclusive reading or changing; generation continues afterwards. Works while paused."""
         with self.gate.guest():
             yield self._open_model()
 
@@ -231,10 +230,10 @@ class EmbeddedEngine(Engine):
         )
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """Refuse new calls, and return when no call computes any more.
+        """Refuse new calls, and return once no call computes any more.
 
-        ``keep`` holds what another thread is generating between two tokens, until :meth:`resume`; ``drain``
-        lets it finish; ``abort`` ends it at its next token, with the finish reason ``abort``.
+        ``keep`` holds a running call of another thread between two tokens until :meth:`resume`; ``drain`` lets it
+        finish; ``abort`` ends it at its next token, with the finish reason ``abort``.
         """
         self._open_model()
         self.gate.begin_pause(mode)
@@ -245,12 +244,12 @@ class EmbeddedEngine(Engine):
         self.gate.resume()
 
     def close(self) -> None:
-        """Let go of the model. A call that is still running in another thread ends with EngineError."""
+        """Release the model. A call that is still running in another thread ends with EngineError."""
         self.gate.close()
         self._model = None
 
     def _run(self, call: _Call, shares: Sequence[Share]) -> BatchRows:
-        """Generate one batch. ``live`` [R] are rows still growing, ``node`` [R] the decoder's row of each."""
+        """Generate one batch. ``live`` [R] are the rows still growing, ``node`` [R] their decoder rows."""
         model, device = call.model, call.model.device
         self._give_way(call)
         rows = BatchRows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
@@ -283,7 +282,7 @@ class EmbeddedEngine(Engine):
             if live.size == 0 or self.gate.aborting:
                 break
             call.check_time(rows, ended, live)
-            # Between a token and the forward pass on it, so that a token's version is that of its logits.
+            # Between a token and its forward pass, so that a token has the version of its logits.
             self._give_way(call)
             if self.gate.aborting:
                 break
@@ -301,7 +300,7 @@ class EmbeddedEngine(Engine):
         return rows
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
-        """Raise EngineError for a sequence that is empty, too long, or has tokens that the model does not know."""
+        """Raise EngineError for a sequence that is empty, too long, or has tokens outside the vocabulary."""
         if not token_ids:
             raise EngineError(f"{what} is empty", remedy="begin it with at least one token")
         if min(token_ids) < 0 or max(token_ids) >= self._traits.vocab_size:
@@ -334,7 +333,7 @@ class EmbeddedEngine(Engine):
 
 @dataclass(slots=True)
 class _Call:
-    """Call of ``generate``, with what goes along with its batches. ``done`` of ``total`` sequences have ended."""
+    """A call of ``generate``, with the state that its batches share. ``done`` of ``total`` sequences have ended."""
 
     model: PreTrainedModel | PeftModel
     deadline: Deadline
@@ -349,24 +348,24 @@ class _Call:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Switch the model's modules to generation, with hooks on its experts if they are recorded."""
+        """Put the model into generation mode, with hooks on its experts if they are recorded."""
         with generation_mode(self.model), nullcontext() if self.recorder is None else self.recorder.attached():
             yield
 
     def finish(self, share: Share, completions: list[Completion]) -> None:
-        """Tell of the share's request, once, if these are all of its completions."""
+        """Report the share's request as finished, once, if these are all of its completions."""
         if self.finished is not None and share.index not in self.told and len(completions) == share.request.n:
             self.told.add(share.index)
             self.finished(share.index, completions)
 
     def finish_rows(self, rows: BatchRows, ended: np.ndarray, live: np.ndarray) -> None:
-        """Tell of requests that are complete since the rows ``ended`` have; the rows ``live`` still grow."""
+        """Report requests completed by the end of the rows ``ended``; the rows ``live`` still grow."""
         if self.finished is not None and ended.size:
             for share, completions in rows.complete(ended, live):
                 self.finish(share, completions)
 
     def check_time(self, rows: BatchRows, ended: np.ndarray, live: np.ndarray) -> None:
-        """Raise DeadlineExceeded if the deadline passed; rows that have ``ended`` are progress."""
+        """Raise DeadlineExceeded if the deadline passed; the message counts the rows that ``ended``."""
         self.deadline.check(f"{self.done + len(rows.all) - live.size} of {self.total} sequences finished")
         if ended.size:
             self.deadline.progressed()
@@ -381,7 +380,7 @@ class _Call:
         distributions: Tensor,
         node: np.ndarray,
     ) -> np.ndarray:
-        """Tell the listener of a step of the rows ``live`` [L]; bool [L], false for those nobody waits for."""
+        """Call the listener for a step of the rows ``live`` [L]; return bool [L], False for rows without a client."""
         assert self.listener is not None
         top_ids = top_logprobs = None
         if self.top_logprobs:
@@ -414,9 +413,9 @@ def _check_finite(logprobs: np.ndarray, *, step: int) -> None:
 def _sample_rows(
     logprobs: Tensor, node: np.ndarray, uniforms: np.ndarray, *, sampling: RowSampling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and logprobs [R] of rows that draw from distributions ``node`` [R] of ``logprobs`` [N, V]."""
+    """Sample tokens and logprobs [R] of rows from the distributions ``node`` [R] of ``logprobs`` [N, V]."""
     device = logprobs.device
-    # Past its last fork the batch has one sequence to a row, in order: nothing to pick.
+    # After the last fork each row has one sequence, in order: nothing to select.
     if node.size != logprobs.shape[0] or not np.array_equal(node, np.arange(node.size)):
         picked = torch.from_numpy(node).to(device)
         logprobs = logprobs.index_select(0, picked)

@@ -1,6 +1,6 @@
-"""Location of the experts in a transformers mixture, shared by engines and training.
+"""Location of the experts in a transformers mixture-of-experts model, for engines and training.
 
-An engine looks there, and so does training.
+Engines record routing there, and training replays it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 def stacked_experts(model: nn.Module) -> dict[int, nn.Module]:
     """Return the modules that hold a layer's experts in parameters [experts, ., .], by layer number.
 
-    Their second argument is, for each token, which of them it goes through: [tokens, k].
+    The second argument of these modules is each token's choice of experts: [tokens, k].
     """
     return {
         layer_number(name): module
@@ -25,10 +25,10 @@ def stacked_experts(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def layer_number(name: str) -> int:
-    """Return 3 for ``model.layers.3.mlp.experts``: the first number among a module's names."""
+    """Return the first number in a module's name: 3 for ``model.layers.3.mlp.experts``."""
     found = _LAYER.search(f".{name}.")
     if found is None:
-        raise ValueError(f"{name} is in no layer")
+        raise ValueError(f"{name} has no layer number")
     return int(found[1])
 
 

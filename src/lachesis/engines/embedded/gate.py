@@ -1,4 +1,4 @@
-"""Gate to the embedded engine's model: generation makes room for others between two tokens."""
+"""The lock on the embedded engine's model: generation yields to others between two tokens."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lachesis.engines.base import PauseMode
 
 
 class EnginePaused(EngineError):
-    """Refusal of a call because the engine is paused; it can be made again after ``resume``."""
+    """The error for a call to a paused engine; the call can be repeated after ``resume``."""
 
 
 class TokenGate:
-    """Lock around the model: one call generates at a time, and gives way between two tokens.
+    """A lock on the model: one call generates at a time, and yields between two tokens.
 
-    It gives way to guests, and waits there while paused with ``keep``. Only this class knows whether the engine is
-    paused, asleep or closed.
+    It yields to guests, and waits there while paused with ``keep``. This class holds whether the engine is paused,
+    asleep or closed.
 
     Attributes:
-        changed: held to change this state together with other state, and notified of every change.
+        changed: the condition to hold while changing this state together with other state; notified of every change.
         mode: how the engine is paused; ``None`` if it is not.
         asleep: True while running calls are held because the model is away, whatever ``mode`` is.
         closed: True once the engine is closed.
     """
 
     def __init__(self) -> None:
-        # Reentrant, so that a signal handler that pauses or closes does not wait for the call it interrupted.
+        # Reentrant, so that a signal handler that pauses or closes does not deadlock with the call it interrupted.
         self._model = threading.RLock()
         self.changed = threading.Condition(threading.RLock())
         self.mode: PauseMode | None = None
         self.asleep = self.closed = False
-        # Calls that have begun and not ended; how many of them are held between tokens; who wants the model.
+        # Running calls; how many of them are held between tokens; guests that want the model.
         self._calls = self._waiting = self._guests = 0
         self._caller: int | None = None
 
@@ -45,7 +45,7 @@ class TokenGate:
 
     @property
     def aborting(self) -> bool:
-        """Return True if a running call is to end at its next token."""
+        """Return True if running calls must end at their next token."""
         return self.mode == "abort"
 
     def check_open(self) -> None:
@@ -55,12 +55,12 @@ class TokenGate:
 
     @contextmanager
     def generating(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the right to generate, once no other call does.
+        """Wait until no other call generates, then hold the right to generate.
 
         Raises:
             EnginePaused: paused.
             EngineError: closed.
-            DeadlineExceeded: another call went on for too long.
+            DeadlineExceeded: another call did not end in time.
         """
         remaining = deadline.remaining_s()
         if not self._model.acquire(timeout=-1 if remaining is None else remaining):
@@ -89,14 +89,14 @@ class TokenGate:
     def between_tokens(
         self, deadline: Deadline, *, mode: ExitStack, enter: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Give way to others between two tokens, and return when generation may continue.
+        """Yield to others between two tokens, and return when generation may continue.
 
         Called by the generating thread.
 
         Args:
-            deadline: of the call; time spent waiting here counts.
-            mode: contexts that generation needs, which are left while waiting.
-            enter: enters them again.
+            deadline: the deadline of the call, which includes time spent waiting here.
+            mode: the contexts that generation needs; they are exited while waiting.
+            enter: returns a context that enters them again.
 
         Raises:
             EngineError: closed meanwhile.
@@ -111,7 +111,7 @@ class TokenGate:
             try:
                 with self.changed:
                     self.changed.wait_for(lambda: not self._must_wait(), timeout=deadline.remaining_s())
-                    # In one go with the test, so that a pause that comes now waits for the next token.
+                    # Atomic with the test, so that a pause that arrives now waits for the next token.
                     self._waiting -= 1
             finally:
                 self._model.acquire()
@@ -123,7 +123,7 @@ class TokenGate:
 
     @contextmanager
     def guest(self) -> Iterator[None]:
-        """Hold the model alone between two tokens of whatever is being generated; also while paused."""
+        """Hold the model exclusively, between two tokens of a running call; works while paused."""
         with self.changed:
             self._guests += 1
         try:
@@ -136,23 +136,23 @@ class TokenGate:
                 self.changed.notify_all()
 
     def begin_pause(self, mode: PauseMode) -> None:
-        """Refuse new calls from now on, and have running ones held or ended at their next token."""
+        """Refuse new calls from now on, and hold or end running calls at their next token."""
         with self.changed:
             self.mode = mode
             self.changed.notify_all()
 
     def wait_for_pause(self, mode: PauseMode) -> None:
-        """Return when running calls are held (``keep``) or have ended (``drain``, ``abort``), or were resumed."""
+        """Wait until running calls are held (``keep``) or have ended (``drain``, ``abort``), or were resumed."""
         self._wait_for_rest(lambda: self.mode == mode)
 
     def resume(self) -> None:
-        """Admit calls again and continue those that were held; if the engine sleeps, once it is awake."""
+        """Admit calls again and continue held ones; if the engine sleeps, only after it wakes up."""
         with self.changed:
             self.mode = None
             self.changed.notify_all()
 
     def sleep(self) -> None:
-        """Refuse new calls, and return when running ones are held."""
+        """Refuse new calls, and wait until running ones are held."""
         with self.changed:
             self.asleep = True
             self.changed.notify_all()
@@ -165,7 +165,7 @@ class TokenGate:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End running calls with an error, and return when they have left the model alone. Idempotent."""
+        """End running calls with an error, and wait until they have released the model. Idempotent."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -173,7 +173,7 @@ class TokenGate:
             pass
 
     def _wait_for_rest(self, wanted: Callable[[], bool]) -> None:
-        """Return when no call computes any more, or ``wanted`` no longer holds."""
+        """Wait until no call computes any more, or ``wanted`` returns False."""
         with self.changed:
             # A signal handler in the generating thread cannot wait for it.
             if self._caller != threading.get_ident():
@@ -184,7 +184,7 @@ class TokenGate:
     def _held(self) -> bool:
         """Return True if running calls wait at their next token.
 
-        Calls that are being aborted do not wait, since they need no model.
+        Aborted calls do not wait, because they no longer need the model.
         """
         return self.mode == "keep" or (self.asleep and not self.aborting)
 

@@ -1,4 +1,4 @@
-"""Recorder of the experts that the sequences of a batch are routed to while they are generated."""
+"""Recording of the experts to which the tokens of a batch are routed during generation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lachesis.engines.embedded.rows import BatchRows, Share
 
 @dataclass(slots=True)
 class SeenRoutes:
-    """Experts ``chosen`` [rows, tokens, L, K] in one forward pass."""
+    """The experts ``chosen`` [rows, tokens, L, K] in one forward pass."""
 
     chosen: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int16))
 
 
 class RouteRecorder:
-    """Sees which experts tokens go through in forward passes of a mixture; in others it sees nothing.
+    """Records the experts of each token in forward passes of a mixture-of-experts model.
 
     Args:
-        model: a mixture of experts, as :func:`stacked_experts` finds them.
+        model: the model, with experts that :func:`stacked_experts` finds.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class RouteRecorder:
 
     @contextmanager
     def pass_of(self, *, rows: int, new: int) -> Iterator[SeenRoutes]:
-        """Record one pass over the last ``new`` tokens of each row; after the block their experts are there."""
+        """Record one pass over the last ``new`` tokens of each row; the result is complete after the block."""
         found, self._seen = SeenRoutes(), {}
         try:
             yield found
@@ -61,20 +61,20 @@ class RouteRecorder:
 
     def _see(self, layer: int) -> Any:
         def see(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if self._seen is not None:  # hidden states, the experts chosen, their weights
+            if self._seen is not None:  # hidden states, chosen experts, their weights
                 self._seen[layer] = arguments[1]
 
         return see
 
 
 class RoutedPasses:
-    """Forward passes of a batch that note the experts of its rows, if any of its requests asks for them.
+    """Forward passes of a batch, which record the experts of its rows if any request wants them.
 
     Args:
-        decoder: of the batch.
-        rows: of the batch; they ask this object for their experts.
-        shares: of the batch, in order.
-        recorder: attached; ``None`` if no request asks for experts.
+        decoder: the decoder of the batch.
+        rows: the rows of the batch, which get their experts from this object.
+        shares: the shares of the batch, in order.
+        recorder: an attached recorder; ``None`` if no request wants experts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RoutedPasses:
         self._tokens = np.empty(0, dtype=np.int16)  # [R, T, L, K]
 
     def prefill(self) -> Tensor:
-        """Logits [N, V] after the prompts."""
+        """Return logits [N, V] after the prompts."""
         if self._recorder is None:
             return self._decoder.prefill()
         lengths = [len(share.request.prompt_ids) for share in self._shares]
@@ -101,7 +101,7 @@ class RoutedPasses:
         return logits
 
     def step(self, fed: Tensor, *, live: np.ndarray, node: np.ndarray, step: int) -> Tensor:
-        """Logits after ``fed``, which is completion token ``step`` of the rows ``live``, at the places ``node``."""
+        """Return logits after ``fed``, completion token ``step`` of the rows ``live`` at decoder rows ``node``."""
         if self._recorder is None:
             return self._decoder.step(fed)
         with self._recorder.pass_of(rows=len(fed), new=1) as seen:
@@ -110,7 +110,7 @@ class RoutedPasses:
         return logits
 
     def _routed(self, row: int, length: int) -> RoutedExperts | None:
-        """Return the experts of a row whose completion has ``length`` tokens; its last token was never an input."""
+        """Return the experts of a row with ``length`` completion tokens; the last token was never an input."""
         share = self._rows.share[row]
         if not self._shares[share].request.params.routed_experts:
             return None

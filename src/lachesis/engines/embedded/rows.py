@@ -1,4 +1,4 @@
-"""Bookkeeping of a batch of sequences: their tokens so far, and where they part."""
+"""Bookkeeping for a batch of sequences: their tokens so far, and where they diverge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import Completion, FinishReason, GenerationRequest, VersionSpan
 
-# A finished row costs a place in every later forward pass, dropping rows a copy of the KV cache.
+# A finished row costs a place in every later forward pass; dropping rows costs a copy of the KV cache.
 _DROP_SHARE = 0.125
 _REASONS: tuple[FinishReason, ...] = ("abort", "stop", "length")
 _STOP, _LENGTH = 1, 2
@@ -19,9 +19,9 @@ _STOP, _LENGTH = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Completions ``first`` to ``first + count - 1`` of a request, decoded in one batch.
+    """A share of a request in one batch: its completions ``first`` to ``first + count - 1``.
 
-    ``index`` is the place of the request in its call.
+    ``index`` is the index of the request in its call.
     """
 
     index: int
@@ -33,10 +33,10 @@ class Share:
 def plan_batches(
     requests: Sequence[GenerationRequest], *, max_rows: int, equal_lengths: bool = False
 ) -> list[list[Share]]:
-    """Return batches of at most ``max_rows`` sequences: longest prompts first, equal ones in the order given.
+    """Return batches of at most ``max_rows`` sequences: longest prompts first, ties in the order given.
 
-    A request is split only where its ``n`` alone exceeds ``max_rows``. Shares of one request come in the order
-    of their completions. With ``equal_lengths`` all prompts of a batch have one length.
+    A request is split only if its ``n`` alone exceeds ``max_rows``. Shares of one request come in the order of their
+    completions. With ``equal_lengths``, all prompts of a batch have the same length.
     """
     shares = [
         Share(index, request, first, min(max_rows, request.n - first))
@@ -59,15 +59,14 @@ def plan_batches(
 class BatchRows:
     """R sequences that grow a token at a time, as arrays over rows.
 
-    ``all`` [R] are their indices, ``share`` [R] the share that each belongs to, ``request`` and ``completion``
-    [R] its indices in the call and in the request's ``n``, ``max_tokens`` the longest completion that any of
-    them may have.
+    ``all`` [R] are their indices, ``share`` [R] the share of each, ``request`` and ``completion`` [R] its indices in
+    the call and in the request's ``n``, ``max_tokens`` the longest completion allowed for any of them.
 
     Args:
-        shares: what to decode, in order.
+        shares: the shares to decode, in order.
         end_token_ids: tokens that end every sequence.
         decode: token ids to text, for stop strings.
-        version: of the weights that the first token is sampled under.
+        version: the weight version for the first token.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class BatchRows:
         self._length = np.zeros_like(self.all)
         self._reason = np.zeros_like(self.all)
         self._first_version = version
-        # Which experts the tokens of a row of so many tokens went through, where anybody asks.
+        # Returns the experts of a row, given the length of its completion; None if no request wants them.
         self.routed: Callable[[int, int], RoutedExperts | None] = lambda row, length: None
         self._last_version = np.full_like(self.all, version)
 
@@ -121,14 +120,14 @@ class BatchRows:
     def routed_of(self, live: np.ndarray) -> list[RoutedExperts | None]:
         """Return the experts of each row of ``live`` [L] that has ended.
 
-        ``None`` if it continues, or its experts were not requested.
+        ``None`` for rows that continue, or whose experts were not requested.
         """
         ended, lengths = self._reason[live] > 0, self._length[live].tolist()
         rows = zip(live.tolist(), lengths, ended.tolist(), strict=True)
         return [self.routed(row, length) if over else None for row, length, over in rows]
 
     def complete(self, ended: np.ndarray, live: np.ndarray) -> Iterator[tuple[Share, list[Completion]]]:
-        """Yield the shares that the end of rows ``ended`` [E] completed: none of their rows is in ``live`` [L]."""
+        """Yield the shares completed by the end of rows ``ended`` [E]: none of their rows is in ``live`` [L]."""
         numbers = np.setdiff1d(self.share[ended], self.share[live])
         shares = [self._shares[number] for number in numbers.tolist()]
         return zip(shares, self._completions(shares, np.flatnonzero(np.isin(self.share, numbers))), strict=True)
@@ -161,15 +160,15 @@ class BatchRows:
         assert self._decode is not None
         params = self._shares[self.share[row]].request.params
         stop = params.stop
-        # Earlier tokens completed none, so the end is enough: a character has at most 4 byte tokens, and some
-        # more are for special tokens that decode to nothing.
+        # Earlier tokens completed no stop string, so checking the end is enough: a character has at most 4 byte
+        # tokens; a few more allow for special tokens that decode to nothing.
         window = 4 * max(map(len, stop)) + 16
         length = int(self._length[row])
         if length <= params.min_tokens:
             return False
         start = max(0, length - window)
         text = self._decode(self._tokens[row, start:length].tolist())
-        # What was completed too early to count does not count later either.
+        # A stop string completed before min_tokens does not count later either.
         early = self._tokens[row, start : max(start, params.min_tokens)].tolist()
         before = self._decode(early) if early else ""
         return any(text.count(string) > before.count(string) for string in stop)
@@ -178,17 +177,16 @@ class BatchRows:
 def branch(
     node: np.ndarray, tokens: np.ndarray, *, width: int, vocab_size: int, filler: int
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Return where sequences part, and where the decoder drops ended ones.
+    """Return how the decoder's rows change when sequences diverge or end.
 
-    Sequences on one row of the decoder that took the same token stay together; one that took another
-    token needs its own row.
+    Sequences on one decoder row that took the same token stay together; one that took another token needs its own row.
 
     Args:
-        node: [R], the decoder's row of each growing sequence.
-        tokens: [R], the token that each took.
-        width: rows of the decoder, those without growing sequences included.
-        vocab_size: above any token.
-        filler: token to feed to rows without growing sequences.
+        node: [R], the decoder row of each growing sequence.
+        tokens: [R], the token that each sequence took.
+        width: number of decoder rows, including those without growing sequences.
+        vocab_size: a number above any token id.
+        filler: the token to feed to rows without growing sequences.
 
     Returns:
         ``parents`` [M], the old row of each new row, or ``None`` to leave the rows as they are; ``inputs``

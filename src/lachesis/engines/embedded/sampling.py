@@ -1,8 +1,8 @@
 """Sampling of tokens with exact logprobs from logits: pure functions over rows.
 
-Shapes: N distributions over a vocabulary of V tokens. Order and meaning of the processors are vLLM's:
-tokens that may not come, penalties for repetition, frequency and presence, temperature, min-p, top-k, top-p.
-All of it is float32, whatever the model computes in.
+Shapes: N distributions over a vocabulary of V tokens. Order and meaning of the processors are vLLM's: forbidden tokens,
+penalties for repetition, frequency and presence, temperature, min-p, top-k, top-p. Everything is computed in float32,
+whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NO_TOP_P = 2.0  # above any sum of probabilities, rounding included
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """The sampling parameters of N rows, each [N, 1] on the model's device; ``None`` where no row uses it.
+    """The sampling parameters of N rows, each [N, 1] on the model's device; ``None`` if no row uses it.
 
-    A greedy row has temperature 1 and cuts nothing, so that its logprob is the model's own. ``greedy`` is a
-    bool [N]; ``max_top_k`` is the largest of ``top_k``, known without asking the device.
+    A greedy row has temperature 1 and truncates nothing, so that its logprob is the model's own. ``greedy`` is a bool
+    [N]; ``max_top_k`` is the largest of ``top_k``, known without asking the device.
     """
 
     greedy: Tensor | None
@@ -79,7 +79,7 @@ def process_logits(
     counts: Tensor | None = None,
     banned: Tensor | None = None,
 ) -> Tensor:
-    """Return logprobs [N, V] (float32) of the distributions to sample from; -inf for tokens that were cut.
+    """Return logprobs [N, V] (float32) of the distributions to sample from; -inf for removed tokens.
 
     Args:
         logits: [N, V] of any float dtype.
@@ -87,7 +87,7 @@ def process_logits(
         seen: bool [N, V], true for tokens of the prompt and of the completion so far; needed for a repetition penalty.
         counts: float [N, V], how often each token is in the completion so far; needed for a frequency or presence
             penalty.
-        banned: bool [N, V], tokens that may not come.
+        banned: bool [N, V], tokens that must not be sampled.
     """
     logits = logits.float()
     if banned is not None:
@@ -110,17 +110,17 @@ def process_logits(
 
 
 def penalize_repetition(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
-    """Divide seen tokens' positive logits [N, V] by ``penalty`` [N, 1], and multiply negative ones (CTRL)."""
+    """Divide positive logits [N, V] of seen tokens by ``penalty`` [N, 1] and multiply negative ones (CTRL)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def cut_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Cut tokens less likely than ``min_p`` [N, 1] times the likeliest."""
+    """Remove tokens less likely than ``min_p`` [N, 1] times the likeliest."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), float("-inf"))
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, *, max_top_k: int) -> Tensor:
-    """Keep the ``top_k`` [N, 1] likeliest tokens, and ties with the last of them."""
+    """Keep the ``top_k`` [N, 1] likeliest tokens, and tokens tied with the last of them."""
     kth = logits.topk(max_top_k, dim=-1).values.gather(-1, top_k - 1)
     return logits.masked_fill(logits < kth, float("-inf"))
 
@@ -129,16 +129,16 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probabilities sum to at least ``top_p`` [N, 1]."""
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
-    # A token stays if those before it fall short of top_p: the one that crosses it stays, and so does the first.
+    # A token stays if the sum before it is below top_p, so the token that crosses top_p stays, and always the first.
     cut = probs.cumsum(-1) - probs >= top_p
     return logits.masked_fill(torch.zeros_like(cut).scatter(-1, index, cut), float("-inf"))
 
 
 def sample(logprobs: Tensor, uniforms: Tensor | None, *, greedy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sample a token of each row by inversion of its cumulative distribution, with that token's logprob.
+    """Sample a token and its logprob for each row, by inverting the cumulative distribution.
 
     Args:
-        logprobs: [N, V], normalized; -inf for tokens that must not be taken.
+        logprobs: [N, V], normalized; -inf for tokens that must not be sampled.
         uniforms: [N] in [0, 1); ``None`` takes the likeliest token in every row.
         greedy: bool [N], rows that take the likeliest token; ``None`` for none.
 
@@ -151,8 +151,8 @@ def sample(logprobs: Tensor, uniforms: Tensor | None, *, greedy: Tensor | None =
         cdf = probs.cumsum(-1)
         drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
         drawn.clamp_(max=logprobs.shape[-1] - 1)
-        # Rounding at the end of the sum, or a parallel sum that is not monotone, can point at a token of
-        # probability 0: such a row takes its likeliest token.
+        # Rounding at the end of the sum, or a parallel sum that is not monotone, can select a token of probability 0:
+        # such a row takes its likeliest token.
         invert = probs.gather(-1, drawn) > 0
         if greedy is not None:
             invert &= ~greedy[:, None]
@@ -163,15 +163,15 @@ def sample(logprobs: Tensor, uniforms: Tensor | None, *, greedy: Tensor | None =
 def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
     """Return random numbers [len(keys), steps] in [0, 1), float32; row i depends on ``keys[i]`` alone.
 
-    A key is (seed of the request, index of the completion): both become the key of a Philox generator
-    (Salmon et al. 2011), a counter-based one whose streams are independent whatever the keys.
+    A key is (seed of the request, index of the completion). It becomes the key of a Philox generator (Salmon et al.
+    2011), which is counter-based, so that streams of different keys are independent.
     """
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
     fresh = philox.state
     uniforms = np.empty((len(keys), steps), dtype=np.float32)
     for row, (seed, completion) in enumerate(keys):
-        # Setting the state is several times cheaper than a new generator.
+        # Setting the state is several times cheaper than making a new generator.
         fresh["state"]["key"] = np.array([seed % 2**64, completion], dtype=np.uint64)
         philox.state = fresh
         generator.random(steps, dtype=np.float32, out=uniforms[row])
@@ -179,19 +179,19 @@ def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
 
 
 class Histories:
-    """Token histories of rows, which penalties and least lengths depend on.
+    """Token histories of rows, needed for penalties and minimum lengths.
 
-    N rows of a decoder, one for each share at first. Empty where no row's sampling depends on its tokens.
+    There are N decoder rows, initially one for each share. Empty if no row's sampling depends on its tokens.
 
     Args:
         shares: shares of the batch.
-        sampling: of the same rows.
-        logits: [N, V], for shape and device.
+        sampling: the sampling parameters of the same rows.
+        logits: [N, V], used for shape and device.
         end_token_ids: tokens that end every sequence.
 
     Attributes:
         seen: bool [N, V], tokens of prompt and completion; ``None`` without repetition penalty.
-        counts: float [N, V], how often each token is in the completion; ``None`` without penalties on it.
+        counts: float [N, V], how often each token is in the completion; ``None`` if no penalty needs it.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Histories:
         self._share = np.arange(len(shares))
 
     def banned(self, nodes: np.ndarray, *, length: int) -> Tensor | None:
-        """Return the tokens that may not come next in rows ``nodes`` of ``length`` tokens: bool [N, V] or ``None``."""
+        """Return the tokens forbidden next in rows ``nodes`` of ``length`` tokens: bool [N, V] or ``None``."""
         rows = [(int(row), int(self._share[row])) for row in np.unique(nodes)]
         early = [(row, share) for row, share in rows if length < self._least[share]]
         if not early:
@@ -223,7 +223,7 @@ class Histories:
         return banned.to(self._logits.device)
 
     def fork(self, parents: np.ndarray, picked: Tensor) -> None:
-        """Replace the rows by copies of the old rows ``parents`` [M]; ``picked`` is the same on the device."""
+        """Replace the rows by copies of the old rows ``parents`` [M]; ``picked`` is ``parents`` on the device."""
         self._share = self._share[parents]
         self.seen = None if self.seen is None else self.seen.index_select(0, picked)
         self.counts = None if self.counts is None else self.counts.index_select(0, picked)
@@ -237,7 +237,7 @@ class Histories:
 
 
 def _seen_tokens(shares: Sequence[Share], logits: Tensor) -> Tensor:
-    """Return which tokens each prompt has: bool [N, V] on the device of ``logits`` [N, V]."""
+    """Return the tokens in each prompt: bool [N, V] on the device of ``logits`` [N, V]."""
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     for row, share in zip(seen, shares, strict=True):
         row[list(share.request.prompt_ids)] = True

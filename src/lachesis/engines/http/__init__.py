@@ -1,1 +1,1 @@
-"""The trainer's side of inference servers: calls go out as HTTP, answers come back as records or as errors."""
+"""The client side of inference servers: HTTP requests out, records or errors back."""

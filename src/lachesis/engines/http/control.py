@@ -42,16 +42,16 @@ from lachesis.engines.serving.operations import Operation, ServerInfo
 from lachesis.engines.serving.session import session_token
 from lachesis.engines.serving.tokens import TokensBody
 
-# Connecting is tried this often again: until then nothing has been sent, so nothing can happen twice.
+# Number of retries of connecting; safe, because nothing has been sent yet.
 CONNECT_RETRIES = 2
 _CONNECT_S = 10.0
-# Shorter than the 5 s after which uvicorn closes idle connections, so that none is used that is about to close.
+# Shorter than the 5 s after which uvicorn closes idle connections, to avoid using one that is about to close.
 KEEP_ALIVE_S = 2.0
-# Errors of a server that callers tell apart; the others are EngineErrors here.
+# Server errors that callers distinguish; all others become EngineErrors here.
 _SERVER_ERRORS: dict[str, type[LachesisError]] = {
     kind.__name__: kind for kind in (DeadlineExceeded, EngineUnreachable, ModelError, StaleWeights)
 }
-# How servers say that they do not know a path, or not with this method.
+# Answers of servers that do not know a path, or not with this method.
 _NO_ROUTE = (404, 405, 501)
 
 Q = TypeVar("Q", bound=Request)
@@ -60,21 +60,21 @@ Send = Callable[..., httpx.Response]
 
 
 def tls(url: str) -> ssl.SSLContext | bool:
-    """Return the TLS verification for ``url``; created only when needed, since certificates take long to load."""
+    """Return the TLS verification for ``url``; loading certificates is slow, so it is created only for https."""
     return httpx.create_ssl_context() if url.startswith("https:") else False
 
 
 class ServerControl:
-    """Client of one server. Thread-safe. Methods are named as in ``EngineBackend``, which describes them.
+    """A client of one server. Thread-safe. Methods are named as in ``EngineBackend``, which describes them.
 
     Each method raises :class:`EngineError` with the server's own message and remedy
-    (:class:`~lachesis.engines.serving.backend.Refused`, with the HTTP status, if the server calls it the caller's
-    fault), an EngineError with the server's last known state if it does not answer, and :class:`DeadlineExceeded`
-    once the deadline passes. Only requests that change nothing are ever sent twice.
+    (:class:`~lachesis.engines.serving.backend.Refused`, with the HTTP status, for a caller's error), an EngineError
+    with the server's last known state if it does not answer, and :class:`DeadlineExceeded` once the deadline passes.
+    Only requests that change nothing are ever sent twice.
 
     Args:
         url: of the server, with or without ``/v1``.
-        token: its session's; by default looked up when needed, as :func:`session_token` does.
+        token: the session's token; by default :func:`session_token` looks it up when needed.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -83,7 +83,7 @@ class ServerControl:
         self._token = token
         self._seen: tuple[float, str] | None = None
         self._heard = -math.inf
-        # No proxies: a server is this run's own, and the environment's proxy often cannot reach it.
+        # No proxies: servers belong to this run, and a proxy from the environment often cannot reach them.
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(
                 verify=tls(self.url),
@@ -94,7 +94,7 @@ class ServerControl:
         )
 
     def call(self, operation: Operation[Q, A], request: Q, *, deadline: Deadline) -> A:
-        """Send an operation and return its answer; the class docstring lists the errors."""
+        """Send an operation and return its answer. The class docstring lists the errors."""
         send = partial(self._send, operation, request, deadline=deadline)
         try:
             response = self._with_token(send) if operation.guarded else _once_more(send)
@@ -121,17 +121,17 @@ class ServerControl:
         self.call(ops.CLAIM, ops.Claim(owner=owner, takeover=takeover), deadline=deadline)
 
     def release(self, owner: str, *, deadline: Deadline) -> None:
-        """Give a claim back: any run may claim the engine again. Idempotent; the claim of another run stays."""
+        """Release a claim, so that any run may claim the engine. Idempotent; the claim of another run stays."""
         self.call(ops.RELEASE, ops.Release(owner=owner), deadline=deadline)
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
-        """Logprobs of a fixed sequence under the current weights, at temperature 1; also while paused."""
+        """Return logprobs of a fixed sequence under the current weights, at temperature 1; works while paused."""
         found = self.call(ops.CANARY, ops.CanaryRequest(token_ids=tuple(token_ids)), deadline=deadline)
         self.saw(f"at weight version {found.weight_version}, session {found.session_id}")
         return _reading(found)
 
     def continue_greedily(self, prompt: Sequence[int], count: int, *, deadline: Deadline) -> tuple[int, ...]:
-        """Return the ``count`` tokens that the engine finds likeliest after ``prompt``; fewer where it ends."""
+        """Return ``count`` greedily sampled tokens after ``prompt``; fewer if the completion ends."""
         sampling = {"temperature": 0.0, "max_tokens": count}
         body = TokensBody(token_ids=tuple(prompt), sampling_params=sampling)
         return self.call(ops.TOKENS, body, deadline=deadline).choices[0].token_ids
@@ -139,14 +139,14 @@ class ServerControl:
     def digests(
         self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
     ) -> ops.Digests:
-        """Digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
+        """Return digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
         wanted = DigestRequest(slices=None if slices is None else dict(slices), adapter=adapter)
         return self.call(ops.DIGESTS, wanted, deadline=deadline)
 
     def prove(
         self, token_ids: Sequence[int], wanted: DigestRequest, *, deadline: Deadline
     ) -> tuple[CanaryReading, Mapping[str, int]]:
-        """:meth:`canary` and the digests that are ``wanted``, of the same weights, in one answer."""
+        """Return :meth:`canary` and the ``wanted`` digests, for the same weights, in one answer."""
         if not wanted.asks:
             return self.canary(token_ids, deadline=deadline), {}
         request = ops.ProofRequest(token_ids=tuple(token_ids), slices=wanted.slices, adapter=wanted.adapter)
@@ -159,7 +159,7 @@ class ServerControl:
         self.call(ops.LOAD_ADAPTER, wanted, deadline=deadline)
 
     def start_receiver(self, spec: ReceiverSpec, *, deadline: Deadline) -> None:
-        """Have the engine join a channel; it does so in the background, see :meth:`receiver_status`."""
+        """Make the engine join a channel, in the background; see :meth:`receiver_status`."""
         self.call(ops.START_RECEIVER, spec, deadline=deadline)
 
     def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
@@ -168,7 +168,7 @@ class ServerControl:
         return ReceiverStatus(found.status, found.detail, updates=found.updates, copied=found.copied)
 
     def receive(self, version: int, *, deadline: Deadline) -> None:
-        """Have the engine read one update off the channel; returns once it is loaded as ``version``."""
+        """Make the engine receive one update from the channel; return once it is loaded as ``version``."""
         self.call(ops.RECEIVE, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def stop_receiver(self, *, deadline: Deadline) -> None:
@@ -187,18 +187,18 @@ class ServerControl:
         self.call(ops.RESUME, ops.Nothing(), deadline=deadline)
 
     def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
-        """Have the engine give its GPU memory back. At level 1 the weights stay on the host. Idempotent."""
+        """Make the engine free its GPU memory. At level 1 the weights stay in host memory. Idempotent."""
         self.call(ops.SLEEP, ops.Sleep(level=level), deadline=deadline)
 
     def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS, *, deadline: Deadline) -> None:
-        """Have it take these parts of its memory again. Idempotent."""
+        """Make the engine reallocate these parts of its memory. Idempotent."""
         self.call(ops.WAKE_UP, ops.WakeUp(tags=tuple(tags)), deadline=deadline)
 
     def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
         self.call(ops.RELOAD, ops.Reload(path=path, weight_version=version), deadline=deadline)
 
     def set_version(self, version: int, *, deadline: Deadline) -> None:
-        """Say that the weights have been changed in place and are now ``version``."""
+        """Announce that the weights were changed in place and are now ``version``."""
         self.call(ops.SET_VERSION, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def close(self) -> None:
@@ -206,32 +206,32 @@ class ServerControl:
         self._http.close()
 
     def saw(self, state: str) -> None:
-        """Note how the server stood in an answer of just now, for errors to come."""
+        """Record the server's state from its latest answer, for later error messages."""
         self._heard = time.monotonic()
         self._seen = (self._heard, state)
 
     @property
     def quiet_s(self) -> float:
-        """Return the seconds since it last answered, infinite before it ever did."""
+        """Return the seconds since the server last answered; infinity before its first answer."""
         return time.monotonic() - self._heard
 
     @property
     def last_state(self) -> str:
-        """Description of the server's state when it last answered."""
+        """Describe the server's state when it last answered."""
         if self._seen is None:
             return "it has not answered this process before"
         when, state = self._seen
         return f"last seen {time.monotonic() - when:.1f} s ago {state}"
 
     def unreachable(self, error: Exception) -> EngineUnreachable:
-        """Return the error for a server that gave no answer."""
+        """Return the error for a server that did not answer."""
         return EngineUnreachable(
             f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
             remedy="look at its log, and start it with `lachesis serve`, or `lachesis vllm-serve FILE`, if it is gone",
         )
 
     def expired(self, deadline: Deadline, route: str) -> DeadlineExceeded:
-        """Return the error for an answer that did not come in time."""
+        """Return the error for an answer that did not arrive in time."""
         detail = f"{self.url}{route} has not answered; {self.last_state}"
         try:
             deadline.check(detail)
@@ -242,7 +242,7 @@ class ServerControl:
     def _with_token(self, send: Send) -> httpx.Response:
         """Send a request with the session's token, and again with a new one if the server refused the old one.
 
-        The second time repeats nothing: a server that refuses a token has not done anything.
+        The retry is safe: a server that refuses a token has not done anything.
         """
         token = self._token or session_token(self.url)
         response = send(token)
@@ -256,7 +256,7 @@ class ServerControl:
     def _send(
         self, operation: Operation[Any, Any], request: Request, token: str = "", *, deadline: Deadline
     ) -> httpx.Response:
-        """Send one request; raises DeadlineExceeded, EngineError (connection too slow) or an httpx.TransportError."""
+        """Send one request. Raise DeadlineExceeded, EngineError (connecting too slow) or an httpx.TransportError."""
         url = f"{self.url}{operation.path}"
         deadline.check(f"{url} was not asked")
         remaining = deadline.remaining_s()
@@ -269,12 +269,12 @@ class ServerControl:
             raise self.unreachable(error) from error
         except httpx.TimeoutException as error:
             raise self.expired(deadline, operation.path) from error
-        except RuntimeError as error:  # httpx's, for a client that was closed
+        except RuntimeError as error:  # httpx's error for a closed client
             raise EngineError(f"the client of {self.url} is closed", remedy="make a new one") from error
 
 
 def _once_more(send: Send) -> httpx.Response:
-    """Send a request that changes nothing, and once more if the connection broke."""
+    """Send a read-only request, and again if the connection broke."""
     try:
         return send()
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
@@ -285,9 +285,9 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
     """Return the JSON object of an answer.
 
     Raises:
-        Refused: the server calls the request the caller's fault (4xx).
-        EngineError: the server failed (5xx), or gave an answer that no server of ours gives.
-        DeadlineExceeded, ModelError, StaleWeights: the server failed with these.
+        Refused: the server rejects the request (4xx).
+        EngineError: the server failed (5xx), or the answer is not from one of our servers. DeadlineExceeded,
+        ModelError, StaleWeights: the server failed with these.
     """
     reply = parsed(response) if response.content else {}
     if response.is_success:
@@ -328,7 +328,7 @@ def parsed(response: httpx.Response) -> Any:
 
 
 def said_by(response: httpx.Response) -> str:
-    """Return a server's reason for refusing, whether it is ours, OpenAI's, another, or a proxy with a line of text."""
+    """Return the reason in a refusal: from our servers, OpenAI's, others, or a proxy with a line of text."""
     reply = parsed(response)
     reply = reply if isinstance(reply, dict) else {}
     error = reply.get("error")

@@ -1,4 +1,4 @@
-"""Many generation requests in flight over the engines of a fleet, on one event loop. No torch."""
+"""Dispatch of concurrent generation requests to the engines of a fleet, on one event loop. No torch."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ logger = logging.getLogger("lachesis")
 ROUTE = "/generate"
 SESSION_HEADER = "X-Session-ID"
 _CONNECT_S = 10.0
-# Before connecting is tried again.
+# Seconds before connecting is tried again.
 _PAUSES_S = (0.0, 0.5)
-# The trainer decodes what it needs itself.
+# The trainer decodes tokens itself.
 _WITHOUT_TEXT = {"text": False}
 _FINISH_REASONS = ("stop", "length", "abort")
-# Engines at work are looked at so often, and one that is looked at gets so long to answer.
+# Seconds between checks of busy engines, and the time that an engine gets to answer a check.
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
-# In the time after which an engine hangs it is asked so often how much it has generated.
+# Number of progress checks within the time after which an engine counts as hanging.
 _LOOKS = 4
-# A request that has failed with so many engines that live fails.
+# A request fails after failing with this many live engines.
 _MOST_FAILURES = 2
 
 
 @dataclass(eq=False)
 class GenerationCalls:
-    """Sender of requests to the engines that the fleet picks; it resends a request that is lost with its engine.
+    """Sends requests to the engines that the fleet picks, and resends a request whose engine is lost.
 
     Its coroutines run on one event loop.
 
     Args:
         fleet: chooses an engine for each request, and records failures.
-        server: client of the engine at an address.
+        server: returns the client of the engine at an address.
         check_session: raises if a server answers from a session that is not the expected one.
     """
 
@@ -68,7 +68,7 @@ class GenerationCalls:
         self._routes: dict[str, _Route] = {}
         self._busy: dict[str, BusyTime] = {}
         self._prefixes = PrefixHits()
-        # Requests wait here in the order in which they came: the first of them for an engine with room.
+        # Requests wait here in order of arrival; the first one waits for a free engine.
         self._door = asyncio.Lock()
         self._room = asyncio.Event()
         self._visits: dict[str, asyncio.Task[None]] = {}
@@ -117,7 +117,7 @@ class GenerationCalls:
                 self._watch = None
 
     def take_busy(self) -> dict[str, float]:
-        """Return each engine's seconds with requests under way since the last call, by its address. From any thread."""
+        """Return each engine's busy seconds since the last call, by address. Thread-safe."""
         return {url: busy.take() for url, busy in [*self._busy.items()]}
 
     def take_prefix_hits(self) -> dict[str, Mean]:
@@ -125,7 +125,7 @@ class GenerationCalls:
         return self._prefixes.take()
 
     async def close(self) -> None:
-        """Cancel the requests in flight, wait until their callers know, and close the connections."""
+        """Cancel the requests in flight, wait until their callers are notified, and close the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
@@ -161,7 +161,7 @@ class GenerationCalls:
         return completions
 
     async def _ticket(self, request: GenerationRequest) -> Ticket:
-        """Wait for an engine with room. Raises EngineUnreachable where none may serve."""
+        """Wait for a free engine. Raise EngineUnreachable if no engine is admitted."""
         async with self._door:
             while True:
                 self._room.clear()
@@ -178,11 +178,11 @@ class GenerationCalls:
                     await asyncio.wait_for(self._room.wait(), _LOOK_S)
 
     async def _answer(self, ticket: Ticket, request: GenerationRequest) -> list[Completion]:
-        """Return the completions of the ticket's engine.
+        """Return the completions from the ticket's engine.
 
         Raises:
-            EngineUnreachable: the engine is gone, or was given up while it had the request.
-            StaleWeights: another engine answers in its place.
+            EngineUnreachable: the engine is gone, or was declared dead while it had the request.
+            StaleWeights: another engine answers at its address.
         """
         route = self._routes.get(ticket.url)
         if route is None:
@@ -200,7 +200,7 @@ class GenerationCalls:
         return completions
 
     async def _look(self) -> None:
-        """While requests are under way: give those up whose engine has died, and look at engines that stand still."""
+        """During requests, give up those whose engine has died, and check engines without progress."""
         since = 0.0
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -219,7 +219,7 @@ class GenerationCalls:
             self._room.set()
 
     def _visit(self, url: str, *, patient: bool = False) -> None:
-        """Ask an engine, beside everything else, how it is: see :func:`visit`."""
+        """Check an engine in a background task; see :func:`visit`."""
         if url not in self._visits:
             work = asyncio.to_thread(visit, self.fleet, self.server(url), patient=patient)
             task = self._visits[url] = asyncio.create_task(work)
@@ -231,9 +231,9 @@ def _has_failed(task: asyncio.Task[Any]) -> bool:
 
 
 def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_s: float = _ANSWER_S) -> None:
-    """Tell the fleet whether an engine is there, still the one that it was, and how much it has generated.
+    """Report to the fleet whether an engine answers, is in the same session, and how many tokens it has generated.
 
-    One that gives no answer in time is dead, unless it is given the time that its work may take: ``patient``.
+    An engine that does not answer in time is declared dead, unless ``patient``, which allows for a busy engine.
     """
     try:
         info = server.info(deadline=Deadline(f"an answer of {server.url}", answer_s))
@@ -248,7 +248,7 @@ def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_
         fleet.progressed(server.url, info.generated_tokens)
     if info.generated_tokens is None or info.paused or info.sleeping:
         fleet.excused(server.url)
-    if fleet.state(server.url) is not State.DEAD:  # whose weights are seen to before it serves again
+    if fleet.state(server.url) is not State.DEAD:  # its weights are restored before it serves again
         fleet.met(server.url, info.session_id)
 
 
@@ -259,20 +259,20 @@ def nobody_serves(fleet: Fleet) -> EngineUnreachable:
 
 
 class _Route:
-    """Connections to one server, with the requests in flight on them; made on the event loop that uses it."""
+    """The connections to one server, with the requests in flight; created on the event loop that uses it."""
 
     def __init__(self, server: ServerControl) -> None:
         self.server = server
         self._posts: set[asyncio.Task[dict[str, Any]]] = set()
         self._given_up = ""
-        # aiohttp's, since requests come by hundreds: httpx takes a millisecond of this process for each, six times as
+        # aiohttp, because there are hundreds of requests, and httpx takes a millisecond of CPU for each, six times as
         # much. No proxies, as with all calls to servers of this run.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=tls(server.url))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
 
     async def post(self, body: dict[str, Any], *, headers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the answer to a request; raises EngineUnreachable without one, or after :meth:`give_up`."""
+        """Return the answer to a request. Raise EngineUnreachable if there is none, or after :meth:`give_up`."""
         post = asyncio.create_task(self._post(body, headers))
         self._posts.add(post)
         try:
@@ -287,13 +287,13 @@ class _Route:
             self._posts.discard(post)
 
     def give_up(self, reason: str) -> None:
-        """Cancel the requests in flight, whose answers will not come."""
+        """Cancel the requests in flight, because their answers will not arrive."""
         self._given_up = reason
         for post in self._posts:
             post.cancel()
 
     async def _post(self, body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-        """Sent once; only connecting is tried again. Cancelled by the caller at the deadline."""
+        """Send a request once; only connecting is retried. The caller cancels at the deadline."""
         attempt = 0
         while True:
             try:
@@ -343,9 +343,9 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
 
 
 def request_headers(request: GenerationRequest) -> dict[str, str]:
-    """Return the headers that make a router keep a conversation at one engine.
+    """Return the headers that make a router send a conversation to one engine.
 
-    Characters that no header may hold are escaped, as in a URL.
+    Characters that are invalid in headers are escaped as in a URL.
     """
     return {SESSION_HEADER: quote(request.conversation, safe=string.punctuation)} if request.conversation else {}
 
@@ -381,7 +381,7 @@ def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> 
 
 
 def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
-    """Read how many prompt tokens each of ``n`` completions found in the prefix cache; ``None`` where unknown.
+    """Read how many prompt tokens each of ``n`` completions found in the prefix cache; ``None`` if unknown.
 
     Raises:
         TypeError, ValueError: the numbers are not for ``n`` completions.
@@ -400,7 +400,7 @@ class PrefixHits:
         self._counted: dict[str, Mean] = {}
 
     def add(self, url: str, cached_tokens: Iterable[int | None], *, prompt_tokens: int) -> None:
-        """Count an answer: the tokens of a prompt that each completion found in the cache, where known."""
+        """Count the prompt tokens of an answer, and those that each completion found in the cache, if known."""
         known = [cached for cached in cached_tokens if cached is not None]
         if not known:
             return
@@ -410,7 +410,7 @@ class PrefixHits:
             self._counted[url] = answer if before is None else before.merge(answer)
 
     def take(self) -> dict[str, Mean]:
-        """Return the counts since the last call, of each engine that reported any."""
+        """Return the hit rates since the last call, for each engine that reported any."""
         with self._lock:
             counted, self._counted = self._counted, {}
         return counted

@@ -1,4 +1,4 @@
-"""Reader of an adapter directory that loads no tensor: peft's configuration and safetensors' header."""
+"""Reading of adapter directories without loading tensors: peft's configuration and safetensors' header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-# What changes more than products of two small matrices: the engines do not compute it, so it must not be dropped.
+# Options of peft that need more than two small matrices. Engines do not support them, so they must be refused.
 _NOT_SERVED = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
@@ -70,12 +70,12 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
 
 
 def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
-    """Return the module that a tensor with peft's name belongs to, and which of its two matrices it is.
+    """Return the module of a tensor with peft's name, and which of the two LoRA matrices it is.
 
-    ``base_model.model.`` in front and ``.default`` inside, which peft adds in memory, are optional.
+    The prefix ``base_model.model.`` and the infix ``.default``, which peft adds in memory, are optional.
 
     Raises:
-        Refused: (422) it is not a LoRA matrix.
+        Refused: (422) the tensor is not a LoRA matrix.
     """
     match = _MATRIX.fullmatch(name)
     if match is None:
@@ -87,7 +87,7 @@ def adapted_modules(shapes: Mapping[str, tuple[int, ...]], *, r: int) -> dict[st
     """Return an adapter's modules with their (in, out) features, from the shapes of its tensors by peft's names.
 
     Raises:
-        Refused: (422) they are not pairs of matrices A [r, in] and B [out, r], or there are none.
+        Refused: (422) the tensors are not pairs of matrices A [r, in] and B [out, r], or there are none.
     """
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -122,7 +122,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a safetensors file from its header; they have to be floats."""
+    """Read the shapes of the tensors in a safetensors file from its header; all must be floats."""
     try:
         with _open(path, framework="np") as file:
             found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

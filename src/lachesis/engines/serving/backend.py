@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MemoryPart = Literal["weights", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
-"""Resources that a sleeping engine has released, by vLLM's names."""
+"""Parts of memory that a sleeping engine has released, by vLLM's names."""
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]
@@ -31,7 +31,7 @@ _INIT_METHOD = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
 def _nested(kind: type[Any], value: Any, *, where: str, **defaults: Any) -> Any:
-    """Return the fields that an object inside a body sets; other values unchanged, for the type to refuse."""
+    """Return the fields that a nested object sets; return other values unchanged, for the type to reject."""
     if not is_object(value):
         return value
     return defaults | given(value, [field.name for field in fields(kind)], where=where)
@@ -39,10 +39,10 @@ def _nested(kind: type[Any], value: Any, *, where: str, **defaults: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The model that is served.
+    """The served model.
 
-    ``model`` is the path or name it was loaded from, ``served_names`` the names under which requests may ask
-    for it besides ``policy`` and the adapter's; ``dtype`` is torch's name without the module ("bfloat16").
+    ``model`` is the path or name it was loaded from, ``served_names`` are the names for it in requests, besides
+    ``policy`` and the adapter's name; ``dtype`` is torch's name without the module ("bfloat16").
     """
 
     model: str
@@ -59,23 +59,23 @@ class ModelInfo:
 
     @property
     def rounds(self) -> int:
-        """Number of parts (weights, keys and values) that it computes in 8 bits and a trainer in 16 or more."""
+        """Return how many of two parts (weights; keys and values) are in 8 bits, but in 16 or more in the trainer."""
         return ("fp8" in self.quantization) + ("fp8" in self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DigestSlice:
-    """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; all from ``start`` without ``rows``."""
+    """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; without ``rows`` all from ``start``."""
 
     name: Text
     start: Count = 0
     rows: Count | None = None
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return these rows of the engine's tensor of this name; a scalar has no rows and is taken whole.
+        """Return these rows of the engine's tensor; a scalar is returned whole.
 
         Raises:
-            Refused: (404) there is no tensor of this name; (422) it has no such rows.
+            Refused: (404) there is no tensor of this name; (422) it does not have these rows.
         """
         self.check({name: tuple(tensors[name].shape) for name in {self.name} & tensors.keys()})
         tensor = tensors[self.name]
@@ -86,7 +86,7 @@ class DigestSlice:
         return rows if self.rows is None else self.start + self.rows
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise Refused as :meth:`of` unless a tensor of these shapes has such rows."""
+        """Raise Refused, as :meth:`of`, unless the tensor exists and has these rows."""
         remedy = "look at /bridge/state_dict_info"
         if self.name not in shapes:
             raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
@@ -97,11 +97,11 @@ class DigestSlice:
 
 
 class DigestRequest(Request):
-    """Request for digests of tensors.
+    """A request for digests of tensors.
 
-    ``slices`` maps the name in the answer to a slice of an engine's tensor, by default of the one of that name;
-    ``None`` asks for every parameter of the engine under its own name, an empty map for none. ``adapter`` asks for
-    the active adapter's tensors.
+    ``slices`` maps names in the answer to slices of the engine's tensors, by default of the tensor with that name;
+    ``None`` means every parameter of the engine under its own name, an empty map none. ``adapter`` requests the active
+    adapter's tensors.
     """
 
     slices: dict[str, DigestSlice] | None = None
@@ -122,7 +122,7 @@ class DigestRequest(Request):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """The adapter in force. ``path`` is ``None`` where its tensors came over a channel."""
+    """The active adapter. ``path`` is ``None`` if its tensors came over a channel."""
 
     name: str
     rank: int
@@ -141,7 +141,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Specification of how to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) with ``rslora``."""
+    """How to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) with ``rslora``."""
 
     r: Annotated[Whole, Field(ge=1, le=1 << 16)]
     alpha: Annotated[Number, Field(gt=0)]
@@ -151,12 +151,12 @@ class LoraSpec:
 
     @property
     def scaling(self) -> float:
-        """Factor of B."""
+        """The factor of B."""
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
 
 
 def _tensor(value: Any) -> ReceivedTensor:
-    """Read a tensor that an update announces; raises Refused (400) if its shape or dtype is invalid."""
+    """Parse the announcement of a tensor; raise Refused (400) if its shape or dtype is invalid."""
     if isinstance(value, ReceivedTensor):
         return value
     name, shape, dtype = value["name"], value["shape"], value["dtype"]
@@ -169,16 +169,16 @@ def _tensor(value: Any) -> ReceivedTensor:
 
 
 class ReceiverSpec(Request):
-    """A channel that the engine joins as ``rank`` of ``world_size``, and the tensors of one update, in order.
+    """A channel for the engine to join as ``rank`` of ``world_size``, and the tensors of an update, in order.
 
-    ``init_method`` is "tcp://host:port". ``lora`` is set exactly if ``kind`` is "lora". ``param_mappings`` are the
-    caller's mappings of the engine's names; empty if the engine is to map them itself. Bodies may have the documented
-    ``param_metadata`` for ``tensors``. ``secret`` proves to the trainer who joins.
+    ``init_method`` is "tcp://host:port". ``lora`` is set if and only if ``kind`` is "lora". ``param_mappings`` are the
+    caller's mappings of the engine's names; if empty, the engine maps them itself. Bodies may have the documented
+    ``param_metadata`` instead of ``tensors``. ``secret`` authenticates the engine to the trainer.
 
     If several ranks of the trainer send, the others are at ``senders``, each on its own channel with the same
     ranks, and ``sender_of`` gives the sender of each tensor: 0 is the one at ``init_method``.
 
-    ``staging`` is where the engine keeps an update aside until all of it has arrived.
+    ``staging`` is where the engine keeps an update until it has fully arrived.
     """
 
     also = ("param_metadata",)
@@ -198,11 +198,11 @@ class ReceiverSpec(Request):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of all senders."""
+        """Return the addresses of all senders."""
         return (self.init_method, *self.senders)
 
     def share(self, sender: int) -> tuple[ReceivedTensor, ...]:
-        """Return the tensors that come from one sender, in order."""
+        """Return the tensors from one sender, in order."""
         if not self.senders:
             return self.tensors
         return tuple(tensor for tensor, by in zip(self.tensors, self.sender_of, strict=True) if by == sender)
@@ -247,7 +247,7 @@ class ReceiverSpec(Request):
 
 
 class _Metadata(Request):
-    """The tensors of an update as three lists beside each other; shapes and dtypes may also be maps by name."""
+    """The tensors of an update as three parallel lists; shapes and dtypes may also be maps by name."""
 
     param_names: Annotated[tuple[Text, ...], SINGLE]
     param_shapes: list[Any] | dict[str, Any]
@@ -272,10 +272,10 @@ def _announced(metadata: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatus:
-    """State of the receiver.
+    """The state of the receiver.
 
-    ``detail`` gives the reason for ``error``; ``copied`` counts the updates that an engine which knows the places of
-    its tensors copied straight there.
+    ``detail`` gives the reason for ``error``; ``copied`` counts the updates that were copied directly to the tensors'
+    known places.
     """
 
     state: ReceiverState = "idle"
@@ -286,24 +286,23 @@ class ReceiverStatus:
 
 
 class EngineBackend(Protocol):
-    """An engine behind our routes. All of it runs on the server's event loop, which it must not block.
+    """An engine behind our routes. Its methods run on the server's event loop and must not block it.
 
-    Errors are :class:`LachesisError`; an error of the caller is :class:`Refused`, and after it the engine serves
-    as before. A change of weights is whole when its call returns, and if it raises the
-    weights are those from before, or with :class:`StaleWeights` the engine serves nothing. The routes make one
-    such call at a time; they reset the prefix cache and record the version, which the engine does not know.
-    Generation and changes may overlap: requests in flight continue under the new weights. Cancelling a call of
-    ``generate`` or closing ``stream`` aborts the request.
+    Errors are :class:`LachesisError`; a caller's error is :class:`Refused`, after which the engine serves as before. A
+    change of weights is complete when its call returns. If the call raises, the old weights are in place, or with
+    :class:`StaleWeights` the engine serves nothing. The routes make one such call at a time, reset the prefix cache and
+    record the version, which the engine does not know. Generation and changes may overlap: requests in flight continue
+    with the new weights. Cancelling ``generate`` or closing ``stream`` aborts the request.
     """
 
     @property
     def kind(self) -> str:
-        """Name and version of the engine, as in "vllm 0.32.0" or "embedded"."""
+        """Return the name and version of the engine, as in "vllm 0.32.0" or "embedded"."""
         ...
 
     @property
     def sampling_fields(self) -> frozenset[str]:
-        """Names that :attr:`GenerateBody.sampling` may have."""
+        """Return the names that :attr:`GenerateBody.sampling` may have."""
         ...
 
     def model_info(self) -> ModelInfo: ...
@@ -317,11 +316,11 @@ class EngineBackend(Protocol):
         ...
 
     def stream(self, request: GenerateBody) -> AsyncGenerator[GenerateChunk]:
-        """Yield the completions of :meth:`generate` in pieces; pieces of the ``n`` completions come interleaved."""
+        """Yield the completions of :meth:`generate` in pieces; pieces of the ``n`` completions are interleaved."""
         ...
 
     async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Logprob of token i + 1 given those before, at temperature 1, adapter included; works while paused."""
+        """Return the logprobs of each token after the first, at temperature 1, with the adapter; works while paused."""
         ...
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
@@ -332,15 +331,15 @@ class EngineBackend(Protocol):
         ...
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
-        """Digest the engine's tensors exactly; works while paused. Raises Refused (404) for unknown names."""
+        """Return exact digests of the engine's tensors; works while paused. Raise Refused (404) for unknown names."""
         ...
 
     async def load_adapter(self, *, name: str, path: Path) -> None:
-        """Replace the adapter by the one in ``path``, for requests in flight too."""
+        """Replace the adapter by the one in ``path``, including for requests in flight."""
         ...
 
     async def unload_adapter(self, *, name: str) -> None:
-        """Serve the base weights again. Refused (404) where ``name`` is not the adapter in force."""
+        """Serve the base weights again. Refused (404) if ``name`` is not the active adapter."""
         ...
 
     def adapter(self) -> AdapterStatus | None: ...
@@ -352,7 +351,7 @@ class EngineBackend(Protocol):
     def receiver(self) -> ReceiverStatus: ...
 
     async def receive(self) -> None:
-        """Read one update off the channel and load it. Refused (409) where no channel is connected."""
+        """Receive one update from the channel and load it. Refused (409) if no channel is connected."""
         ...
 
     async def stop_receiver(self) -> None:
@@ -366,7 +365,7 @@ class EngineBackend(Protocol):
     async def state_dict_info(self) -> dict[str, TensorInfo]: ...
 
     async def reload(self, path: Path) -> None:
-        """Load a checkpoint directory of the same architecture into the running engine; drops the adapter."""
+        """Load a checkpoint directory of the same architecture into the running engine; drop the adapter."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -378,13 +377,13 @@ class EngineBackend(Protocol):
     async def is_paused(self) -> bool: ...
 
     async def sleep(self, level: int) -> None:
-        """Give memory back (level 1: weights to the host; 2: weights dropped). Idempotent."""
+        """Free memory (level 1: move weights to host memory; 2: drop them). Idempotent."""
         ...
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
-        """Take back these parts of the memory; once none is missing, generation continues. Idempotent.
+        """Reallocate these parts of memory; once none is missing, generation continues. Idempotent.
 
-        With the weights alone back, they can be changed while the cache is still away.
+        With only the weights restored, they can be changed before the cache is reallocated.
         """
         ...
 
@@ -393,13 +392,13 @@ class EngineBackend(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def label_weights(self, version: int) -> None:
-        """Have each token that is sampled from now on said to be of this version, if the engine can."""
+        """Label each token sampled from now on with this version, if the engine supports it."""
         ...
 
     def check_alive(self) -> None:
-        """Raise EngineUnreachable if the engine is dead, although its server answers."""
+        """Raise EngineUnreachable if the engine is dead although its server answers."""
         ...
 
     async def health(self) -> None:
-        """Raise EngineError where nothing can be generated: the engine is dead, or its weights are unusable."""
+        """Raise EngineError if nothing can be generated: the engine is dead, or its weights are unusable."""
         ...

@@ -1,4 +1,4 @@
-"""The JSON of a request: every field has a type, an unknown one is an error that names its neighbour."""
+"""Parsing of JSON requests: fields are typed, and the error for an unknown field names the closest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lachesis.common.json_values import is_object
 
 
 class Refused(EngineError):
-    """A request that is refused by the caller's fault. The engine continues as before.
+    """The error for an invalid request. The engine continues as before.
 
     ``status`` is the HTTP status: 400 malformed, 401 no token, 403 not allowed there, 404 unknown name,
     409 not in this state, 413 too large, 422 well-formed but it does not fit this model.
@@ -42,14 +42,14 @@ def _without_nul(text: str) -> str:
     return text
 
 
-# Scalars of JSON are not converted into each other: neither "2" nor true is a number.
+# JSON scalars are not converted: neither "2" nor true is a number.
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Whole = Annotated[int, Strict()]
 Count = Annotated[Whole, Field(ge=0)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 TokenIds = Annotated[tuple[Count, ...], Field(fail_fast=True)]
-# Before a list of texts: a single one may be written without the list.
+# Validator for a list of texts: a single text may stand without a list.
 SINGLE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
@@ -78,7 +78,7 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
     Args:
         document: the object.
         names: allowed names.
-        where: its place for messages, as in "lora"; empty for the body itself.
+        where: its place in messages, as in "lora"; empty for the body itself.
 
     Raises:
         Refused: (400) it has another name.
@@ -92,7 +92,7 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
 
 
 def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", context: Any = None) -> R:
-    """Parse the object of a body, which messages call ``where``, into a request; ``context`` is for validators.
+    """Parse a JSON object into a request; ``where`` names it in messages, ``context`` is for validators.
 
     Raises:
         Refused: (400) a field is unknown, missing, of the wrong type or out of range; also whatever validators raise.
@@ -114,7 +114,7 @@ def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", contex
 def fault_of(error: ValidationError, *, where: str = "") -> str:
     """Describe the first invalid field."""
     fault: ErrorDetails = error.errors(include_url=False)[0]
-    # Without names that are not in the body: the field that gathers the sampling fields, and the tags of unions.
+    # Skip names that are not in the body: the field that collects sampling fields, and the tags of unions.
     parts = [str(part) for part in (where, *fault["loc"]) if part not in ("", "sampling") and "[" not in str(part)]
     name = ".".join(parts)
     if fault["type"] == "missing":

@@ -42,12 +42,12 @@ ARRAYS = "application/x-safetensors"
 _MAX_N = 1024
 _MAX_INT = (1 << 63) - 1
 _SYNONYMS = ("max_new_tokens", "max_completion_tokens")
-# What JSON has for the logprob of a token that was cut: it knows no infinity.
+# The logprob of a removed token in JSON, which has no infinity.
 _LEAST_LOGPROB = -9999.0
 
 
 class Sampling(TypedDict, total=False):
-    """The sampling fields whose meaning is known here; an engine may take others, which it checks itself."""
+    """The sampling fields known here; an engine may accept and check others."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -71,12 +71,12 @@ class Sampling(TypedDict, total=False):
 
 
 class SampledBody(Request):
-    """Fields that all bodies which request completions share.
+    """The fields shared by all bodies that request completions.
 
-    ``sampling`` holds the fields that the caller gave, under vLLM's names; in the body they stand beside the others.
+    ``sampling`` holds the caller's sampling fields, under vLLM's names; in the body they are beside the other fields.
     """
 
-    # OpenAI clients hand these through from their callers; they have no meaning here.
+    # OpenAI clients pass these on from their callers; they have no effect here.
     also = frozenset({
         "timeout", "user", "extra_body", "extra_headers", "extra_query", "tools", "tool_choice", "messages",
     })  # fmt: skip
@@ -100,13 +100,12 @@ def _images(value: Any) -> Any:
 
 
 class GenerateBody(SampledBody):
-    """Body of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
+    """The body of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
 
-    ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
-    always returned. Without ``text`` tokens are decoded only if there are stop strings. ``routed_experts``
-    asks a mixture-of-experts model which experts it used. ``images`` are :meth:`PromptImages.encoded`, and the
-    prompt's token ids have their placeholders. (A trainer asks its engine by a
-    :class:`~lachesis.common.types.GenerationRequest`.)
+    ``logprobs = k`` requests the ``k`` likeliest tokens at each position besides the sampled one, whose logprob is
+    always returned. Without ``text`` tokens are decoded only if there are stop strings. ``routed_experts`` asks a
+    mixture-of-experts model which experts it used. ``images`` are :meth:`PromptImages.encoded`, and the prompt's token
+    ids have their placeholders. (A trainer asks its engine by a :class:`~lachesis.common.types.GenerationRequest`.)
     """
 
     prompt: Text | None = None
@@ -121,7 +120,7 @@ class GenerateBody(SampledBody):
     @model_validator(mode="before")
     @classmethod
     def _one_prompt(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """``prompt`` may also be token ids, or an object that names either."""
+        """Accept token ids, or an object with text or token ids, as ``prompt``."""
         prompt = fields.get("prompt")
         if prompt is not None and fields.get("prompt_token_ids") is not None:
             raise Refused("the body has both prompt and prompt_token_ids", remedy="send one of them")
@@ -142,7 +141,7 @@ T = TypeVar("T")
 
 
 class TokenVersions(NamedTuple):
-    """Version of the weights that sampled the tokens from ``start`` up to ``end``, as vLLM counts them."""
+    """The weight version that sampled the tokens from ``start`` up to ``end``, by vLLM's count."""
 
     version: int
     start: int
@@ -151,14 +150,12 @@ class TokenVersions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCompletion(Completion):
-    """A completion of T tokens and what only its server knows; the routes fill in ``versions``.
+    """A completion of T tokens with details that only its server has; the routes fill in ``versions``.
 
-    They are those of ``token_versions`` where the engine labels each token, else those of the times.
-
-    ``top_logprobs`` [T], where asked for, map token ids to logprobs, the sampled token first. The times are
-    ``time.monotonic()`` of this host at the first and the last token. A completion that was ended has the finish
-    reason ``abort`` and may be empty. ``cached_tokens`` of the prompt were read from the prefix cache, ``None`` where
-    that is not known.
+    Versions come from ``token_versions`` if the engine labels each token, else from the times. ``top_logprobs`` [T], if
+    requested, map token ids to logprobs, the sampled token first. The times are ``time.monotonic()`` of this host at
+    the first and the last token. An aborted completion has the finish reason ``abort`` and may be empty.
+    ``cached_tokens`` is the number of prompt tokens read from the prefix cache, ``None`` if unknown.
     """
 
     versions: VersionSpan = UNKNOWN_VERSIONS
@@ -174,7 +171,7 @@ class GenerateCompletion(Completion):
 class GenerateResult:
     """Completions of a request, in order.
 
-    ``prompt_logprobs`` [P], where asked for, has ``None`` for the first position and a map for the others.
+    ``prompt_logprobs`` [P], if requested, has ``None`` for the first position and a map for each other one.
     """
 
     prompt: str | None
@@ -185,7 +182,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """New part of completion ``index`` since its last chunk; ``finish_reason`` is set in its last one.
+    """The part of completion ``index`` since its last chunk; ``finish_reason`` is set in the last one.
 
     ``prompt_token_ids`` come with the first chunk of a request. ``time`` is ``time.monotonic()`` at the last
     token of the chunk.
@@ -202,7 +199,7 @@ class GenerateChunk:
 
 
 class VersionClock:
-    """The weight version over time. Starts at version 0, the weights that the server was started with."""
+    """The history of weight versions. It starts at version 0, the weights at the server's start."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -210,7 +207,7 @@ class VersionClock:
 
     @property
     def current(self) -> int:
-        """Version in force now."""
+        """Return the current version."""
         return self._versions[-1]
 
     def record(self, version: int) -> None:
@@ -227,14 +224,14 @@ class VersionClock:
         return VersionSpan(self.at(first), self.at(last))
 
     def of(self, completion: GenerateCompletion) -> VersionSpan:
-        """Return the versions of the first and the last token: the engine's own where it says them."""
+        """Return the versions of the first and the last token: the engine's labels if it has them."""
         if told := completion.token_versions:
             return VersionSpan(told[0].version, told[-1].version)
         return self.span(completion.first_token_time, completion.last_token_time)
 
 
 def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields: Collection[str]) -> B:
-    """Parse a body that has an engine's sampling fields among its own.
+    """Parse a body that contains an engine's sampling fields beside its own.
 
     Raises:
         Refused: (400) a field is unknown, of the wrong type or out of range, or there is no prompt, or two.
@@ -251,10 +248,10 @@ def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields
 def result_document(result: GenerateResult, *, request: GenerateBody, clock: VersionClock) -> dict[str, Any]:
     """Return the answer of ``/generate``.
 
-    ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
+    ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless requested.
     ``routed_experts[i]``, if asked for, are the numbers of :class:`RoutedExperts`. ``cached_tokens[i]`` of the
     prompt were in the prefix cache, null if unknown; the field is missing if it is unknown for all.
-    ``weight_versions[i]``, where the engine says them, are the versions by token.
+    ``weight_versions[i]`` are the versions by token, if the engine labels them.
     """
     done = result.completions
     document: dict[str, Any] = {
@@ -344,10 +341,10 @@ def read_arrays(data: bytes) -> dict[str, Any]:
 
 
 def _divided(values: list[T], lengths: Sequence[int]) -> list[list[T]]:
-    """Parts of these lengths, one after the other: np.split takes a microsecond and more for each of them.
+    """Split values into consecutive parts of these lengths; np.split takes a microsecond or more per part.
 
     Raises:
-        ValueError: they are not all.
+        ValueError: the lengths do not add up to the number of values.
     """
     if sum(lengths) != len(values) or min(lengths, default=0) < 0:
         raise ValueError(f"{len(values)} values for parts of {sum(lengths)}")
@@ -374,10 +371,10 @@ def chunk_document(chunk: GenerateChunk, *, request: GenerateBody, versions: tup
 
 
 def finite(logprob: float) -> float:
-    """Return a logprob as JSON can hold it.
+    """Return a logprob as a finite number, for JSON.
 
     Raises:
-        EngineError: it is NaN.
+        EngineError: the logprob is NaN.
     """
     if math.isnan(logprob):
         raise EngineError(

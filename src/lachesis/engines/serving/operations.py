@@ -1,7 +1,7 @@
-"""Every operation of an inference server, a row each: servers mount the table, clients call its rows.
+"""The table of all operations of an inference server: servers mount it, clients call its rows.
 
-A new operation is a row here, with the types of its body and of its answer, and a method of that name on the
-engines, or on :class:`~lachesis.engines.serving.server.Server` where the engine has no part in it.
+A new operation is a row here, with the types of its body and answer, and a method of that name on the engines, or on
+:class:`~lachesis.engines.serving.server.Server` if it does not involve the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VERSION = "weight_version"
 
 
 def _resolved(path: Any, info: ValidationInfo) -> Any:
-    """Return a path without links; on a server, whose context resolves paths, one inside its roots."""
+    """Return a path without symbolic links; on a server, require that it is inside the server's roots."""
     if not (isinstance(path, str | Path) and str(path)):
         raise ValueError("Input should be a path")
     return path if info.context is None else info.context(path)
@@ -62,7 +62,7 @@ Hex = Annotated[int, BeforeValidator(_from_hex), PlainSerializer("{:016x}".forma
 
 
 class Nothing(Request):
-    """No fields."""
+    """A request without fields."""
 
 
 class Claim(Request):
@@ -75,7 +75,7 @@ class Release(Request):
 
 
 class LoadAdapter(Request):
-    """Without a version it is counted one up."""
+    """The request to load an adapter. Without a version the current one is incremented."""
 
     aliases: ClassVar = {"lora_path": "adapter_path", "lora_name": "adapter_name"}
     also = ("lora_int_id", "load_inplace")
@@ -86,7 +86,7 @@ class LoadAdapter(Request):
 
 
 class UnloadAdapter(Request):
-    """Without a name it is the adapter in force."""
+    """The request to unload an adapter, by default the active one."""
 
     aliases: ClassVar = {"lora_name": "adapter_name"}
     also = ("lora_int_id",)
@@ -117,7 +117,7 @@ class Sleep(Request):
 
 
 class WakeUp(Request):
-    """Request to take back parts of the memory, by vLLM's names: ``weights``, ``kv_cache``, or both."""
+    """The request to reallocate parts of memory, by vLLM's names: ``weights``, ``kv_cache``, or both."""
 
     tags: Annotated[tuple[MemoryPart, ...], SINGLE] = MEMORY_PARTS
 
@@ -127,32 +127,32 @@ class CanaryRequest(Request):
 
 
 class ProofRequest(CanaryRequest, DigestRequest):
-    """Request for a canary reading and for digests of tensors, at the same weights."""
+    """The request for a canary reading and digests of tensors at the same weights."""
 
 
 class Empty(BaseModel):
-    """Nothing."""
+    """An empty answer."""
 
 
 class Answer(BaseModel):
-    """Base of all answers about weights, with their version and the server's session."""
+    """The base of all answers about weights, with their version and the server's session."""
 
     weight_version: int = -1
     session_id: str = ""
 
 
 class Stamped(BaseModel):
-    """The same, of answers that are worth nothing to a client that does not learn whose weights they are about."""
+    """The base of answers in which a client requires the version and the session."""
 
     weight_version: int
     session_id: str
 
 
 class ServerInfo(Stamped):
-    """Identity and state of a server. In the answer the model's fields stand beside the others.
+    """The identity and state of a server. In the answer the model's fields are beside the others.
 
-    ``url`` is the server's address for clients. ``generated_tokens`` counts all tokens since the engine's start, also
-    of unfinished requests; ``None`` if it does not count them.
+    ``url`` is the server's address for clients. ``generated_tokens`` counts all tokens since the engine's start,
+    including unfinished requests; ``None`` if not counted.
     """
 
     url: str = Field(default="", exclude=True)
@@ -208,7 +208,7 @@ class LoraStatus(Answer):
 
 
 class ReceiverReport(BaseModel):
-    """State of the receiver, and the specification it was started with."""
+    """The state of the receiver, and the specification with which it was started."""
 
     status: ReceiverState
     detail: str = ""
@@ -224,7 +224,7 @@ class ReceiverReport(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_engine(cls, found: Any) -> Any:
-        """Accept, on a server, the engine's status, alone or among the server's state."""
+        """Accept, on a server, the engine's status, alone or within the server's state."""
         known = found if is_object(found) else {}
         receiver = known.get("receiver") if is_object(found) else found
         if not isinstance(receiver, ReceiverStatus):
@@ -240,11 +240,11 @@ class ReceiverReport(BaseModel):
 
 
 class Receiving(ReceiverReport, Answer):
-    """The same with the stamp."""
+    """A receiver report with version and session."""
 
 
 class Debug(ServerInfo):
-    """Content of :class:`ServerInfo`, the receiver, and the documented environment variables of this server."""
+    """The content of :class:`ServerInfo`, the receiver's state, and this server's documented environment variables."""
 
     receiver: ReceiverReport
     adapter_roots: list[Path]
@@ -266,28 +266,28 @@ class Digests(Stamped):
 
     @property
     def version(self) -> int:
-        """Version of the digested weights."""
+        """Return the version of the digested weights."""
         return self.weight_version
 
 
 class Proof(Canary, Digests):
-    """Both of the same weights."""
+    """A canary reading and digests of the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Q, A]):
-    """Route with its request and its answer.
+    """An operation: a route with its request and answer.
 
     Args:
-        name: method that does it: of ``Server``, with the request, or of the engine, with the request's fields
+        name: the method that performs it: of ``Server``, with the request, or of the engine, with the request's fields
             as keywords. It returns the part of the answer beyond the server's state. Empty if there is no such part.
-        path: of the route; ``aliases`` lead to the same.
+        path: the route's path; ``aliases`` are other paths to it.
         request: class that a body is parsed into.
         answer: class of the answer that clients get.
         method: GET has no body.
-        guarded: True if it needs the session's token. An unguarded operation changes nothing, and may be sent again.
-        loading: for changes of weights, a description with the request's fields in braces: one such operation
-            runs at a time, and at its end the prefix cache is reset and the request's version counts.
+        guarded: True if it needs the session's token. An unguarded operation changes nothing and may be resent.
+        loading: for changes of weights, a description with the request's fields in braces. One such operation runs at a
+            time; at its end the prefix cache is reset and the request's version is recorded.
     """
 
     name: str
@@ -311,7 +311,7 @@ LORA_STATUS = Operation("lora_status", "/lora/status", Nothing, LoraStatus, meth
 RECEIVER = Operation("", "/nccl/status", Nothing, Receiving, method="GET", guarded=False)
 STATE_DICT = Operation("state_dict", "/bridge/state_dict_info", Nothing, StateDict, method="GET", guarded=False)
 CANARY = Operation("canary", "/bridge/canary", CanaryRequest, Canary, guarded=False)
-# vLLM has this route with --enable-scale-out only, and names tokens otherwise.
+# vLLM has this route only with --enable-scale-out, with other names for tokens.
 TOKENS = Operation("generate_tokens", "/inference/v1/generate", TokensBody, TokensAnswer, guarded=False)
 DIGESTS = Operation("digests", "/bridge/digests", DigestRequest, Digests, guarded=False)
 PROVE = Operation("prove", "/bridge/prove", ProofRequest, Proof, guarded=False)

@@ -1,4 +1,4 @@
-"""An inference server over any engine: its session and owner, one change of weights at a time, and all its routes."""
+"""An inference server over any engine: its session, its owner, its routes, and one change of weights at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Found = Mapping[str, Any] | None
 _MAX_BODY = 32 << 20
 # That of a prompt with images, which are sent as the numbers that a model takes.
 _MAX_GENERATE = 1 << 30
-_CLOSED_REQUEST = 499  # nobody reads it; the name that nginx gave it
+_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client reads it
 _STATUS: dict[type[LachesisError], int] = {EngineUnreachable: 503, DeadlineExceeded: 504}
 _PROBE_S = 30.0
 _VARIABLES = (
@@ -56,12 +56,12 @@ _VARIABLES = (
 
 
 class Server:
-    """Server with its own state, and a method for each operation that is not the engine's alone.
+    """A server with its state, and a method for each operation that involves more than the engine.
 
     Args:
         served: the engine.
-        session: of this server.
-        adapter_roots: adapters, checkpoints and bridge files are inside of these directories only.
+        session: the server's session.
+        adapter_roots: the directories in which adapters, checkpoints and bridge files must be.
     """
 
     def __init__(self, served: EngineBackend, *, session: Session, adapter_roots: Sequence[Path]) -> None:
@@ -74,14 +74,14 @@ class Server:
 
     @property
     def stamp(self) -> dict[str, Any]:
-        """Version and session, which every answer about weights has."""
+        """Return the version and the session, which every answer about weights has."""
         return {"weight_version": self.clock.current, "session_id": self.session.session_id}
 
     async def state(self) -> dict[str, Any]:
-        """Return the server's state, from which each answer takes the fields that it has.
+        """Return the server's state, from which each answer takes its fields.
 
         Raises:
-            EngineUnreachable: its engine is dead.
+            EngineUnreachable: the engine is dead.
         """
         self.served.check_alive()
         return {
@@ -115,7 +115,7 @@ class Server:
         """Return ``path`` without symbolic links.
 
         Raises:
-            Refused: (403) it, or an entry of the directory it names, is outside of the adapter roots.
+            Refused: (403) the path, or an entry of that directory, is outside the adapter roots.
         """
         try:
             resolved = Path(path).expanduser().resolve()
@@ -157,12 +157,12 @@ class Server:
         return answer.model_dump(mode="json")
 
     async def _change_weights(self, what: str, change: Callable[[], Awaitable[Found]], *, version: int | None) -> Found:
-        """Run ``change``, drop caches of the old weights, then record the version; ``None`` counts one up.
+        """Run ``change``, drop caches of the old weights, then record the version; ``None`` increments it.
 
-        A change that fails leaves the version. It runs to its end even if the client has gone.
+        A failed change leaves the version. A change runs to its end even if the client disconnects.
 
         Raises:
-            Refused: (409) another change is running; ``what`` it does is in the error.
+            Refused: (409) another change is running; the error describes it.
         """
         if self._changing is not None:
             raise Refused(f"the weights are being changed: {self._changing}", status=409, remedy="wait for its end")
@@ -181,7 +181,7 @@ class Server:
 
         return await asyncio.shield(asyncio.ensure_future(whole()))
 
-    # The operations that the engine does not do alone: what they find goes into the answer.
+    # Operations that involve more than the engine; their results go into the answer.
 
     async def health_generate(self, _: ops.Nothing) -> None:
         """Generate one token, or refuse (503) with the reason."""
@@ -238,7 +238,7 @@ class Server:
         return {**canary, **digests}
 
     async def claim(self, request: ops.Claim) -> None:
-        """Note that the owner changes the weights from now on. Refused (409) where another one does."""
+        """Record that this owner changes the weights from now on. Refused (409) if there is another owner."""
         if self.owner not in (None, request.owner) and not request.takeover:
             raise Refused(
                 f"this engine belongs to {self.owner!r}; {request.owner!r} cannot have it",
@@ -273,7 +273,7 @@ class Server:
         await self.served.start_receiver(spec)
 
     async def set_version(self, _: ops.NewVersion) -> None:
-        """Shared storage: the trainer has written the weights itself."""
+        """Record the version of weights that the trainer has written itself, into shared memory."""
 
     def _max_rank(self) -> int:
         info = self.served.model_info()
@@ -287,10 +287,10 @@ def _finite(logprobs: Sequence[float]) -> list[float]:
 
 
 def check_model(name: str | None, *, info: ModelInfo, adapter: AdapterStatus | None) -> None:
-    """Check a model name: the base's, ``policy`` and the adapter's all mean the weights in force.
+    """Check a model name: the base's, ``policy`` and the adapter's name all mean the current weights.
 
     Raises:
-        Refused: (404) it is none of these names.
+        Refused: (404) it is not one of these names.
     """
     names = [*info.served_names, info.model, POLICY, *([adapter.name] if adapter else [])]
     if name is not None and name not in names:
@@ -302,13 +302,13 @@ def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
     """Check a prompt of token ids before generation.
 
     Raises:
-        Refused: (400) the model does not know a token, or the context is too short for prompt and completion.
+        Refused: (400) a token is not in the vocabulary, or the context is too short for prompt and completion.
     """
     token_ids = request.prompt_token_ids
     if token_ids is None:
         return
     check_token_ids(token_ids, info=info)
-    # Without max_tokens the engine takes as many as there is room for, and at least one.
+    # Without max_tokens the engine generates as many as fit, at least one.
     wanted = request.sampling.get("max_tokens", 1)
     if len(token_ids) + wanted > info.max_model_len:
         raise Refused(
@@ -319,7 +319,7 @@ def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], *, info: ModelInfo) -> None:
-    """Raise Refused (400) for a token id that the model does not know."""
+    """Raise Refused (400) for a token id outside the vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         raise Refused(
             f"token id {max(token_ids)} is outside of 0 to {info.vocab_size - 1}",
@@ -332,7 +332,7 @@ def engine_routes(served: EngineBackend, *, session: Session, adapter_roots: Seq
 
     Args:
         served: the engine that answers.
-        session: of this server; its token guards every route that changes something.
+        session: the server's session; its token guards every route that changes something.
         adapter_roots: only files inside these directories are loaded or written.
     """
     server = Server(served, session=session, adapter_roots=adapter_roots)
@@ -376,7 +376,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
 
 
 def error_response(error: LachesisError) -> JSONResponse:
-    """Return the answer to an error: Refused has its own status, a dead engine 503, a deadline 504, all else 500."""
+    """Return the response for an error: Refused has its own status, a dead engine 503, a deadline 504, others 500."""
     status = error.status if isinstance(error, Refused) else _STATUS.get(type(error), 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_document(error), status_code=status, headers=headers)
@@ -394,7 +394,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Wait for ``work``, and cancel it when the client disconnects.
 
     Raises:
-        Refused: the client has disconnected, so nobody reads this error.
+        Refused: the client has disconnected, so this error is not read.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
@@ -409,7 +409,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def event_stream(first: str, rest: AsyncIterator[str]) -> StreamingResponse:
-    """Return server-sent events: each text is a ``data:``, the last is ``[DONE]``; an error in between is an event."""
+    """Return server-sent events: each text becomes a ``data:`` event, an error too; the last event is ``[DONE]``."""
 
     async def events() -> AsyncIterator[str]:
         yield f"data: {first}\n\n"
@@ -428,11 +428,11 @@ def event_stream(first: str, rest: AsyncIterator[str]) -> StreamingResponse:
 def _endpoint(server: Server, operation: ops.Operation[Any, Any]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         if operation.guarded:
-            # Before the body: who may not change anything learns nothing about it.
+            # Before parsing the body, so that unauthorized clients learn nothing about it.
             server.check_token(request.headers.get("authorization"))
         document = await read_body(request) if operation.method == "POST" else {}
         answer = server.run(operation, document)
-        # What changes nothing ends with the client that asked for it.
+        # Read-only operations are cancelled if their client disconnects.
         return JSONResponse(await (answer if operation.guarded else while_connected(request, answer)))
 
     return endpoint
@@ -453,7 +453,7 @@ async def _generate(server: Server, request: Request) -> Response:
             arrays = result_arrays(result, clock=server.clock, session_id=server.session.session_id)
             return Response(arrays, media_type=ARRAYS)
         answer = result_document(result, request=wanted, clock=server.clock)
-        # Two numbers for each token: the standard library would hold up the server's loop several times as long.
+        # Two numbers per token: the standard library's json would block the event loop several times as long.
         body = to_json(answer | {"session_id": server.session.session_id})
         return Response(body, media_type="application/json")
     chunks = _chunks(server, wanted)

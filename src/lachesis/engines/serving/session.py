@@ -1,4 +1,4 @@
-"""A server's session: who it is and the token that lets a client on this machine change its weights. No torch."""
+"""A server's session: its identity, and the token with which a local client may change its weights. No torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DIRECTORY_VARIABLE = "LACHESIS_SESSION_DIR"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Life of a server from its start to its end.
+    """The lifetime of a server process.
 
-    ``session_id`` is in all its answers about weights; ``token`` is its secret. Adapters and checkpoints load
-    from inside ``adapter_roots`` only, which are absolute.
+    ``session_id`` is in all its answers about weights; ``token`` is its secret. Adapters and checkpoints load only from
+    inside ``adapter_roots``, which are absolute.
     """
 
     session_id: str
@@ -39,7 +39,7 @@ class Session:
 
 
 def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), token: str | None = None) -> Session:
-    """Return a session of this process, not yet written, with ``token``, the environment's, or a random one."""
+    """Return an unwritten session of this process, with ``token``, else the environment's, else a random one."""
     return Session(
         session_id=uuid.uuid4().hex,
         token=token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32),
@@ -59,19 +59,19 @@ def session_directory() -> Path:
 
 
 def session_path(port: int) -> Path:
-    """Return the file of the server that listens on ``port``."""
+    """Return the session file of the server that listens on ``port``."""
     return session_directory() / f"{port}.json"
 
 
 def write_session(session: Session) -> Path:
-    """Write the session where clients of the same user find it, readable by that user alone.
+    """Write the session where clients of the same user find it, readable only by that user.
 
     Raises:
         EngineError: the directory cannot be written.
     """
     path = session_path(session.port)
     document = asdict(session) | {"adapter_roots": [str(root) for root in session.adapter_roots]}
-    # The umask is of the whole process, but servers write their session before they start threads.
+    # The umask is process-wide, but servers write their session before they start threads.
     before = os.umask(0o077)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +87,7 @@ def write_session(session: Session) -> Path:
 
 
 def remove_session(session: Session) -> None:
-    """Remove the session's file, unless another server has taken its place. Idempotent."""
+    """Remove the session's file, unless another server has replaced it. Idempotent."""
     path = session_path(session.port)
     try:
         written = json.loads(path.read_text())
@@ -101,7 +101,7 @@ def read_session(url: str) -> Session | None:
     """Read the session of the server at ``url`` if it runs on this machine under this user; else ``None``.
 
     Raises:
-        EngineError: the file exists, but it is damaged or could have been written by another user.
+        EngineError: the file exists, but is damaged or may have been written by another user.
     """
     parts = urlsplit(url)
     if not _is_local(parts.hostname or ""):
@@ -130,7 +130,7 @@ def read_session(url: str) -> Session | None:
 
 
 def session_token(url: str) -> str:
-    """Return the token for the server at ``url``: the environment's, or that of its session file.
+    """Return the token for the server at ``url``, from the environment or its session file.
 
     Raises:
         EngineError: neither exists.
@@ -152,7 +152,7 @@ def _is_local(host: str) -> bool:
         return True
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-        # An address is this machine's exactly if a socket can be bound to it.
+        # An address belongs to this machine if and only if a socket can be bound to it.
         for address in addresses:
             with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
                 probe.bind((address, 0))

@@ -1,4 +1,4 @@
-"""``/inference/v1/generate``: token ids in, token ids out, as the train clients of verifiers ask for it."""
+"""The route ``/inference/v1/generate``: token ids in, token ids out, for the train clients of verifiers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lachesis.common.types import Completion
 from lachesis.engines.serving.bodies import Refused, Request, Text, TokenIds
 from lachesis.engines.serving.generation import GenerateBody, GenerateResult, finite, parse_sampled
 
-# Fields of ``sampling_params`` that change no answer here: the logprob of each sampled token always comes back, and the
-# experts that were used do not.
+# Fields of ``sampling_params`` without effect here: answers always have the logprob of each sampled token, and never
+# the routed experts.
 _WITHOUT_MEANING = ("logprobs", "routed_experts_prompt_start")
 
 
 class TokensBody(Request):
     """Body with a prompt as token ids, and vLLM's sampling parameters under their names."""
 
-    # The salt of the prefix cache is the server's own, one for each version of the weights; ids always come back.
+    # The server sets the prefix cache's salt, one per weight version; answers always have token ids.
     also = ("cache_salt", "return_token_ids")
 
     token_ids: TokenIds
@@ -28,7 +28,7 @@ class TokensBody(Request):
 
 
 class TokenLogprob(BaseModel):
-    """``token`` is ``token_id:N``, so that none is read as the text of another one."""
+    """A token's logprob; ``token`` is ``token_id:N``, so that it cannot be mistaken for another token's text."""
 
     token: str
     logprob: float
@@ -39,7 +39,7 @@ class ChoiceLogprobs(BaseModel):
 
 
 class TokensChoice(BaseModel):
-    """Completion of T tokens; ``logprobs.content`` has T entries."""
+    """A completion of T tokens; ``logprobs.content`` has T entries."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class TokensAnswer(BaseModel):
 
 
 def generate_body(body: TokensBody, *, sampling_fields: Collection[str]) -> GenerateBody:
-    """Return the request in the engines' form.
+    """Convert the request to the engines' form.
 
     Raises:
         Refused: (400) a sampling parameter is unknown, of the wrong type or out of range.
@@ -73,7 +73,7 @@ def tokens_answer(result: GenerateResult, *, request_id: str) -> TokensAnswer:
 
 
 def token_choice(completion: Completion, *, index: int) -> TokensChoice:
-    """Return a completion as it stands in an answer."""
+    """Convert a completion to its form in an answer."""
     places = zip(completion.token_ids, completion.logprobs, strict=True)
     content = [TokenLogprob(token=f"token_id:{token}", logprob=finite(value)) for token, value in places]
     return TokensChoice(

@@ -43,9 +43,9 @@ from lachesis.transport.shared_tensors import SharedTensor
 logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.2
-# An update of 8 billion parameters comes 10 ms after this, so what looks first looks soon again.
+# An update of 8 billion parameters arrives about 10 ms later, so the first poll is short.
 _ARRIVAL_S, _FIRST_LOOK_S = 0.05, 0.003
-# How often a call that waits for the engine looks whether it lives.
+# Seconds between checks that the engine is alive, during calls that wait for it.
 _LOOK_S = 0.5
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class VllmBackend:
 
     Args:
         engine: vLLM's ``EngineClient``.
-        model: as the server was started with; ``served_names`` are the names that requests may use.
-        session: of the server; goes into the bridge file.
+        model: the served model; ``served_names`` are the names that requests may use.
+        session: the server's session, which goes into the bridge file.
     """
 
     def __init__(self, engine: Any, *, model: str, served_names: Sequence[str], session: Session) -> None:
@@ -68,7 +68,7 @@ class VllmBackend:
         self._lora_config = config.lora_config
         self.lora_request: Any = None
         if self._lora_config is not None:
-            # The path is never read: the number is registered as long as the engine lives.
+            # The path is never read: the id is registered as long as the engine lives.
             self.lora_request = compat.LoRARequest(lora_name=POLICY, lora_int_id=ADAPTER_ID, lora_path="in-memory")
         self._generator = Generator(
             engine,
@@ -85,16 +85,15 @@ class VllmBackend:
         self._unusable = ""
         self._cache_epoch = 0
         self._cache_is_stale = False
-        self._emptying: asyncio.Task[None] | None = None  # asyncio itself holds no task
+        self._emptying: asyncio.Task[None] | None = None  # asyncio keeps only weak references to tasks
         self.sampling_fields = compat.sampling_fields()
         self.kind = compat.engine_kind()
 
     async def start(self) -> None:
-        """Prepare the workers; before the first request.
+        """Prepare the workers. Call it before the first request.
 
         Raises:
-            Refused: the engine is spread over workers in a way in which its weights cannot be changed, or it guesses
-                tokens.
+            Refused: the engine's parallelism does not allow changes of weights, or it uses speculative decoding.
         """
         if self._engine.vllm_config.speculative_config is not None:
             raise Refused(
@@ -136,7 +135,7 @@ class VllmBackend:
     # Generation.
 
     async def wait_until_running(self) -> None:
-        """Return once the engine is neither paused nor asleep. Raises EngineError where it cannot serve any more."""
+        """Wait until the engine is neither paused nor asleep. Raise EngineError if it cannot serve any more."""
         self._check_usable()
         if not self._gate.is_open:
             await self._answered(self._gate.wait())
@@ -172,11 +171,11 @@ class VllmBackend:
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
         config = self._engine.vllm_config
-        length = config.cache_config.block_size + 1  # whole blocks are cached, and never the last token
+        length = config.cache_config.block_size + 1  # only whole blocks are cached, and never the last token
         if not config.cache_config.enable_prefix_caching or length >= config.model_config.max_model_len:
             return 0
         self._check_usable()
-        # Turned by one, so that it begins as no prompt does.
+        # Rotated by one, so that it shares no prefix with a real prompt.
         probe = tuple(islice(cycle((*token_ids[1:], token_ids[0])), length))
         async with self._gate.running():
             return await self._answered(self._generator.cached_tokens(probe, cache_salt=self.cache_salt))
@@ -243,7 +242,7 @@ class VllmBackend:
             received = await self._receive()
         except BaseException as error:
             if isinstance(error, EngineError) and self._engine.errored:
-                end_this_process()  # no session of a dead engine comes back
+                end_this_process()  # a dead engine's session never returns
             await self._update_receiver()
             raise
         self._receiver = replace(self._receiver, updates=received["updates"], copied=received["copied"])
@@ -272,7 +271,7 @@ class VllmBackend:
         return self._gate.paused
 
     async def sleep(self, level: int) -> None:
-        on_cpu = self._device.startswith("cpu")  # where vLLM stops generating and gives nothing back
+        on_cpu = self._device.startswith("cpu")  # without sleep mode vLLM would stop generating but free nothing
         if not on_cpu and not self._engine.vllm_config.model_config.enable_sleep_mode:
             raise Refused("this server cannot give memory back", status=409, remedy="start it with --enable-sleep-mode")
         if level == 2 and not on_cpu and self._lora_config is not None and not compat.can_reload_under_lora():
@@ -300,11 +299,11 @@ class VllmBackend:
         return f"weights-{self._cache_epoch}"
 
     async def reset_prefix_cache(self) -> None:
-        """Keep new requests from reading cache entries of other weights.
+        """Prevent new requests from reading cache entries of old weights.
 
-        vLLM can empty the cache only while no request is in flight, or by computing requests in flight anew.
-        New requests get another salt instead, and those in flight continue with what they have. Emptying is tried
-        without waiting for it, since it may take a step of the requests in flight.
+        vLLM can empty the cache only if no request is in flight, or by recomputing requests in flight. New requests get
+        a new salt instead, and those in flight keep their cache. Emptying is started without waiting for it, because it
+        may take a step of the requests in flight.
         """
         self._cache_epoch += 1
         self._cache_is_stale = True
@@ -320,14 +319,14 @@ class VllmBackend:
         epoch = self._cache_epoch
         try:
             emptied = await self._answered(self._engine.reset_prefix_cache())
-        except LachesisError as error:  # the engine is dead, which the next call says to somebody
+        except LachesisError as error:  # the engine is dead, which the next call reports
             logger.warning("the prefix cache was not emptied: %s", error.message)
             return
         if epoch == self._cache_epoch:
             self._cache_is_stale = not emptied
 
     async def empty_stale_cache(self) -> None:
-        """Empty the cache for requests that cannot have a salt; requests in flight are computed anew."""
+        """Empty the cache, for requests that cannot have a salt; requests in flight are recomputed."""
         if self._cache_is_stale:
             await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._cache_is_stale = False
@@ -342,7 +341,7 @@ class VllmBackend:
         await self._answered(self._engine.check_health())
 
     async def _answered(self, call: Awaitable[T]) -> T:
-        """Await the engine's answer; raises EngineUnreachable if it dies meanwhile, when vLLM never ends the call."""
+        """Await the engine's answer. Raise EngineUnreachable if it dies meanwhile, because vLLM would never return."""
         answer = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
@@ -358,7 +357,7 @@ class VllmBackend:
             raise EngineError(self._unusable, remedy="reload weights (/bridge/reload) or restart the server")
 
     async def _change_base(self, method: str, **arguments: Any) -> list[Any]:
-        """Call all workers with a method that may replace the base weights, and drop the adapter if it did."""
+        """Call a method on all workers that may replace the base weights, and drop the adapter if it did."""
         try:
             answers = await self._call_all(method, **arguments)
         except StaleWeights as error:
@@ -369,9 +368,9 @@ class VllmBackend:
         return answers
 
     async def _receive(self) -> Any:
-        """Wait until an update is there on all workers, then have it loaded by all of them between two steps.
+        """Wait until an update has arrived on all workers, then let all of them load it between two steps.
 
-        It mostly comes at once, and then is worth holding the engine up for; a trainer that gathers is not.
+        It is worth pausing the engine for an update that arrives at once, but not for a trainer that still gathers.
         """
         alone = self._engine.vllm_config.parallel_config.tensor_parallel_size == 1
         wait_s, pause = _ARRIVAL_S, _FIRST_LOOK_S
@@ -392,7 +391,7 @@ class VllmBackend:
             await self._update_receiver()
 
     async def _update_receiver(self) -> None:
-        """Take over the receiver state of the worker that is worst off."""
+        """Set the receiver's state to that of the worker in the worst state."""
         try:
             every = await self._call_all("receiver")
         except LachesisError as error:
@@ -403,7 +402,7 @@ class VllmBackend:
         self._receiver = replace(self._receiver, **worst)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        """Call all workers and return the first one's answer once all have answered without an error."""
+        """Call all workers, and return the first worker's answer once all have answered without an error."""
         return (await self._call_all(method, **arguments))[0]
 
     async def _call_all(self, method: str, **arguments: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """``/v1/chat/completions/tokens``: vLLM's chat, its parsers of tools and reasoning included, after a prompt of tokens.
 
-The multi-turn client of verifiers 0.1 uses it from the second turn on, so that no turn is tokenized again.
+The multi-turn client of verifiers 0.1 uses it from the second turn on, to avoid retokenizing earlier turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Tokens(Body):
 
 
 def chat_tokens_route(state: Any) -> Route:
-    """Return the route over vLLM's own chat, which its server keeps in ``state``."""
+    """Return the route, which calls vLLM's own chat from its server's ``state``."""
 
     async def answer(request: Request) -> Response:
         body = await read_body(request)
@@ -39,7 +39,7 @@ async def _chat(serving: Any, body: dict[str, Any], tokens: tuple[int, ...], req
     from lachesis.engines.vllm import compat
 
     if serving is None:
-        raise Refused("this model has no chat", status=404, remedy="ask /v1/completions or /generate")
+        raise Refused("this model has no chat", status=404, remedy="use /v1/completions or /generate")
     given = copy.copy(serving)
     given.render_chat_request = _rendered_as(serving, tokens)
     try:
@@ -53,12 +53,12 @@ async def _chat(serving: Any, body: dict[str, Any], tokens: tuple[int, ...], req
 
 
 def _rendered_as(serving: Any, tokens: tuple[int, ...]) -> Any:
-    """Return vLLM's own checks of the request, with these tokens in place of those of the rendered messages."""
+    """Return vLLM's chat renderer with its own checks, but with these tokens instead of the rendered messages'."""
 
     async def render_chat_request(request: Any) -> Any:
         found = await serving.render_chat_request(request)
         if not isinstance(found, tuple):
-            return found  # what is wrong with it
+            return found  # vLLM's error response
         messages, prompts = found
         replaced = {name: value for name, value in prompts[0].items() if name != "prompt"}
         return messages, [replaced | {"prompt_token_ids": list(tokens)}]

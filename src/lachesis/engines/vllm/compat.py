@@ -1,4 +1,4 @@
-"""Names imported from vLLM, and differences between its versions 0.26 and 0.32. Imported only where vLLM is."""
+"""Names imported from vLLM, and differences between its versions 0.26 and 0.32. Import it only if vLLM is installed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from lachesis.engines.serving.backend import Refused
 from lachesis.engines.serving.generation import TokenVersions
 
-# From vLLM 0.32 on a completion says which of its tokens are of which version of the weights.
+# From vLLM 0.32 on, completions have the weight version of each token.
 LABELS_TOKENS = hasattr(AsyncLLM, "update_weight_version")
 
-# What the server itself decides, or what has no meaning in an answer of ours.
+# Fields that the server sets itself, or that have no meaning in our answers.
 _NOT_FOR_CALLERS = {
     "n", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
     "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "routed_experts_prompt_start",
@@ -38,7 +38,7 @@ _NOT_FOR_CALLERS = {
 
 
 def token_versions(output: Any) -> tuple[TokenVersions, ...]:
-    """Return the versions of a finished completion's tokens, 0 before the first label; empty if unknown."""
+    """Return the weight versions of a finished completion's tokens, 0 before the first label; empty if unknown."""
     found = getattr(output, "weight_versions", None) or ()
     return tuple(TokenVersions(int(s.version) if s.version.isdecimal() else 0, s.start, s.end) for s in found)
 
@@ -49,15 +49,15 @@ def engine_kind() -> str:
 
 
 def fix_variables() -> None:
-    """Stop vLLM from reading environment variables in this process, which it otherwise does for each token.
+    """Stop vLLM from rereading environment variables in this process for each token.
 
-    Its engine and its workers do the same once they are ready.
+    vLLM's engine and workers do the same once they are ready.
     """
     vllm.envs.enable_envs_cache()
 
 
 def sampling_fields() -> frozenset[str]:
-    """Names of ``SamplingParams`` that a request may set."""
+    """Return the fields of ``SamplingParams`` that a request may set."""
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
     return frozenset(name for name in names - _NOT_FOR_CALLERS if not name.startswith("_"))
 
@@ -71,15 +71,15 @@ def parse_sampling(
     text: bool = True,
     extra: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Return vLLM's parameters for one completion; vLLM's own checks of types and ranges apply.
+    """Convert to vLLM's parameters for one completion; vLLM checks types and ranges.
 
     Args:
-        fields: of the request.
-        logprobs: number of likeliest tokens besides the sampled one.
+        fields: the request's sampling fields.
+        logprobs: number of likeliest tokens to return besides the sampled one.
         prompt_logprobs: the same for the prompt; ``None`` for no logprobs.
         delta: True if answers come in pieces.
-        text: True to decode tokens; with stop strings they are decoded in any case.
-        extra: data for our code in the worker.
+        text: True to decode tokens; with stop strings they are always decoded.
+        extra: data for this package's code in the worker.
 
     Raises:
         Refused: (400) a field has a value that vLLM does not accept.
@@ -97,7 +97,7 @@ def parse_sampling(
 
 
 def chat_request(document: Mapping[str, Any]) -> Any:
-    """Return vLLM's record of a chat; raises the errors of :func:`caller_errors`, pydantic's among them."""
+    """Parse vLLM's chat request. Raises the errors of :func:`caller_errors`, including pydantic's."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest.model_validate(document)
@@ -111,14 +111,14 @@ def tool_parsers() -> Any:
 
 
 def cached_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer with its vocabulary cached, as vLLM's parsers need it: they ask for all of it each time."""
+    """Return the tokenizer with a cached vocabulary, because vLLM's parsers read the whole vocabulary each time."""
     from vllm.tokenizers.hf import get_cached_tokenizer
 
     return get_cached_tokenizer(tokenizer)
 
 
 def caller_errors() -> tuple[type[Exception], ...]:
-    """Return vLLM's errors for an invalid request: up to 0.26 ValueErrors, later also classes with their own root."""
+    """Return vLLM's errors for an invalid request: ValueErrors up to 0.26, later also other classes."""
     import vllm.exceptions as exceptions
 
     root = getattr(exceptions, "VLLMClientError", None)
@@ -152,7 +152,7 @@ def can_reload_under_lora() -> bool:
 
 
 def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -> AsyncModelRunnerOutput:
-    """Return the output of a step that is still being computed, to be changed once it has been."""
+    """Return a step's pending output, to which ``change`` is applied once it has been computed."""
 
     class Changed(AsyncModelRunnerOutput):
         def get_output(self) -> Any:
@@ -162,7 +162,7 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
 
 
 def generated_tokens() -> int | None:
-    """Return the count of generated tokens in vLLM's statistics; ``None`` if those are switched off."""
+    """Return the number of generated tokens from vLLM's statistics; ``None`` if they are disabled."""
     return _counted("vllm:generation_tokens_total")
 
 

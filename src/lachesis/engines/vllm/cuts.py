@@ -1,7 +1,7 @@
-"""Rectangles of a model's whole parameters that a tensor-parallel worker of vLLM holds, and their order.
+"""Tensor-parallel shards: the rectangles of whole parameters that a worker of vLLM holds, and their order.
 
-The rules are those of vLLM's layers, identified by their class names, so that vLLM is not imported. A tensor
-without a rule has no cut, and no digest.
+The rules follow vLLM's layers, identified by class name, so that vLLM is not imported. A tensor without a rule has no
+cut and no digest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lachesis.transport.float8 import FP8
 _UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _BY_OUTPUTS = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
 _VOCABULARY = ("VocabParallelEmbedding", "ParallelLMHead")
-# Kernels of a mixture's experts that compute with them as a checkpoint has them, stacked. Others swap gate and up
-# (FlashInfer), shuffle, transpose or pack, mostly without another shape.
+# Expert kernels that use the stacked experts in the order of a checkpoint. Others swap gate and up (FlashInfer),
+# shuffle, transpose or pack them, mostly without changing the shape.
 _IN_ORDER = ("TRITON", "BATCHED_TRITON")
-# Of each tensor that was asked for: digests of the rectangles that a worker holds, by their places.
+# For each requested tensor: digests of the rectangles that a worker holds, by their position.
 Parts = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a worker's tensor, ``held`` to ``held + rows``, which are those from ``first_row`` on of the whole."""
+    """Rows ``held`` to ``held + rows`` of a worker's tensor, which are the rows from ``first_row`` on of the whole."""
 
     held: int
     first_row: int
@@ -37,13 +37,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part of a whole parameter that a worker's tensor holds.
+    """The part of a whole parameter that a worker's tensor holds.
 
     Attributes:
-        shape: of the whole.
-        blocks: of rows; none if the tensor has no dimension.
-        columns: the number of the worker's share of each row; 0 too if it has whole rows. For an expert, whose row is
-            all of its matrix, the share need not be contiguous.
+        shape: the shape of the whole parameter.
+        blocks: the blocks of rows; none for a scalar.
+        columns: the index of the worker's share of each row; also 0 for whole rows. For an expert, whose row is its
+            whole matrix, the share need not be contiguous.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Cut:
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter under the name it has without LoRA, tied ones once; matrices of 8 bits as [out, in]."""
+    """Return all parameters by their names without LoRA, tied ones once; 8-bit matrices as [out, in]."""
     return {
         name.replace(".base_layer.", "."): _outputs_first(parameter.detach())
         for name, parameter in model.named_parameters()
@@ -65,7 +65,7 @@ def _outputs_first(tensor: Tensor) -> Tensor:
 
 
 def find_cuts(model: nn.Module) -> dict[str, Cut]:
-    """Cuts of the parameters of a worker's model, by their names without LoRA, where a rule is for them."""
+    """Return the cuts of a worker's parameters that have a rule, by their names without LoRA."""
     found: dict[str, Cut] = {}
     owners = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ def find_cuts(model: nn.Module) -> dict[str, Cut]:
 
 
 def reordered_experts(model: nn.Module) -> frozenset[str]:
-    """Names without LoRA of the weights of a mixture's experts that may not be in the order of a checkpoint."""
+    """Return the names, without LoRA, of expert weights that may not be in a checkpoint's order."""
     return frozenset(
         f"{path}.{leaf}".replace(".base_layer.", ".")
         for path, module in model.named_modules()
@@ -92,12 +92,12 @@ def _in_order(method: Any) -> bool:
 
 
 def whole_shape(name: str, cuts: Mapping[str, Cut]) -> list[int]:
-    """Return the shape of a parameter in the whole model; [0], as for an empty one, if its cut is unknown."""
+    """Return the shape of the whole parameter; [0], as for an empty one, if its cut is unknown."""
     return list(cuts[name].shape) if name in cuts else [0]
 
 
 def shares(held: Tensor, cut: Cut, asked: DigestSlice) -> dict[str, Share]:
-    """Return the parts of the requested rows that a worker's tensor holds, by their place in the whole."""
+    """Return the parts of the requested rows that a worker's tensor holds, by their position in the whole."""
     if not cut.shape:
         return {"0:0": Share(held, ())}
     end = asked.end(cut.shape[0])
@@ -114,9 +114,9 @@ def shares(held: Tensor, cut: Cut, asked: DigestSlice) -> dict[str, Share]:
 
 
 def add_workers(answers: Iterable[Parts]) -> dict[str, int]:
-    """Digests of whole tensors, of what all workers have of them.
+    """Combine the workers' parts into digests of whole tensors.
 
-    Several may hold the same rectangle, which counts once; a tensor of which they hold different copies is left out.
+    A rectangle that several workers hold counts once; a tensor with differing copies is left out.
     """
     every = list(answers)
     found: dict[str, int] = {}
@@ -128,7 +128,7 @@ def add_workers(answers: Iterable[Parts]) -> dict[str, int]:
 
 
 def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
-    kind, layer = type(owner).__name__, owner  # vLLM's attributes are no parameters
+    kind, layer = type(owner).__name__, owner  # vLLM's attributes are not parameters
     if not hasattr(owner, "quant_method"):
         # A parameter without a loader is loaded whole.
         return None if hasattr(held, "weight_loader") else _whole(held)
@@ -147,7 +147,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
 
 
 def _is_in_8_bits(layer: Any) -> bool:
-    """Return True if a layer's matrix was rounded to 8 bits; its bias never is."""
+    """Return True if a layer's matrix is in 8 bits; biases never are."""
     return getattr(getattr(layer, "weight", None), "dtype", None) == FP8
 
 
@@ -157,7 +157,7 @@ def _whole(held: Tensor) -> Cut:
 
 
 def _by_outputs(layer: Any, held: Tensor) -> Cut | None:
-    """Matrices above one another, of each of which the workers have rows; several may have the same."""
+    """Return the cut of stacked matrices, each divided by rows; several workers may hold the same rows."""
     ways, rank = layer.tp_size, layer.tp_rank
     kind = type(layer).__name__
     sizes = [layer.output_size] if kind == "ColumnParallelLinear" else layer.output_sizes
@@ -167,7 +167,7 @@ def _by_outputs(layer: Any, held: Tensor) -> Cut | None:
     blocks: list[Block] = []
     start = first = 0
     for size, same in zip(sizes, copies, strict=True):
-        rows = size // ways  # vLLM counts each copy in the size
+        rows = size // ways  # vLLM's size counts each copy
         blocks.append(Block(start, first + rank // same * rows, rows))
         start, first = start + rows, first + size // same
     return Cut((first, *held.shape[1:]), tuple(blocks)) if held.shape[0] == start else None
@@ -180,9 +180,9 @@ def _by_inputs(layer: Any, held: Tensor) -> Cut | None:
 
 
 def _experts(layer: Any, leaf: str, held: Tensor) -> Cut | None:
-    """Return the cut of a layer's stacked experts: workers share each one's rows (gate, up) or columns (down).
+    """Return the cut of a layer's stacked experts: workers share each expert's rows (gate, up) or columns (down).
 
-    ``None`` if workers hold whole experts instead: that has no rule.
+    Return ``None`` if workers hold whole experts, for which there is no rule.
     """
     ways = layer.moe_config.moe_parallel_config
     if ways.ep_size > 1 or not _in_order(layer.quant_method):
@@ -193,7 +193,7 @@ def _experts(layer: Any, leaf: str, held: Tensor) -> Cut | None:
 
 
 def _vocabulary(layer: Any, held: Tensor) -> Cut | None:
-    """Rows of tokens; padding belongs to no checkpoint, and rows for tokens that adapters add have no rule."""
+    """Return the cut of token rows; padding is not in checkpoints, and rows for adapters' tokens have no rule."""
     if layer.num_added_embeddings:
         return None
     first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index

@@ -1,4 +1,4 @@
-"""Gate in front of vLLM's engine: pausing, sleeping, and the requests that wait meanwhile."""
+"""The gate in front of vLLM's engine: pausing, sleeping, and waiting requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart, Refused
 
 
 class Gate:
-    """Gate where requests of all routes wait while the engine is paused or asleep.
+    """A gate at which requests of all routes wait while the engine is paused or asleep.
 
-    So ``engine``, vLLM's ``EngineClient``, can run for a moment to read a canary: only requests that were in flight
-    before continue in it.
+    This lets ``engine``, vLLM's ``EngineClient``, run briefly to read a canary: only requests already in flight
+    continue.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -28,7 +28,7 @@ class Gate:
 
     @property
     def sleeping(self) -> bool:
-        """Return True while a part of its memory is released."""
+        """Return True while any part of the engine's memory is released."""
         return bool(self.asleep)
 
     @property
@@ -37,7 +37,7 @@ class Gate:
         return self._open.is_set()
 
     async def wait(self) -> None:
-        """Return once the engine generates."""
+        """Wait until the engine generates."""
         await self._open.wait()
 
     def refuse_asleep(self, what: str, *, without: Collection[MemoryPart] = MEMORY_PARTS) -> None:
@@ -47,7 +47,7 @@ class Gate:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the engine inside the context, also if it is paused; raises Refused (409) while it is asleep."""
+        """Run the engine inside the context, even if it is paused. Raise Refused (409) while it is asleep."""
         async with self._switching:
             self.refuse_asleep("nothing is computed")
             if self.paused:
@@ -79,18 +79,18 @@ class Gate:
                 self._open.set()
 
     async def sleep(self, level: int) -> bool:
-        """Give memory back; false where the engine sleeps already."""
+        """Free memory; return False if the engine is already asleep."""
         async with self._switching:
             if self.sleeping:
                 return False
             self.asleep = frozenset(MEMORY_PARTS)
             self._open.clear()
-            # Requests in flight continue after waking, from a recomputed cache; without weights they end.
+            # Requests in flight continue after waking, with a recomputed cache; without weights they are aborted.
             await self._engine.sleep(level=level, mode="keep" if level == 1 else "abort")
             return True
 
     async def wake_up(self, tags: Collection[MemoryPart], restore: Callable[[], Awaitable[object]]) -> None:
-        """Take back parts of the memory and ``restore`` the content of the weights' part.
+        """Reallocate parts of memory and ``restore`` the weights.
 
         Once no part is missing the engine generates, or stays paused if it was.
         """
@@ -112,6 +112,6 @@ class Gate:
     async def _freeze(self) -> None:
         """Stop the scheduler; requests in flight keep their state and cache.
 
-        vLLM's ``pause_generation`` does this and then sleeps, for callers that want the last outputs first.
+        vLLM's ``pause_generation`` does this and then waits for callers to collect their last outputs.
         """
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)

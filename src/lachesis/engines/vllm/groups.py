@@ -1,9 +1,9 @@
 """Submission of all completions of one prompt to vLLM together.
 
-For each sequence vLLM's ``generate`` reads, checks and copies the request, and runs a generator that has to be
-awaited. Where completions are short that is more work than making them. Here a prompt is read once for all of its
-completions, and the last output of each is taken where it arrives, as vLLM itself does for ``n`` > 1. Each
-sequence stays a separate request, with the name, seed and times that it would have had.
+For each sequence, vLLM's ``generate`` reads, checks and copies the request, and runs an async generator. For short
+completions that is more work than generating them. Here a prompt is read once for all of its completions, and only the
+last output of each is collected, as vLLM does for ``n`` > 1. Each sequence remains a separate request, with its own
+name, seed and times.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from lachesis.common.errors import EngineError
 
-# As vLLM's own line about a new request.
+# Same as vLLM's own log line about a new request.
 _requests_log = logging.getLogger("vllm.v1.engine.async_llm")
 
-# What a group needs of vLLM's engine beyond its ``EngineClient``: there in 0.26 and in 0.32.
+# Attributes of vLLM's engine that a group needs beyond its ``EngineClient``; 0.26 and 0.32 have them.
 _NEEDED = (
     "input_processor.process_inputs", "input_processor.assign_request_id", "output_processor.add_request",
     "engine_core.add_request_async", "get_supported_tasks", "_run_output_handler", "abort", "log_requests",
@@ -32,7 +32,7 @@ Ended = Callable[[int, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Part of a request that differs for each sequence of a group; ``extra`` is for our code in the worker."""
+    """The fields that differ for each sequence of a group; ``extra`` is for this package's code in the worker."""
 
     name: str
     seed: int | None
@@ -45,11 +45,11 @@ def missing_parts(engine: Any) -> list[str]:
 
 
 class Group:
-    """Sequences of one prompt in vLLM, of which only the last outputs are requested.
+    """The sequences of one prompt in vLLM, for which only the last outputs are requested.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        ended: is called at once with the place and the output of each sequence that ends.
+        ended: called with the index and the output of each sequence as soon as it ends.
     """
 
     def __init__(self, engine: Any, *, ended: Ended) -> None:
@@ -60,11 +60,11 @@ class Group:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, prompt: Any, params: Any, members: Sequence[Member], *, lora_request: Any) -> list[Any]:
-        """Return the last outputs of all sequences, in order; an error or cancellation aborts the unfinished ones.
+        """Return the last outputs of all sequences, in order. An error or cancellation aborts unfinished ones.
 
         Args:
-            prompt: token ids, in vLLM's record of a preprocessed input.
-            params: vLLM's, shared by all members except for their own fields.
+            prompt: token ids, as vLLM's preprocessed input.
+            params: vLLM's sampling parameters, shared by all members except for their own fields.
             members: at least one.
             lora_request: vLLM's, or None.
 
@@ -96,7 +96,7 @@ class Group:
     async def _add(self, read: Any, members: Sequence[Member]) -> None:
         requests = [self._request(read, member) for member in members]
         self._engine._run_output_handler()
-        # All are known before the first of them may end.
+        # Register all before the first may end.
         for place, request in enumerate(requests):
             self._request_ids.append(request.request_id)
             self._engine.output_processor.add_request(request, None, None, 0, _Collector(self, place))
@@ -116,7 +116,7 @@ class Group:
         return request
 
     def end(self, place: int, output: Any) -> None:
-        """Take a sequence's last output from vLLM, or an error in its place."""
+        """Accept a sequence's last output from vLLM, or an error."""
         if self._done.done():
             return
         try:
@@ -134,13 +134,13 @@ class Group:
 
     async def _abort(self) -> None:
         self._done.cancel()
-        # A dead engine has nothing in flight, and takes no message.
+        # A dead engine has nothing in flight and accepts no messages.
         if not self._engine.errored:
             await self._engine.abort(self._request_ids, internal=True)
 
 
 class _Collector:
-    """Collector in place of vLLM's ``RequestOutputCollector``: it gets the last output of a sequence, and no other."""
+    """A replacement for vLLM's ``RequestOutputCollector`` that gets only the last output of a sequence."""
 
     __slots__ = ("_group", "_place")
 

@@ -1,11 +1,11 @@
-"""Loader that copies an update to the places of a checkpoint's tensors in a vLLM worker.
+"""In-place loading: copies an update directly into a vLLM worker's parameters.
 
-vLLM loads weights again by making every layer anew beside the old one, loading that, and copying it over: for 8 billion
-parameters longer than it takes to send them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). Its loader still
-loads the first update. The places where it has put the tensors are then compared bit by bit with those that rules
-predict, and only if all agree, later updates go straight to these places. Matrices that vLLM keeps in 8 bits, with a
-scale for each output, are rounded on the way there. Tensors that vLLM transposes, packs, quantizes in other ways or
-derives something from have no such places.
+vLLM reloads weights by building every layer anew beside the old one, loading that, and copying it over: for 8 billion
+parameters this takes longer than sending them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). vLLM's loader
+still loads the first update. The result is then compared bit by bit with the places that rules predict, and only if all
+agree are later updates copied directly to these places. Matrices that vLLM keeps in 8 bits, with a scale for each
+output, are quantized on the way. Tensors that vLLM transposes, packs, quantizes in other ways or derives something from
+have no such places.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from lachesis.engines.vllm.cuts import Block, Cut, find_cuts, named_parameters
 from lachesis.transport.float8 import FP8, SCALE, by_rows
 
-# Of a tensor on the host so much is compared at once: the GPU may have no room for more.
+# Bytes of a host tensor to compare at once: the GPU may not have room for more.
 _COMPARED_BYTES = 1 << 26
-# Modules that do something after loading which does not depend on the weights.
+# Modules whose processing after loading does not depend on the weights.
 _NOTHING_OF_WEIGHTS = frozenset({"Attention"})
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """Part of a worker's parameter, and the rows and columns of the offered tensor that belong there.
+    """A part of a worker's parameter, and the rows and columns of the offered tensor that belong there.
 
-    Where it is in 8 bits, ``scales`` [rows, 1] are those of its rows.
+    For 8-bit parameters, ``scales`` [rows, 1] are the scales of its rows.
     """
 
     held: Tensor
@@ -44,7 +44,7 @@ class ParameterSlice:
         return part if part.ndim < 2 else part[:, self.columns]
 
     def load(self, offered: Tensor) -> None:
-        """Put there what belongs there, on the current stream."""
+        """Copy its part of the offered tensor into place, on the current stream."""
         part = self.part(offered)
         if self.scales is None:
             self.held.copy_(part, non_blocking=True)
@@ -52,7 +52,7 @@ class ParameterSlice:
             by_rows(part.to(self.held.device, non_blocking=True), out=(self.held, self.scales))
 
     def matches(self, offered: Tensor) -> bool:
-        """Return True if this slice already holds the offered tensor, bit by bit."""
+        """Return True if this slice equals its part of the offered tensor bit by bit."""
         part = self.part(offered)
         if self.scales is None:
             return _same(self.held, part)
@@ -64,7 +64,7 @@ class ParameterSlice:
 
 
 class InPlaceLoader:
-    """Loader of an update's tensors into their slices. ``spare`` are rows that belong to no checkpoint, and are 0."""
+    """Loads an update's tensors into their slices. ``spare`` are rows that are in no checkpoint and must be 0."""
 
     def __init__(self, slices: Mapping[str, Sequence[ParameterSlice]], *, spare: Sequence[Tensor] = ()) -> None:
         self._slices = slices
@@ -72,9 +72,9 @@ class InPlaceLoader:
 
     @classmethod
     def find(cls, model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> InPlaceLoader | None:
-        """Find the places of tensors of these names and shapes in a worker's model; ``None`` if one has none.
+        """Find the places of tensors with these names and shapes in a worker's model; ``None`` if any has none.
 
-        All members of a matrix that vLLM fuses, as q, k and v, have to be offered.
+        All members of a matrix that vLLM fuses, such as q, k and v, must be offered.
         """
         if any(map(_keeps_more, model.modules())) or any(one.is_inference() for one in model.parameters()):
             return None
@@ -100,14 +100,14 @@ class InPlaceLoader:
 
     @torch.no_grad()
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return True if each slice holds what :meth:`load` would write, bit by bit."""
+        """Return True if each slice equals bit by bit what :meth:`load` would write."""
         return tensors.keys() == self._slices.keys() and all(
             one.matches(tensor) for name, tensor in tensors.items() for one in self._slices[name]
         )
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy every tensor to its places, on the current stream; return when that is done.
+        """Copy every tensor to its places, on the current stream, and wait until that is done.
 
         Raises:
             KeyError: a tensor has no places.
@@ -117,7 +117,7 @@ class InPlaceLoader:
             for one in self._slices[name]:
                 one.load(tensor)
                 devices.add(one.held.device)
-        for rows in self._spare:  # an engine that slept has anything there
+        for rows in self._spare:  # after sleep these rows have undefined values
             rows.zero_()
         for device in devices:
             if device.type == "cuda":
@@ -125,7 +125,7 @@ class InPlaceLoader:
 
 
 def _keeps_more(module: nn.Module) -> bool:
-    """Return True if vLLM may derive something else from weights once they are loaded."""
+    """Return True if vLLM may derive further data from a module's weights after loading."""
     return hasattr(module, "process_weights_after_loading") and type(module).__name__ not in _NOTHING_OF_WEIGHTS
 
 
@@ -166,7 +166,7 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Paramet
 def _rows_in_8_bits(
     whole: str, held: Mapping[str, Tensor], wanted: Sequence[int], *, first: int, rows: int
 ) -> ParameterSlice | None:
-    """Rows of a matrix [out, in] of 8 bits with a scale for each; none where this is a worker's part of it."""
+    """Return the slice for rows of an 8-bit matrix [out, in] with a scale per row; None for a partial matrix."""
     matrix, scales = held[whole], held.get(whole + SCALE)
     if scales is None or tuple(matrix.shape) != tuple(wanted) or tuple(scales.shape) != (wanted[0], 1):
         return None
@@ -175,7 +175,7 @@ def _rows_in_8_bits(
 
 
 def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:
-    """Return the rows with which vLLM pads the vocabulary, behind the others."""
+    """Return the rows with which vLLM pads the vocabulary at its end."""
     used = max((block.held + block.rows for block in cut.blocks), default=0)
     return [held[used:]] if used < held.shape[0] else []
 

@@ -22,7 +22,7 @@ from lachesis.common.errors import EngineError
 KEY = "lachesis_logprobs"
 """In a request's ``extra_args``: the name under which its logprobs are kept."""
 
-# Sequences that have ended and that nobody has asked for, because their clients are gone.
+# Maximum number of ended sequences to keep unfetched, because their clients are gone.
 _MOST_UNFETCHED = 16_384
 
 Fetch = Callable[..., Awaitable[Mapping[str, str]]]
@@ -30,17 +30,17 @@ Fetch = Callable[..., Awaitable[Mapping[str, str]]]
 
 @dataclass(slots=True)
 class _Kept:
-    """Logprobs of one sequence in the order of sampling: each token with its place, counted from the prompt's start.
+    """The logprobs of one sequence in the order of sampling, each with its position counted from the prompt's start.
 
-    A place comes twice if the engine drops a token and samples it anew; the last one counts.
+    A position occurs twice if the engine drops a token and resamples it; the last one counts.
     """
 
-    tokens: array[int] = field(default_factory=lambda: array("q"))  # place << 32 | token id
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # position << 32 | token id
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 def once_there(output: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to the output of a step; if it is still being computed, to the finished output later."""
+    """Apply ``change`` to the output of a step; if it is still being computed, apply it once finished."""
     if hasattr(output, "get_output"):
         from lachesis.engines.vllm.compat import later_output
 
@@ -49,9 +49,9 @@ def once_there(output: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class WorkerLogprobs:
-    """The worker's half. Wraps the two methods of the worker that vLLM's executors call in each step.
+    """The worker's side: wraps the two methods of the worker that vLLM's executors call in each step.
 
-    It runs for every token, in the thread that sets vLLM's pace where the model is small.
+    It runs for every token, in the thread that limits vLLM's speed for small models.
 
     Args:
         worker: vLLM's.
@@ -68,10 +68,10 @@ class WorkerLogprobs:
         worker.execute_model, worker.sample_tokens = self._execute_model, self._sample_tokens
 
     def take(self, asked: Mapping[str, Sequence[int]], dropped: Sequence[str]) -> dict[str, str]:
-        """Hand out the kept logprobs and forget them.
+        """Return the kept logprobs and delete them.
 
         Args:
-            asked: for each name the place of the first completion token and the number of tokens.
+            asked: for each name, the position of the first completion token and the number of tokens.
             dropped: names whose logprobs will not be fetched.
 
         Returns:
@@ -96,7 +96,7 @@ class WorkerLogprobs:
         return self._execute(scheduled, *arguments, **options)
 
     def _end(self, request_ids: Collection[str]) -> None:
-        """Forget running requests one step after vLLM has: the output of the step before may be still to come."""
+        """Forget ended requests one step after vLLM does, because output of the previous step may still be pending."""
         for request_id in self._leaving:
             if self._running.pop(request_id, None) is not None:
                 self._ended.append(self._keys.pop(request_id))
@@ -111,7 +111,7 @@ class WorkerLogprobs:
         return once_there(output, lambda ready: self._strip(ready, step))
 
     def _strip(self, output: Any, step: _Step) -> Any:
-        """Remove the kept logprobs from the output of a step, unless another of its requests wants logprobs."""
+        """Remove the kept logprobs from the output of a step, unless another request in it needs logprobs."""
         rows = output.logprobs
         if rows is None or len(rows.logprobs) != len(output.req_ids):
             return output
@@ -122,7 +122,7 @@ class WorkerLogprobs:
                 others = True
                 continue
             place = step.place(request_id)
-            if len(tokens) == 1:  # as in nearly every step, and three times as fast as what follows
+            if len(tokens) == 1:  # the usual case, three times as fast as the code below
                 kept.tokens.append(place << 32 | tokens[0])
                 kept.logprobs.append(logprobs[row])
                 continue
@@ -135,7 +135,7 @@ class WorkerLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Requests of a step, each with the tokens computed before it, and those computed in it."""
+    """The requests of a step, each with the number of tokens computed before it and in it."""
 
     computed: Mapping[str, int]
     scheduled: Mapping[str, int]
@@ -149,15 +149,15 @@ class _Step:
         return cls(computed, scheduled.num_scheduled_tokens)
 
     def place(self, request_id: str) -> int:
-        """Return the place of a request's new token in the sequence."""
+        """Return the position of a request's new token in its sequence."""
         return self.computed[request_id] + self.scheduled[request_id]
 
 
 class FetchedLogprobs:
-    """The server's half: all sequences that end in one step are asked for in one call.
+    """The server's side: fetches the logprobs of all sequences that end in one step in one call.
 
     Args:
-        fetch: calls :meth:`WorkerLogprobs.take` of the first worker.
+        fetch: calls :meth:`WorkerLogprobs.take` on the first worker.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -167,7 +167,7 @@ class FetchedLogprobs:
         self._fetching: asyncio.Task[None] | None = None
 
     def ask(self, key: str, *, prompt_length: int, token_ids: Sequence[int]) -> asyncio.Future[str]:
-        """Have the logprobs of a sequence that has ended fetched, of at least one token; for :meth:`read`."""
+        """Request the logprobs of an ended sequence with at least one token; pass the result to :meth:`read`."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[key] = ((prompt_length, len(token_ids)), answer)
         if self._fetching is None or self._fetching.done():
@@ -176,10 +176,10 @@ class FetchedLogprobs:
 
     @staticmethod
     def read(answer: str, *, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs [T] of the tokens that were asked for.
+        """Return the logprobs [T] of the requested tokens.
 
         Raises:
-            EngineError: the worker has those of other tokens.
+            EngineError: the worker kept logprobs of other tokens.
         """
         raw = base64.b64decode(answer)
         tokens = np.frombuffer(raw, dtype=np.int32, count=len(token_ids))
@@ -191,10 +191,10 @@ class FetchedLogprobs:
         return tuple(np.frombuffer(raw, dtype=np.float32, offset=tokens.nbytes).tolist())
 
     async def take(self, key: str, *, prompt_length: int, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs [T] of the tokens of a sequence that has ended.
+        """Return the logprobs [T] of the tokens of an ended sequence.
 
         Raises:
-            EngineError: the worker has not kept all of them, or has those of other tokens.
+            EngineError: the worker has not kept all of them, or kept those of other tokens.
         """
         if not token_ids:
             self.drop(key)
@@ -203,13 +203,13 @@ class FetchedLogprobs:
         return self.read(await answer, token_ids=token_ids)
 
     def drop(self, key: str) -> None:
-        """Discard the logprobs of a sequence; the worker learns of it with the next call."""
+        """Discard the logprobs of a sequence; the next call tells the worker."""
         self._asked.pop(key, None)
         self._dropped.append(key)
 
     async def _fetch_all(self) -> None:
         while self._asked:
-            await asyncio.sleep(0)  # until all that ended in the same step have asked
+            await asyncio.sleep(0)  # until all sequences that ended in the same step have asked
             asked, self._asked = self._asked, {}
             dropped, self._dropped = self._dropped, []
             answers = [answer for _, answer in asked.values()]
@@ -228,7 +228,7 @@ class FetchedLogprobs:
 def _cut(key: str, kept: _Kept | None, start: int, count: int) -> str:
     tokens, logprobs = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.float32)
     if kept is not None:
-        # Copies: an array that is looked at cannot grow, and a token too many may still come.
+        # Copies, because an array with a view cannot grow, and a surplus token may still arrive.
         packed, values = np.array(kept.tokens, dtype=np.int64), np.array(kept.logprobs, dtype=np.float32)
         places = (packed >> 32) - start
         inside = (places >= 0) & (places < count)

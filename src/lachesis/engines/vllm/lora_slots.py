@@ -1,9 +1,8 @@
-"""The one adapter of an engine worker: its tensors in vLLM's LoRA slots, replaced in place.
+"""The single adapter of an engine worker: its tensors in vLLM's LoRA slots, replaced in place.
 
-Every request carries one and the same LoRARequest, so that it computes with whatever the slots hold: a swap
-reaches requests in flight. vLLM loads an adapter from the path in the request as soon as its number is not
-registered, and that path may be gone; therefore the number is registered at all times. Without an adapter it
-stands for zeros, which change nothing.
+Every request carries the same LoRARequest, so that it computes with the current content of the slots: a swap reaches
+requests in flight. If the adapter's id is not registered, vLLM loads the adapter from the path in the request, which
+may be gone; therefore the id is always registered. Without an adapter it stands for zeros, which have no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lachesis.common.errors import EngineError
 from lachesis.engines.serving.adapter_files import adapted_module, adapted_modules
 from lachesis.engines.serving.backend import LoraSpec, Refused
 
-# vLLM counts its own adapters up from 1.
+# vLLM numbers its own adapters from 1.
 ADAPTER_ID = 1_000_003
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -27,7 +26,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class ModuleSlots:
-    """Place of an adapted module: slot tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank].
+    """The slots of an adapted module: tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank].
 
     Each may consist of several side by side in ``out``. ``shards`` is the tensor parallelism that may cut either.
     """
@@ -38,32 +37,32 @@ class ModuleSlots:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Input and output features of this worker's part."""
+        """Return the input and output features of this worker's part."""
         return self.a[0].shape[-1], sum(part.shape[-2] for part in self.b)
 
     def fits(self, whole_in: int, whole_out: int) -> bool:
-        """Return True if the adapter of a layer with these input and output features belongs here."""
+        """Return True if an adapter for a layer with these input and output features fits."""
         own_in, own_out = self.features
         if self.shards == 1:
             return (whole_in, whole_out) == (own_in, own_out)
         return whole_in in (own_in, own_in * self.shards) and whole_out % self.shards == 0 and whole_out >= own_out
 
     def read(self, index: int, *, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in] and B [out, rank] of the adapter in place ``index``."""
+        """Return A [rank, in] and B [out, rank] of the adapter in slot ``index``."""
         return self.a[0][index, 0, :rank], torch.cat([part[index, 0, :, :rank] for part in self.b])
 
 
 @dataclass(kw_only=True, eq=False)
 class LoraSlots:
-    """Slots of vLLM for adapters, as the module describes them.
+    """vLLM's slots for adapters; see the module's docstring.
 
     Args:
         worker_loras: vLLM's ``WorkerLoRAManager``.
-        model: the served model; its ``lora_manager`` holds the slots.
-        device: of the slots.
-        tensor_parallel_size: of the engine.
-        lora_model: vLLM's ``LoRAModel``, ``peft_helper`` its ``PEFTHelper``, ``name_mapper`` its renames for the
-            model: what tells versions of vLLM apart comes from outside.
+        model: the served model, whose ``lora_manager`` holds the slots.
+        device: the device of the slots.
+        tensor_parallel_size: the engine's tensor-parallel size.
+        lora_model: vLLM's ``LoRAModel``, ``peft_helper`` its ``PEFTHelper``, ``name_mapper`` its renames for the model;
+            passed in because they differ between versions of vLLM.
     """
 
     worker_loras: Any
@@ -79,16 +78,16 @@ class LoraSlots:
         self._config = self.worker_loras.lora_config
         self._spec: LoraSpec | None = None
         self._names: tuple[str, ...] = ()
-        # Held, for a CUDA graph may have been captured over their memory.
+        # Kept alive, because a CUDA graph may have been captured with their memory.
         self._released = release_output_heads(self.model)
 
     @property
     def spec(self) -> LoraSpec | None:
-        """Specification of the adapter in force; ``None`` for the base weights."""
+        """Return the specification of the active adapter; ``None`` for the base weights."""
         return self._spec
 
     def clear(self) -> None:
-        """Serve the base weights: zeros in the slots, under the number that requests carry."""
+        """Serve the base weights: zero the slots, under the adapter id that requests carry."""
         rank = self._manager.get_dummy_lora_warmup_rank(1)
         self._replace(self._manager.create_dummy_lora(ADAPTER_ID, rank, self.worker_loras.embedding_modules))
         self._spec, self._names = None, ()
@@ -119,8 +118,8 @@ class LoraSlots:
         """Put an adapter in force; the engine takes over the tensors, named by peft, which must not change afterwards.
 
         Raises:
-            Refused: (422) they are not an adapter of this model.
-            EngineError: vLLM failed; the previous adapter is in force again.
+            Refused: (422) the tensors are not an adapter of this model.
+            EngineError: vLLM failed; the previous adapter is active again.
         """
         tensors = {"{}.lora_{}.weight".format(*adapted_module(name)): tensor for name, tensor in tensors.items()}
         self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
@@ -134,7 +133,7 @@ class LoraSlots:
         )
         adapter = self.lora_model.from_lora_tensors(
             lora_model_id=ADAPTER_ID,
-            # vLLM looks for the start of peft's names, and strips it.
+            # vLLM requires the prefix of peft's names, and strips it.
             tensors={PREFIX + name: tensor for name, tensor in tensors.items()},
             peft_helper=helper,
             device=str(self.device),
@@ -146,7 +145,7 @@ class LoraSlots:
         self._spec, self._names = spec, tuple(tensors)
 
     def refresh(self) -> None:
-        """Write the slots again from the registered adapter: their memory was dropped."""
+        """Rewrite the slots from the registered adapter, because their memory was dropped."""
         self._manager.deactivate_adapter(ADAPTER_ID)
         self._manager.activate_adapter(ADAPTER_ID)
 
@@ -154,7 +153,7 @@ class LoraSlots:
         """Return the adapter in the slots by peft's names: A, and B times the scaling, in the slots' dtype.
 
         Raises:
-            Refused: (409) no adapter is in force, or the slots of one process hold only a part of it.
+            Refused: (409) no adapter is active, or the slots of one process hold only a part of it.
         """
         if self._spec is None:
             raise Refused("no adapter is in force", status=409, remedy="load one first")
@@ -198,11 +197,11 @@ class LoraSlots:
         return module if renamed is None else renamed.removesuffix(_A)
 
     def _slots(self) -> Iterator[tuple[str, ModuleSlots]]:
-        """Yield the slots of every module that can be adapted, by vLLM's names before q, k, v or gate, up are fused."""
+        """Yield the slots of every module that can be adapted, by its name before vLLM fuses q, k, v or gate, up."""
         for name, module in self._manager.modules.items():
             a, b = _stacked(module, "lora_a_stacked"), _stacked(module, "lora_b_stacked")
             if any(part.ndim != 4 for part in (*a, *b)):
-                continue  # experts and embeddings are laid out in other ways
+                continue  # experts and embeddings have other layouts
             parts = self._manager.packed_modules.get(name)
             if parts is None and a:
                 yield name, ModuleSlots(a, b, self.tensor_parallel_size)
@@ -214,8 +213,8 @@ class LoraSlots:
 def release_output_heads(model: Any) -> list[Any]:
     """Remove the slots from output heads; return the layers that had them.
 
-    A head with slots costs a product over the vocabulary for every token. Worse, vLLM looks up the adapter
-    there by the number of the sampled token and fails for logprobs of a prompt, as a canary's.
+    A head with slots costs a product over the vocabulary for every token. Worse, vLLM looks up its adapter by the index
+    of the sampled token, which fails for prompt logprobs such as a canary's.
     """
     released = []
     for name, module in list(model.lora_manager.modules.items()):

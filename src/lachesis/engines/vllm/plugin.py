@@ -1,6 +1,6 @@
-"""Our part of vLLM's server: the plugin that adds our routes, and the middleware around its own.
+"""Our extension of vLLM's server: the plug-in that adds our routes, and the middleware around vLLM's own.
 
-The plugin is ``lachesis`` among the ``vllm.endpoint_plugins``.
+The plug-in's entry point is ``lachesis`` in ``vllm.endpoint_plugins``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lachesis.transport.bridge_file import asked_at_start
 if TYPE_CHECKING:
     from lachesis.engines.vllm.backend import VllmBackend
 
-# Routes whose bodies have a field for the salt of the prefix cache.
+# Routes whose bodies have a field for the prefix cache's salt.
 _SALTED = (
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/tokens",
     "/v1/responses", "/invocations",
 )  # fmt: skip
 _GENERATING = (*_SALTED, "/v1/messages", "/generative_scoring", "/v1/systemone")
-# These name a model too, and read no weights.
+# Routes that name a model but use no weights.
 _NAMING = ("/tokenize", "/detokenize")
 
 ROOTS_VARIABLE = "LACHESIS_ADAPTER_ROOTS"
 
 
 class LachesisPlugin:
-    """vLLM makes one for each server, has it see the application, and later the engine."""
+    """The plug-in: vLLM makes one per server, and gives it the application and later the engine."""
 
     name = "lachesis"
     required_tasks = ("generate",)
@@ -50,14 +50,14 @@ class LachesisPlugin:
         self._app: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Remember the application: the routes need the engine, which comes with :meth:`init_state`."""
+        """Keep the application until :meth:`init_state` provides the engine for the routes."""
         self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Prepare the engine, write the session, add the routes.
+        """Prepare the engine, write the session file, and add the routes.
 
         Raises:
-            LachesisError: the engine cannot be served as it was started. vLLM then ends.
+            LachesisError: the engine's options are not supported; vLLM then ends.
         """
         from lachesis.engines.vllm.backend import VllmBackend
 
@@ -68,7 +68,7 @@ class LachesisPlugin:
         )
         await served.start()
         if served.lora_request is not None:
-            # By this name vLLM's own routes find the adapter.
+            # vLLM's own routes find the adapter by this name.
             state.openai_serving_models.lora_requests[served.lora_request.lora_name] = served.lora_request
         if (path := asked_at_start()) is not None:
             await served.export_shared(path)
@@ -76,7 +76,7 @@ class LachesisPlugin:
         atexit.register(remove_session, session)
         state.lachesis = served
         routes = engine_routes(served, session=session, adapter_roots=roots)
-        # vLLM's own route of this name, which it refuses to serve unless it is told to, would come first.
+        # vLLM's own route of this name, disabled by default, would take precedence.
         first = [route for route in routes if route.path == TOKENS.path]
         self._app.router.routes[:0] = first
         self._app.router.routes.extend(route for route in routes if route not in first)
@@ -84,18 +84,18 @@ class LachesisPlugin:
 
 
 def adapter_roots(variable: str | None) -> tuple[Path, ...]:
-    """Directories in the variable, separated as in PATH; the current one without it."""
+    """Return the directories in the variable, separated as in PATH; the current directory if it is unset."""
     named = [Path(part) for part in (variable or "").split(os.pathsep) if part]
     return tuple(path.resolve() for path in named) or (Path.cwd().resolve(),)
 
 
 class ModelAliases:
-    """ASGI middleware, loaded with ``--middleware lachesis.engines.vllm.plugin.ModelAliases``.
+    """An ASGI middleware, loaded with ``--middleware lachesis.engines.vllm.plugin.ModelAliases``.
 
-    A request to one of vLLM's generating routes waits while the engine is paused, has its model's name replaced by
-    the one that stands for the weights in force, and gets the salt that keeps it from stale blocks of the prefix
-    cache. One to its tokenizer has the name replaced. The engine is found in the application's state, where the plugin
-    puts it; before that, nothing is done.
+    Requests to vLLM's generating routes wait while the engine is paused, get the model name that stands for the current
+    weights, and the salt that protects them from stale blocks of the prefix cache. Requests to its tokenizer get the
+    name only. The engine is in the application's state once the plug-in has put it there; until then requests pass
+    unchanged.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -124,7 +124,7 @@ class ModelAliases:
 
 
 def rewritten(body: bytes, served: VllmBackend, *, salted: bool) -> bytes:
-    """Return the body with the model's name and the salt put in; unchanged if it is not a JSON object."""
+    """Return the body with the model name and the salt set; unchanged if it is not a JSON object."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -142,14 +142,14 @@ def rewritten(body: bytes, served: VllmBackend, *, salted: bool) -> bytes:
 
 
 def _is_alias(name: Any, served: VllmBackend) -> bool:
-    """Return True if a name, or none, means the served model."""
+    """Return True if a name, or its absence, means the served model."""
     info, adapter = served.model_info(), served.adapter()
     names: Sequence[str | None] = (None, "", POLICY, info.model, *info.served_names, adapter.name if adapter else None)
     return name in names
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """``receive`` as if the body had not been read yet."""
+    """Return a ``receive`` that replays the body as if it had not been read yet."""
     pending: asyncio.Queue[Message] = asyncio.Queue()
     pending.put_nowait({"type": "http.request", "body": body, "more_body": False})
 

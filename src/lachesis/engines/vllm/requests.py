@@ -1,4 +1,4 @@
-"""Translation of our requests to vLLM's, and of its outputs to ours."""
+"""Translation of our requests to vLLM's, and of vLLM's outputs to ours."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class Generator:
-    """Runner of requests on vLLM's engine.
+    """Runs requests on vLLM's engine.
 
-    The ``n`` completions of a request go in one by one, as vLLM itself would split them (completion ``i`` has
-    seed + i), so that each has its own times, from which its weight versions follow.
+    The ``n`` completions of a request are submitted one by one, split as vLLM itself would (completion ``i`` has seed +
+    i), so that each has its own times, from which its weight versions follow.
 
     Args:
         engine: vLLM's ``EngineClient``.
         lora_request: attached to every request, with LoRA on.
-        max_model_len: most tokens of prompt and completion together.
+        max_model_len: maximum tokens of prompt and completion together.
         caches_prefixes: True if the engine has a prefix cache, so that its answers count cached tokens.
     """
 
@@ -54,11 +54,11 @@ class Generator:
             )
 
     def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
-        """Keep logprobs of sampled tokens in the worker until a sequence has ended, from now on."""
+        """From now on, keep logprobs of sampled tokens in the worker until their sequence has ended."""
         self._fetched = fetched
 
     async def generate(self, request: GenerateBody, *, cache_salt: str) -> GenerateResult:
-        """Return all completions; raises Refused if vLLM does not accept the request, EngineError if vLLM is dead."""
+        """Return all completions. Raise Refused if vLLM rejects the request, EngineError if vLLM is dead."""
         started = time.monotonic()
         kept = self._fetched if not request.logprobs and request.prompt_logprobs is None else None
         if kept is not None and request.prompt is None and self._groups:
@@ -128,7 +128,7 @@ class Generator:
     async def _complete_together(
         self, request: GenerateBody, *, cache_salt: str, kept: FetchedLogprobs
     ) -> list[tuple[Any, tuple[float, ...]]]:
-        """Return the results of :meth:`_complete` for all completions of a prompt that is given as token ids."""
+        """Return the results of :meth:`_complete` for all completions of a prompt of token ids."""
         params = compat.parse_sampling(request.sampling, logprobs=0, text=request.text)
         self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
         keys = [self._key(request, index) for index in range(request.n)]
@@ -165,7 +165,7 @@ class Generator:
             return await group.run(prompt, params, members, lora_request=self._lora_request)
 
     def _token_prompt(self, request: GenerateBody, *, cache_salt: str) -> Any:
-        """Return a prompt of token ids, which vLLM need not tokenize in another thread first, in vLLM's form."""
+        """Convert the prompt to token ids in vLLM's form, which need no tokenizer thread."""
         token_ids = request.prompt_token_ids or ()
         if request.images is None:
             return compat.tokens_input(list(token_ids), cache_salt=cache_salt)
@@ -234,13 +234,13 @@ class Generator:
                     yield output
 
     def _cached_tokens(self, output: Any) -> int | None:
-        """Return the prompt tokens found in the prefix cache; ``None`` for a prompt that vLLM never read."""
+        """Return the number of prompt tokens found in the prefix cache; ``None`` for a prompt that vLLM never read."""
         if not self._caches_prefixes or not output.outputs[0].token_ids:
             return None
         return output.num_cached_tokens
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
-        """Refuse a completion that does not fit the context, which vLLM would cut and call finished."""
+        """Refuse a completion that does not fit the context, which vLLM would truncate and report as finished."""
         if prompt_tokens + (max_tokens or 0) > self._max_model_len:
             raise Refused(
                 f"the prompt has {prompt_tokens} tokens and {max_tokens} more are requested, but the context holds "
@@ -250,13 +250,13 @@ class Generator:
 
 
 def engine_is_dead(error: BaseException) -> EngineUnreachable:
-    """Return the error for an engine whose process has ended; the server's process ends within seconds, too."""
+    """Return the error for an engine whose process has ended; the server's process ends seconds later too."""
     return EngineUnreachable(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it")
 
 
 @contextmanager
 def _our_errors() -> Iterator[None]:
-    """Convert errors that vLLM raises inside to ours."""
+    """Convert vLLM's errors inside the context to ours."""
     try:
         yield
     except compat.EngineDeadError as error:
@@ -273,7 +273,7 @@ def _seed(request: GenerateBody, index: int) -> int | None:
 def _sequence(
     output: Any, *, request: GenerateBody, started: float, logprobs: tuple[float, ...] | None
 ) -> GenerateCompletion:
-    # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
+    # vLLM leaves 0 if there was no token, and has no metrics with --disable-log-stats.
     return GenerateCompletion(
         **_sampled(output, request, logprobs=logprobs),
         finish_reason=_finish_reason(output.outputs[0].finish_reason) or "abort",

@@ -1,4 +1,4 @@
-"""The experts that vLLM says it used, by ``--enable-return-routed-experts``."""
+"""The routed experts that vLLM returns with ``--enable-return-routed-experts``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lachesis.common.routed_experts import RoutedExperts
 
 
 def returns_routes(config: Any) -> bool:
-    """Return True if vLLM was started to return routes: an option of the model in 0.26, of outputs in 0.32."""
+    """Return True if vLLM was started to return routed experts: a model option in 0.26, an output option in 0.32."""
     holder = getattr(config, "aux_output_config", config.model_config)
     return bool(getattr(holder, "enable_return_routed_experts", False))
 
 
 def read_routes(output: Any) -> RoutedExperts | None:
-    """Read the experts of prompt and completion without its last token from a request's last output.
+    """Read the experts of all tokens but the last from a request's last output.
 
-    ``None`` if no token came.
+    Return ``None`` if there is no token.
 
     Raises:
-        EngineError: vLLM gave too few, or its kernels did not record them (one token has the same expert twice).
+        EngineError: vLLM returned too few, or its kernels did not record them (a token has the same expert twice).
     """
     (completion,) = output.outputs
     if not completion.token_ids:

@@ -1,7 +1,7 @@
-"""Code that runs inside vLLM's workers: one remote call, behind it everything that touches weights.
+"""Code inside vLLM's workers: a single remote call, through which all weight operations go.
 
-Loaded with ``--worker-extension-cls lachesis.engines.vllm.worker.WorkerExtension``. vLLM runs a call between two
-steps of the engine, so that no step sees half of a change.
+Loaded with ``--worker-extension-cls lachesis.engines.vllm.worker.WorkerExtension``. vLLM runs a call between two engine
+steps, so that no step sees a partial change.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 logger = logging.getLogger(__name__)
 
-# Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
+# Models with tied embeddings have no parameter of this name, but their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class."""
+    """A mixin for vLLM's worker class."""
 
     def lachesis_call(self, method: str, document: str) -> str:
         """Call ``method`` of this worker's :class:`WorkerWeights` with the fields of a JSON object.
@@ -61,10 +61,10 @@ class WorkerExtension:
 
 
 def leave_ranks_uncompiled(sampler: Any) -> None:
-    """Have vLLM's sampler count the ranks of sampled tokens with the plain function, a comparison and a sum.
+    """Make vLLM's sampler count the ranks of sampled tokens with the uncompiled function.
 
-    vLLM compiles it when the first token with a logprob is sampled. On a CPU, with empty caches, that token waits for a
-    C++ compiler for more than 10 s, and with it the proof of the first weights.
+    vLLM compiles the function when the first token with a logprob is sampled. On a CPU with empty caches, that token,
+    and the proof of the first weights, would wait more than 10 s for a C++ compiler.
     """
     module: Any = sys.modules[type(sampler).__module__]
     compiled = module.batched_count_greater_than
@@ -72,7 +72,7 @@ def leave_ranks_uncompiled(sampler: Any) -> None:
 
 
 def answer(call: Callable[[], Any]) -> str:
-    """Call a function, and return its result or its error as JSON."""
+    """Call a function and return its result or error as JSON."""
     try:
         return json.dumps({"result": call()})
     except LachesisError as error:
@@ -86,7 +86,7 @@ def read_answer(text: str) -> Any:
     """Return the result in an answer.
 
     Raises:
-        LachesisError: the call raised it; the class is the same.
+        LachesisError: the call raised it; the class is preserved.
     """
     document = json.loads(text)
     error = document.get("error")
@@ -110,15 +110,15 @@ class WorkerWeights:
         self._receiver: Receiver | None = None
         self._slots: LoraSlots | None = None
         self._logprobs: WorkerLogprobs | None = None
-        # Where base weights are, once vLLM's loader has shown it, and how many updates of the receiver went there.
+        # The places of base weights, once verified with vLLM's loader, and the number of updates copied there.
         self._in_place: InPlaceLoader | None = None
         self._copied = 0
 
     def install(self) -> dict[str, Any]:
-        """Register the adapter that every request will name. Called once, before the first request.
+        """Register the adapter that every request names. Called once, before the first request.
 
-        The worker whose outputs vLLM reads keeps logprobs from then on. On a CPU ranks of tokens are counted without a
-        compiled function.
+        The worker whose outputs vLLM reads keeps logprobs from then on. On a CPU, token ranks are counted by an
+        uncompiled function.
         """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
@@ -135,7 +135,7 @@ class WorkerWeights:
             )
             self._slots.clear()
         if self._device.type == "cpu":
-            # vLLM's attention in 16 bits uses AMX where there is one, and ends by SIGILL where nobody has asked for it.
+            # vLLM's 16-bit attention uses AMX if present, and dies of SIGILL unless the process has requested AMX.
             torch.cpu._init_amx()
             leave_ranks_uncompiled(self._runner.sampler)
         if self._rank == 0:
@@ -147,7 +147,7 @@ class WorkerWeights:
         return {} if self._logprobs is None else self._logprobs.take(asked, dropped)
 
     def load_adapter(self, path: str, name: str) -> dict[str, Any]:
-        """Put the adapter in a directory in force. Only safetensors are read."""
+        """Activate the adapter in a directory. Only safetensors are read."""
         slots = self._need_slots()
         files = read_adapter(Path(path), max_rank=self._config.lora_config.max_lora_rank)
         spec = replace(files.spec, name=name)
@@ -159,19 +159,19 @@ class WorkerWeights:
         self._need_slots().clear()
 
     def make_room(self) -> None:
-        """Give back what torch keeps of the last update: what wakes up next has to fit beside it."""
+        """Free the memory that torch keeps of the last update, so that parts that wake up next fit."""
         if self._receiver is not None:
             self._receiver.look_again()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def refresh(self) -> None:
-        """Restore the adapter's slots after the memory of the weights was dropped and allocated again."""
+        """Restore the adapter's slots after the weights' memory was dropped and reallocated."""
         if self._slots is not None:
             self._slots.refresh()
 
     def digests(self, request: Mapping[str, Any]) -> dict[str, int]:
-        """Digests of rows of parameters, of all parameters that have bytes without ``slices``, and of the adapter.
+        """Return digests of rows of parameters (without ``slices``: of all non-empty parameters), and of the adapter.
 
         Raises:
             Refused: (404, 422) as :meth:`DigestSlice.of`; (409) this worker does not hold the parameter's bytes.
@@ -198,7 +198,7 @@ class WorkerWeights:
         """
         asked = DigestRequest.model_validate(request)
         if asked.adapter:
-            self._need_slots().tensors()  # refuses: each worker holds a part of it
+            self._need_slots().tensors()  # raises: each worker holds only a part of it
         model = self._runner.get_model()
         held, cuts = named_parameters(model), find_cuts(model)
         slices = {name: DigestSlice(name) for name in cuts} if asked.slices is None else asked.slices
@@ -218,9 +218,9 @@ class WorkerWeights:
         return answer
 
     def state_dict_info(self) -> dict[str, Any]:
-        """Shape, dtype and device of every parameter; the whole's shape where several workers have parts of it.
+        """Return shape, dtype and device of every parameter; for sharded ones, the shape of the whole.
 
-        The shape is [0] where its bytes are not a checkpoint's: vLLM has emptied it, or may have another order in it.
+        The shape is [0] if the bytes are not as in a checkpoint: vLLM emptied the parameter, or may have reordered it.
         """
         model = self._runner.get_model()
         cuts = find_cuts(model) if self._tensor_parallel_size > 1 else None
@@ -241,7 +241,7 @@ class WorkerWeights:
         }
 
     def export(self) -> dict[str, Any]:
-        """Return as JSON how another process maps every parameter (:mod:`lachesis.transport.shared_tensors`).
+        """Return, for JSON, how another process maps every parameter (:mod:`lachesis.transport.shared_tensors`).
 
         Raises:
             Refused: (409) the parameters of this engine cannot be shared.
@@ -287,7 +287,7 @@ class WorkerWeights:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = Receiver(parsed, rank=parsed.rank + self._rank, device=self._device)
-        self._in_place, self._copied = None, 0  # of other tensors, perhaps
+        self._in_place, self._copied = None, 0  # the new update may have other tensors
         return self.receiver()
 
     def receiver(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class WorkerWeights:
         return said | {"copied": self._copied}
 
     def receive(self, wait_s: float, load: bool) -> dict[str, Any]:
-        """Take one update off the channel, and ``load`` it if all of it is there after ``wait_s`` seconds."""
+        """Receive one update from the channel, and ``load`` it if it is complete after ``wait_s`` seconds."""
         if self._receiver is None:
             raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
         tensors = self._receiver.take(wait_s)
@@ -339,7 +339,7 @@ class WorkerWeights:
             check_fits(offered, wanted, tied={OUTPUT_HEAD} - held.keys(), what=what)
 
     def _load_update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load new base weights that have all arrived: by vLLM's loader, later straight to the places it used."""
+        """Load complete new base weights: first with vLLM's loader, later directly to the places it used."""
         if self._in_place is not None:
             with self._replacing_base():
                 self._in_place.load(tensors)
@@ -350,7 +350,7 @@ class WorkerWeights:
         self._in_place = found if found is not None and found.matches(tensors) else None
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load new base weights in place by vLLM's loader."""
+        """Load new base weights in place with vLLM's loader."""
         self._in_place = None
         with self._replacing_base():
             self._worker.reload_weights(weights_iterator=tensors)
@@ -363,7 +363,7 @@ class WorkerWeights:
         """Change the base weights inside the context.
 
         Raises:
-            StaleWeights: the change failed, and they are incomplete.
+            StaleWeights: the change failed, and the weights are incomplete.
         """
         try:
             yield
@@ -404,10 +404,10 @@ def _repacked(what: str) -> Refused:
 
 
 def repack_tied(model: nn.Module) -> None:
-    """Have modules that share another's parameter process it again, after it was loaded.
+    """Make modules with a tied parameter process it again after loading.
 
-    On the CPU an output head computes with a packed copy of its weights. Loading makes a new one for the module
-    that the checkpoint names, the embedding, and forgets the head that is tied to it.
+    On the CPU, an output head computes with a packed copy of its weights. Loading makes a new copy only for the module
+    named in the checkpoint, the embedding, not for the head tied to it.
     """
     owners: set[int] = set()
     for module in model.modules():
@@ -419,9 +419,9 @@ def repack_tied(model: nn.Module) -> None:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Have the kernels of a mixture's experts take them again, after they were loaded.
+    """Make expert kernels process their weights again after loading.
 
-    On the CPU they compute with a packed copy, which vLLM 0.32 makes at the first loading only.
+    On the CPU they compute with a packed copy, which vLLM 0.32 makes only at the first loading.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
