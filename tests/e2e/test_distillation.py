@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from lachesis.common.errors import ModelError
@@ -52,11 +53,15 @@ def continued(letter: str) -> str:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model, trained with nothing but torch until it knows."""
-    directory = tmp_path_factory.mktemp("teacher")
+    return taught(tmp_path_factory.mktemp("teacher"), continued)
+
+
+def taught(directory: Path, answer: Callable[[str], str]) -> Path:
+    """The doctor's model, trained to answer the last letter of each prompt so."""
     write(directory, steps=1)
     model = Qwen2ForCausalLM.from_pretrained(directory / "model").train()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    ids = torch.tensor([tokenizer(prompt + continued(prompt[-1]))["input_ids"] for prompt in PROMPTS])
+    ids = torch.tensor([tokenizer(prompt + answer(prompt[-1]))["input_ids"] for prompt in PROMPTS])
     labels = ids.clone()
     labels[:, :2] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -125,6 +130,34 @@ def test_a_teacher_for_some_prompts_and_rewards_for_the_others(tmp_path: Path, t
         prompt: continued(prompt[-1]) for prompt in PROMPTS if subjects[prompt] == "alphabet"
     }
     assert {said[prompt] for prompt in PROMPTS if subjects[prompt] == "letters"} == {"aaaa"}
+
+
+@pytest.fixture(scope="module")
+def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, trained to say the prompt's last letter again and again."""
+    return taught(tmp_path_factory.mktemp("other"), lambda letter: letter * 4)
+
+
+def test_each_source_moves_to_its_own_teacher(tmp_path: Path, teacher: Path, other_teacher: Path):
+    """Both teachers know what to say to every prompt; a source's prompts are continued as its own one says."""
+    config = write(tmp_path, steps=100, optimizer={"learning_rate": 3e-3}, **SAVED)
+    written = yaml.safe_load(config.read_text())
+    data, rewards = written.pop("data"), written.pop("rewards")
+    subjects = {prompt: "on" if prompt[0] in "ab" else "again" for prompt in PROMPTS}
+    written["sources"] = []
+    for name in ("on", "again"):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in PROMPTS if subjects[one] == name))
+        written["sources"].append({"name": name, "data": {**data, "path": str(file)}, "rewards": rewards})
+    written["algorithm"] = {
+        "teachers": {
+            "on": {"model": str(teacher), "reward_weight": 0.0},
+            "again": {"model": str(other_teacher), "reward_weight": 0.0, "beta": 0.0},
+        }
+    }
+    config.write_text(yaml.safe_dump(written))
+    said = greedy(run_here(config).run_dir / "final", length=4)
+    assert said == {prompt: continued(prompt[-1]) if subjects[prompt] == "on" else prompt[-1] * 4 for prompt in PROMPTS}
 
 
 def greedy(model_dir: Path, *, length: int) -> dict[str, str]:

@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lachesis.common.json_values import is_list
-from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, McpServerConfig, MixedSourceConfig, Section
+from lachesis.config.schema import (
+    SERVERS_FILE,
+    CustomPart,
+    LachesisConfig,
+    McpServerConfig,
+    MixedSourceConfig,
+    Section,
+    TeacherConfig,
+)
 
 S = TypeVar("S", bound=Section)
 
@@ -68,7 +76,8 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             config.algorithm,
             loss=places.part,
             advantage=places.part,
-            teacher=lambda teacher: _resolved(teacher, model=places.model) if teacher.kind == "model" else teacher,
+            teacher=places.teacher,
+            teachers=lambda teachers: {name: places.teacher(one) for name, one in teachers.items()},
         ),
         "optimizer": _resolved(config.optimizer, function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
@@ -170,6 +179,10 @@ class _Places:
     def model(self, value: str, *, local: bool = False) -> str:
         path = self.path(value)
         return path if local or _looks_like_path(value) or Path(path).is_dir() else value
+
+    def teacher(self, options: TeacherConfig) -> TeacherConfig:
+        """Return a teacher's section, with the path of a model beside the policy."""
+        return _resolved(options, model=self.model) if options.kind == "model" else options
 
     def reward(self, spec: str | dict[str, Any]) -> str | dict[str, Any]:
         if isinstance(spec, dict):

@@ -20,7 +20,9 @@ def single_configs(config: LachesisConfig) -> Mapping[str, LachesisConfig]:
 
 
 def _single(config: LachesisConfig, one: MixedSourceConfig) -> LachesisConfig:
-    set_here = {name: value for name, value in one.algorithm if value is not None}
+    set_here: dict[str, Any] = {name: value for name, value in one.algorithm if value is not None}
+    if config.algorithm.teachers:
+        set_here |= {"teacher": config.algorithm.teachers.get(one.name), "teachers": {}}
     sections: dict[str, Any] = {"sources": [], "source": one.source, "data": one.data, "rewards": one.rewards}
     if set_here:
         sections["algorithm"] = config.algorithm.model_copy(update=set_here)

@@ -7,7 +7,7 @@ Parts are of tensors; what a process has besides them (CUDA's context, the alloc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,12 +90,12 @@ def memory_parts(
     lengths: Lengths,
     device: str,
     devices: int = 1,
-    teacher: ModelShape | None = None,
+    teachers: Sequence[ModelShape] = (),
 ) -> list[MemoryPart]:
     """Return the memory of trainer and engine, by phase, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
 
     Args:
-        teacher: the shape of the model that ``algorithm.teacher`` names.
+        teachers: the shapes of the models that ``algorithm.teacher`` or ``algorithm.teachers`` names, each once.
     """
     width = weight_bytes(config, shape, device=device)
     mesh = derive_mesh(config.distributed, ranks=devices)
@@ -104,7 +104,7 @@ def memory_parts(
         *_ring_parts(config, shape, width=width, devices=devices),
         *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
         *_update_parts(config, shape, width=width, device=device),
-        *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
+        *_teacher_parts(config, shape, teachers, lengths=lengths, device=device),
         *_engine_parts(config, shape, lengths=lengths, width=width),
     ]
     return _sharded([part for part in parts if part.bytes], config, shape, mesh=mesh, width=width)
@@ -412,26 +412,23 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
 
 
 def _teacher_parts(
-    config: LachesisConfig, shape: ModelShape, teacher: ModelShape | None, *, lengths: Lengths, device: str
+    config: LachesisConfig, shape: ModelShape, teachers: Sequence[ModelShape], *, lengths: Lengths, device: str
 ) -> Iterator[MemoryPart]:
-    """Yield the memory of a frozen model beside the policy, and of its outputs per token, doubled for a moment.
+    """Yield the memory of frozen models beside the policy, and of one's outputs per token, doubled for a moment.
 
     Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
     """
-    options = config.algorithm.teacher
-    if options is None:
-        return
-    if teacher is not None:
-        yield MemoryPart(
-            "teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device)
-        )
-    if options.kind == "rollouts":
-        return  # how many logprobs they bring is the environments' affair, and few beside the rest
-    if options.estimate == "exact":
-        known, each = shape.vocab, 2 * 4
-        if options.top_k is not None and options.top_k < known:
-            known, each = options.top_k, 2 * (4 + 8)
-        yield MemoryPart("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
+    if teachers:
+        held = sum(one.parameters * weight_bytes(config, one, device=device) for one in teachers)
+        yield MemoryPart("teacher", "trainer", ALWAYS, held)
+    each = [
+        shape.vocab * 2 * 4 if options.top_k is None or options.top_k >= shape.vocab else options.top_k * 2 * (4 + 8)
+        for options in config.algorithm.all_teachers.values()
+        # How many logprobs environments bring is their affair, and few beside the rest.
+        if options.kind != "rollouts" and options.estimate == "exact"
+    ]
+    if each:
+        yield MemoryPart("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * max(each))
 
 
 def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[MemoryPart]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -138,13 +138,13 @@ def plan(
         rows = -(-lengths.microbatch // lengths.longest)
         lengths = replace(lengths, patches=rows * image_tokens * shape.tower.merged)
     batches = _batches(config, lengths)
-    taught = config.algorithm.teacher
-    held = None if taught is None or taught.kind != "model" else taught.model
-    teacher = None if taught is None or held is None else read_shape(held, revision=taught.revision)
+    taught = [one for one in config.algorithm.all_teachers.values() if one.kind == "model" and one.model]
+    teachers = {one.model: read_shape(one.model, revision=one.revision) for one in taught if one.model}
+    known = [one for one in teachers.values() if one is not None]
     parts = (
         []
         if shape is None
-        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher)
+        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teachers=known)
     )
     return Plan(
         batches=batches,
@@ -161,7 +161,7 @@ def plan(
             *_card_notes(config, device=chosen, devices=devices),
             *_notes(config, batches, lengths=lengths, found=found, prompt_tokens=prompt_tokens),
             *_host_notes(config, shape, lengths=lengths, device=chosen, mesh=mesh),
-            *_teacher_notes(config, teacher),
+            *_teacher_notes(teachers),
         ),
         mesh=mesh,
     )
@@ -349,11 +349,11 @@ def _host_notes(
         yield f"model.activations: offload takes {size_text(waiting)} of the host's memory{ranks}, which is pinned"
 
 
-def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:
-    """Yield a note if the teacher's memory is unknown."""
-    options = config.algorithm.teacher
-    if options is not None and options.kind == "model" and teacher is None:
-        yield f"the teacher {options.model} has no config.json here: its weights are not counted"
+def _teacher_notes(teachers: Mapping[str, ModelShape | None]) -> Iterator[str]:
+    """Yield a note for each teacher whose memory is unknown."""
+    for name, shape in teachers.items():
+        if shape is None:
+            yield f"the teacher {name} has no config.json here: its weights are not counted"
 
 
 def _prompt_notes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
+from lachesis.config.single_sources import single_configs
 from lachesis.config.steps import prompts_per_generation, total_steps
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector, Reroll
@@ -242,7 +243,27 @@ def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, c
         ModelError: the teacher has another tokenizer.
         EngineError, DeadlineExceeded: the teacher does not answer.
     """
+    if config.algorithm.teachers:
+        return _teach_by_source(
+            {
+                name: build_teach(one, tokenizer=tokenizer, closing=closing)
+                for name, one in single_configs(config).items()
+            }
+        )
     options = config.algorithm.teacher
     if options is None or options.kind not in ("url", "self"):
         return list
     return load("teachers", options.kind)(config, tokenizer=tokenizer, closing=closing)
+
+
+def _teach_by_source(each: Mapping[str, Teach]) -> Teach:
+    """Return what gives each group to the teacher of its source."""
+
+    def teach(groups: Sequence[Group]) -> Sequence[Group]:
+        done: dict[int, Group] = {}
+        for name, of_source in each.items():
+            places = [place for place, group in enumerate(groups) if group.prompt.source == name]
+            done |= zip(places, of_source([groups[place] for place in places]), strict=True)
+        return [done[place] for place in range(len(groups))]
+
+    return teach

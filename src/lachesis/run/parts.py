@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.contracts import Contract, load_part, spec_of
 from lachesis.common.device import resolve_device
@@ -70,7 +71,7 @@ def policy_of(
 ) -> Policy:
     """Make a loaded model a trainable policy; arguments as for :func:`build_policy`."""
     packing = "padded" if config.model.sees_images else config.model.packing
-    length, loss, taught = config.sampling.max_completion_length, config.algorithm.loss, config.algorithm.teacher
+    length, loss = config.sampling.max_completion_length, config.algorithm.loss
     policy = make(
         loaded,
         strategy=strategy,
@@ -86,9 +87,7 @@ def policy_of(
         packing=packing,
         compile_layers=compiles(config, device=strategy.device(loaded.transformer)),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
-        teacher=load_teacher(taught, config.model, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded)
-        if taught and taught.kind == "model"
-        else None,
+        teachers=_load_teachers(config, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded),
     )
     if config.model.sees_images:
         told = f"{policy.plan.told}; it is shown images, a row for each sequence, and its vision tower is"
@@ -96,6 +95,16 @@ def policy_of(
     policy.pack = partial(pack_batch, config=config, policy=policy)
     policy.optimizer.start = Start(config.sft_steps, config.sft.learning_rate)
     return policy
+
+
+def _load_teachers(
+    config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, on_cpu: bool
+) -> dict[str, PreTrainedModel]:
+    """Load the teachers that are models beside the policy, by source; one that several name is held once."""
+    held = {name: one for name, one in config.algorithm.all_teachers.items() if one.kind == "model"}
+    distinct = {(one.model, one.revision): one for one in held.values()}
+    models = {key: load_teacher(one, config.model, tokenizer=tokenizer, on_cpu=on_cpu) for key, one in distinct.items()}
+    return {name: models[one.model, one.revision] for name, one in held.items()}
 
 
 def compiles(config: LachesisConfig, *, device: torch.device) -> bool:

@@ -68,6 +68,7 @@ class MicroBatch:
         images: images of each segment's prompt; empty if no prompt has any.
         taught: the completions after the prompts of the policy's own teacher; ``None`` without such a teacher.
         taught_index: int64 [M], the teacher's prediction for each; -1 where there is none.
+        teacher: number of the only teacher of all rows, among several.
     """
 
     input_ids: Tensor
@@ -94,6 +95,7 @@ class MicroBatch:
     images: tuple[PromptImages | None, ...] = ()
     taught: MicroBatch | None = None
     taught_index: Tensor | None = None
+    teacher: int = 0
 
     @property
     def num_inputs(self) -> int:
@@ -219,7 +221,13 @@ def pack(
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
     kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
     whole = [*trees(kept)]
-    passes = arrange(whole, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes, ranks=ranks)
+    passes: list[list[Unit]] = []
+    numbers = sorted({row.shares.number for row in kept})
+    for number in numbers:  # a pass has one teacher
+        mine = [*trees([row for row in kept if row.shares.number == number])]
+        passes += arrange(mine, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes, ranks=ranks)
+    if len(numbers) > 1:
+        passes.sort(key=lambda units: -sum(unit.num_inputs for unit in units))
     return Batch(
         groups=tuple(groups),
         micro_batches=MicroBatches.of(passes, share_prefixes=share_prefixes),
@@ -292,6 +300,7 @@ class _Stream:
         self.advantages: list[float] = []
         self.token_advantages: list[float] = []
         self.teacher_weights: list[float] = []
+        self.teacher_number = 0
         self.teacher: list[Said] = []  # of each prediction
         self.routes: list[Stretch] = []
         self.images: list[PromptImages | None] = []  # of each segment
@@ -352,6 +361,7 @@ class _Stream:
         self.sampling_logprobs.extend(sampled)
         self.old_logprobs.extend(sampled if row.old_logprobs == "sampler" else [math.nan] * len(numbers))
         self.teacher_weights.append(row.shares.teacher)
+        self.teacher_number = row.shares.number
         advantage, added = sample.advantage or 0.0, sample.token_advantages
         self.by_token |= added is not None
         self.advantages.append(row.shares.reward * advantage)
@@ -462,6 +472,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         teacher_ids=teacher.get("teacher_ids"),
         teacher_logprobs=teacher.get("teacher_logprobs"),
         teacher_sampled=teacher.get("teacher_sampled"),
+        teacher=stream.teacher_number,
         routed=routed_tensor(stream.routes),
         images=tuple(stream.images) if any(stream.images) else (),
     )

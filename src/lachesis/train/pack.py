@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig
 from lachesis.train.batch import Batch, pack
-from lachesis.train.losses.teacher import shares
+from lachesis.train.losses.teacher import shares, shares_by_source
 from lachesis.train.policy import Policy
 from lachesis.train.route_tensors import require_routed
 
@@ -27,6 +27,8 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     """Pack groups as the section ``batch`` asks; leave a sequence out only if that changes no gradient."""
     algorithm = config.algorithm
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
+    if algorithm.teachers:
+        mixture = {"shares": shares_by_source(algorithm.teachers)}
     # Bounds such as GSPO's are closer than two 16-bit passes over the same weights: there the engine's rounding would
     # decide which sequences are clipped; in a product of all ratios it adds up.
     level = algorithm.importance_sampling_level

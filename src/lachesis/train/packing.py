@@ -32,10 +32,11 @@ Tokens = tuple[int, ...]
 
 
 class Shares(NamedTuple):
-    """Weights of the rewards' and of a teacher's part in a group's loss."""
+    """Weights of the rewards' and of a teacher's part in a group's loss, and that teacher's number among several."""
 
     reward: float = 1.0
     teacher: float = 1.0
+    number: int = 0
 
 
 class Row(NamedTuple):

@@ -29,7 +29,7 @@ from lachesis.train.losses.kl import KlWeight
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss, sft_loss
 from lachesis.train.losses.ratios import count_rows, gather_terms
 from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
-from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
+from lachesis.train.losses.teacher import Lesson, Teacher, TeacherOfEach, build_teacher
 from lachesis.train.model.experts import ExpertRouting, watch_experts
 from lachesis.train.model.forward import (
     ForwardPlan,
@@ -82,6 +82,7 @@ class Policy(PolicyState):
         compile_layers: compile decoder layers.
         custom_loss: replaces the loss type's loss of a token.
         teacher: the model that ``options.teacher`` names, loaded and frozen, not yet placed.
+        teachers: those that ``options.teachers`` names, by source.
 
     Raises:
         ModelError: the model cannot be run as ``packing`` demands, or its routing cannot be replayed.
@@ -99,6 +100,7 @@ class Policy(PolicyState):
         compile_layers: bool = False,
         custom_loss: CustomLoss | None = None,
         teacher: PreTrainedModel | None = None,
+        teachers: Mapping[str, PreTrainedModel] | None = None,
     ) -> None:
         self.loaded = loaded
         self.model: PreTrainedModel | PeftModel = loaded.model
@@ -114,7 +116,8 @@ class Policy(PolicyState):
         )
         kl_reference = options if options.holds_reference or self._loss_reads_reference else None
         second = second_model(loaded, kl_reference)  # what is sharded cannot be copied any more
-        self._place(second, teacher)
+        taught_by = {"": teacher} if teacher is not None else dict(teachers or {})
+        self._place(second, *{id(model): model for model in taught_by.values()}.values())
         self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
             self.transformer, packing=packing, device=self.device, context=strategy.context
@@ -125,7 +128,7 @@ class Policy(PolicyState):
         self.reference: Reference | None = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
-        self.teacher: Teacher | None = self._build_teacher(teacher, packing)
+        self.teacher: Teacher | TeacherOfEach | None = self._build_teacher(taught_by, packing)
         if compile_layers:
             strategy.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -143,25 +146,31 @@ class Policy(PolicyState):
             pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prefixes=self.plan.packed
         )
 
-    def _place(self, second: PreTrainedModel | None, teacher: PreTrainedModel | None) -> None:
+    def _place(self, second: PreTrainedModel | None, *teachers: PreTrainedModel) -> None:
         """Place the models as the strategy says, and read the base weights that were not loaded yet."""
-        for model in (self.transformer, second, teacher):
+        for model in (self.transformer, second, *teachers):
             if model is not None:
                 self.strategy.place(model)
-                if self.loaded.unread is not None and model is not teacher:
+                if self.loaded.unread is not None and model not in teachers:
                     self.loaded.unread.fill(model)
 
-    def _build_teacher(self, model: PreTrainedModel | None, packing: Packing) -> Teacher | None:
-        return build_teacher(
-            model,
-            options=self.options.teacher,
-            packing=packing,
-            device=self.device,
-            student=self.transformer,
-            plan=self.plan,
-            reference=self.reference,
-            context=self.strategy.context,
-        )
+    def _build_teacher(self, models: Mapping[str, PreTrainedModel], packing: Packing) -> Teacher | TeacherOfEach | None:
+        built = [
+            build_teacher(
+                models.get(name),
+                options=options,
+                packing=packing,
+                device=self.device,
+                student=self.transformer,
+                plan=self.plan,
+                reference=self.reference,
+                context=self.strategy.context,
+            )
+            for name, options in self.options.all_teachers.items()
+        ]
+        if self.options.teachers:
+            return TeacherOfEach(built, together=self.strategy.together)
+        return built[0] if built else None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

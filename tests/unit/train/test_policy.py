@@ -38,6 +38,7 @@ def make_policy(
     strategy: Strategy | None = None,
     custom_loss: CustomLoss | None = None,
     teacher: PreTrainedModel | None = None,
+    teachers: dict[str, PreTrainedModel] | None = None,
 ) -> Policy:
     if loaded is None:
         # float64, so that a difference is one of the mathematics and not of rounding.
@@ -60,6 +61,7 @@ def make_policy(
         packing=packing,
         custom_loss=custom_loss,
         teacher=teacher,
+        teachers=teachers,
     )
 
 

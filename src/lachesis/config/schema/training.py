@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from string import Formatter
 from typing import Annotated, Literal
 
@@ -189,6 +190,11 @@ class AlgorithmConfig(Section):
     )
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
     teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, besides the rewards.")
+    teachers: dict[str, TeacherConfig] = Field(
+        default_factory=dict[str, TeacherConfig],
+        description="In place of `teacher`, a teacher for each of several `sources`, by the source's name; a source "
+        "that is not named learns from its rewards alone.",
+    )
     scale_rewards: ScaleRewards = Field(
         default="group",
         description="What advantages are divided by: the standard deviation of the group or the batch, nothing, the "
@@ -266,8 +272,13 @@ class AlgorithmConfig(Section):
     @property
     def holds_reference(self) -> bool:
         """Return True if the KL term or the policy's own teacher needs the reference."""
-        taught = self.teacher
-        return self.beta > 0 or (taught is not None and taught.kind == "self" and taught.weights_of == "reference")
+        own = (one for one in self.all_teachers.values() if one.kind == "self")
+        return self.beta > 0 or any(one.weights_of == "reference" for one in own)
+
+    @property
+    def all_teachers(self) -> Mapping[str, TeacherConfig]:
+        """Return the teachers by the names of their sources; that of all is under an empty name."""
+        return self.teachers if self.teacher is None else {"": self.teacher}
 
     @property
     def tightest_clip(self) -> float:
@@ -281,7 +292,7 @@ class AlgorithmConfig(Section):
         A KL term, an entropy bonus or a teacher gives it a gradient; the entropy quantile is over all tokens.
         """
         alone = not self.loss_beta and not self.entropy_coef and self.top_entropy_quantile == 1
-        return alone and self.teacher is None
+        return alone and not self.all_teachers
 
 
 class BatchConfig(Section):

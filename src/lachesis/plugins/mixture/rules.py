@@ -94,7 +94,18 @@ def _kl(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _epochs, _limits, _kl)
+def _teachers(config: LachesisConfig) -> Iterator[Said]:
+    names = [one.name for one in config.sources]
+    for name in config.algorithm.teachers:
+        if name not in names:
+            yield problem(
+                f"algorithm.teachers.{name}: no source has that name; sources has {', '.join(names)}: name one of them"
+            )
+    if config.algorithm.teachers and config.algorithm.teacher is not None:
+        yield problem("algorithm.teacher and algorithm.teachers both name teachers; keep one of them")
+
+
+SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _epochs, _limits, _kl, _teachers)
 
 
 def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
@@ -107,10 +118,20 @@ def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
         find: the rules of a run of one source.
     """
     yield from found_by(SOURCES_RULES, config)
-    said = [(place, list(find(single))) for place, single in checked_configs(config)]
+    said = [
+        (place, [_named(finding, one.name if config.algorithm.teachers else "") for finding in find(single)])
+        for (place, single), one in zip(checked_configs(config), config.sources, strict=True)
+    ]
     everywhere = [one for one in said[0][1] if all(one in found for _, found in said)]
     yield from everywhere
     for place, found in said:
         for one in found:
             if one not in everywhere:
                 yield replace(one, message=f"{place}: {one.message}")
+
+
+def _named(finding: Finding, name: str) -> Finding:
+    """Return a finding with the name of a source's own teacher, which its configuration has as the only one."""
+    if not name:
+        return finding
+    return replace(finding, message=finding.message.replace("algorithm.teacher.", f"algorithm.teachers.{name}."))

@@ -8,7 +8,7 @@ estimated from the sampled tokens alone; then it becomes part of their advantage
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -225,6 +225,40 @@ class SelfTeacher(Teacher):
             return ask(TeacherModel(model, plan=self.plan, vocab=self.vocab, options=self.options), taught)
 
 
+@dataclass(eq=False)
+class TeacherOfEach:
+    """Several teachers, of which each micro-batch has one: the one with its number, or none.
+
+    Args:
+        teachers: in the order of their numbers.
+        together: ranks share the models and meet in each pass, so each teacher that is not asked makes an idle one.
+    """
+
+    teachers: Sequence[Teacher]
+    together: bool
+
+    def reader(self, micro: MicroBatch) -> Read | None:
+        """Return the reader of the micro-batch's teacher, as :meth:`Teacher.reader`."""
+        found = None
+        for number, teacher in enumerate(self.teachers):
+            if number == micro.teacher:
+                found = teacher.reader(micro)
+            elif self.together:
+                teacher.reader(idle_micro_batch().to(micro.row.device))
+        return found
+
+    def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
+        """Return the contribution of the micro-batch's teacher, as :meth:`Teacher.lesson`."""
+        found = Lesson(micro.advantages)
+        for number, teacher in enumerate(self.teachers):
+            if number == micro.teacher:
+                found = teacher.lesson(micro, scores)
+            elif self.together and teacher.options.estimate == "sampled":
+                nothing = scores.logprobs.new_empty(0)
+                teacher.lesson(idle_micro_batch().to(micro.row.device), TokenLogprobs(nothing, nothing))
+        return found
+
+
 def _places(micro: MicroBatch) -> Tensor:
     """Return the teacher's prediction for each of the policy's; an arbitrary one where it has none."""
     assert micro.taught_index is not None, "reader() has looked"
@@ -245,15 +279,15 @@ def in_eval_mode(model: PreTrainedModel) -> Generator[PreTrainedModel]:
 def build_teacher(
     model: PreTrainedModel | None,
     *,
-    options: TeacherConfig | None,
+    options: TeacherConfig,
     packing: Packing,
     device: torch.device,
     student: PreTrainedModel,
     plan: ForwardPlan,
     reference: Reference | None = None,
     context: ContextGroup | None = None,
-) -> Teacher | None:
-    """Build the teacher that the options name, or return None.
+) -> Teacher:
+    """Build the teacher that the options name.
 
     Args:
         model: the teacher's, if it is one of ours: loaded, and placed like the policy's.
@@ -264,8 +298,6 @@ def build_teacher(
     Raises:
         ModelError: the teacher cannot be run as ``packing`` demands.
     """
-    if options is None:
-        return None
     vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
     if options.kind == "self":
         weights = partial(in_eval_mode, student) if options.weights_of == "policy" else None
@@ -312,6 +344,17 @@ def shares(options: TeacherConfig) -> Callable[[Group], Shares]:
             reward=options.reward_weights.get(name, options.reward_weight),
             teacher=options.weights.get(name, options.weight),
         )
+
+    return of_group
+
+
+def shares_by_source(teachers: Mapping[str, TeacherConfig]) -> Callable[[Group], Shares]:
+    """Return :func:`shares` of each group by the teacher of its source; those of rewards alone without one."""
+    numbered = {name: (number, shares(options)) for number, (name, options) in enumerate(teachers.items())}
+
+    def of_group(group: Group) -> Shares:
+        number, of_teacher = numbered.get(group.prompt.source, (len(numbered), None))
+        return Shares(teacher=0.0, number=number) if of_teacher is None else of_teacher(group)._replace(number=number)
 
     return of_group
 

@@ -64,11 +64,43 @@ def test_each_is_configured_as_a_run_of_its_own():
         ),
         ([MATH, GAME], {"algorithm": {"kl_placement": "reward", "beta": 0.1}}, "algorithm.kl_placement is reward"),
         ([MATH, GAME], {"evaluation": {"every_steps": 5}}, "there are no held-out problems"),
+        (
+            [MATH, GAME],
+            {"algorithm": {"teachers": {"chat": {"model": "org/teacher"}}}},
+            "algorithm.teachers.chat: no source has that name; sources has math, game",
+        ),
+        (
+            [MATH, GAME],
+            {"algorithm": {"teacher": {"model": "a"}, "teachers": {"math": {"model": "b"}}}},
+            "algorithm.teacher and algorithm.teachers both name teachers",
+        ),
+        (
+            [MATH, GAME],
+            {"algorithm": {"teachers": {"game": {"kind": "url"}}}},
+            r"sources\[1\]: algorithm.teachers.game.kind is url, and algorithm.teachers.game.url is not set",
+        ),
+        ([GAME], {"algorithm": {"teachers": {"game": {"kind": "rollouts"}}}}, "algorithm.teachers.game.kind rollouts"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(sources: list[dict[str, Any]], sections: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         check(build(*sources, **sections))
+
+
+def test_a_source_has_its_own_teacher_and_may_have_none():
+    config = build(MATH, GAME, algorithm={"teachers": {"math": {"model": "org/teacher", "weight": 0.5}}})
+    math, game = single_configs(config).values()
+    assert math.algorithm.teacher is not None
+    assert (math.algorithm.teacher.weight, game.algorithm.teacher) == (0.5, None)
+    assert math.algorithm.teachers == {}
+    assert check(config) == []
+
+
+def test_teachers_by_source_need_sources():
+    config = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": {"functions": ["a.b"]}}
+    config |= {"source": {"kind": "local"}, "algorithm": {"teachers": {"math": {"model": "org/teacher"}}}}
+    with pytest.raises(ConfigError, match=r"there is no list of sources; write algorithm\.teacher"):
+        check(LachesisConfig.model_validate(config))
 
 
 def test_a_problem_of_all_is_said_once():
