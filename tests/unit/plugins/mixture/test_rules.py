@@ -60,7 +60,7 @@ def test_each_is_configured_as_a_run_of_its_own():
         (
             [GAME, {**MATH, "data": {"path": "a", "eval_path": "b", "eval_size": 5}}],
             {},
-            r"sources\[1\]: data.eval_path and data.eval_size both say",
+            r"sources\[1\]: data.eval_path and data.eval_size both define",
         ),
         ([MATH, GAME], {"algorithm": {"kl_placement": "reward", "beta": 0.1}}, "algorithm.kl_placement is reward"),
         ([MATH, GAME], {"evaluation": {"every_steps": 5}}, "there are no held-out problems"),
@@ -77,7 +77,7 @@ def test_each_is_configured_as_a_run_of_its_own():
         (
             [MATH, GAME],
             {"algorithm": {"teachers": {"game": {"kind": "url"}}}},
-            r"sources\[1\]: algorithm.teachers.game.kind is url, and algorithm.teachers.game.url is not set",
+            r"sources\[1\]: algorithm.teachers.game.kind is url, but algorithm.teachers.game.url is not set",
         ),
         ([GAME], {"algorithm": {"teachers": {"game": {"kind": "rollouts"}}}}, "algorithm.teachers.game.kind rollouts"),
     ],
