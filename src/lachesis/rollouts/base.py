@@ -1,4 +1,4 @@
-"""The contract of a rollout source: where scored groups come from."""
+"""The contract of a rollout source, which provides scored groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResumablePart(ABC):
-    """Part of the pipeline that counts, and whose state a checkpoint has."""
+    """A part of the pipeline with counters, whose state is saved in checkpoints."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
@@ -25,18 +25,18 @@ class ResumablePart(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume exactly, such as position, epoch and counters; JSON-serializable."""
+        """Return everything needed to resume exactly, such as position, epoch and counters; JSON-serializable."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
 
     def saved(self) -> None:
-        """Record that the last state taken is on disk, so that what it contains need not be kept."""
+        """Record that the last returned state is on disk, so that its content need not be kept."""
         return None
 
     def complete(self) -> None:
-        """Record that the run has done its last step and saved its result; nothing is asked for afterwards."""
+        """Record that the run has finished its last step and saved its result; no further calls follow."""
         return None
 
     def close(self) -> None:
@@ -45,31 +45,31 @@ class ResumablePart(ABC):
 
 
 class RolloutSource(ResumablePart):
-    """Source of groups whose samples carry tokens, behaviour logprobs, weight versions and rewards."""
+    """A source of groups whose samples have tokens, sampling logprobs, weight versions and rewards."""
 
     @abstractmethod
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
-        """Return between 1 and ``count`` groups, with rewards set and advantages not yet.
+        """Return between 1 and ``count`` groups, with rewards but without advantages.
 
-        Asking for many at once lets an engine batch; a source may give fewer, for example where a group was
-        dropped because its reward failed.
+        Requesting many at once lets an engine batch. A source may return fewer, for example if a group was dropped
+        because its reward failed.
 
         Raises:
             DeadlineExceeded, EngineError, RewardError, DataError.
         """
 
     def requeue(self, prompts: Sequence[Any]) -> bool:
-        """Take prompts back to sample them again later; False where the source cannot."""
+        """Take prompts back to sample them again later; return False if the source cannot."""
         return False
 
     @abstractmethod
     def report_version(self, version: int) -> None:
-        """Note that the policy is now at ``version``, for sources that throttle by staleness."""
+        """Record that the policy is now at ``version``, for sources that throttle by staleness."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A prompt whose turn has come, and the number of its request, from which the seeds of its completions derive."""
+    """A drawn prompt and its request number, from which the seeds of its completions derive."""
 
     prompt: Prompt
     request: int
@@ -80,32 +80,32 @@ def prompt_key(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.id}" if prompt.source else prompt.id
 
 
-# Is told of a draw, by its place in the call: the scored group, or why its group was dropped. In any thread, so it has
-# to be quick; what it raises ends the call.
+# A callback that gets the index of a draw in the call, and its scored group or the reason for dropping it. It may run
+# in any thread, so it must be quick; an error that it raises ends the call.
 Done = Callable[[int, Group | RewardError], None]
 
 
 class GroupwiseSource(RolloutSource):
     """A source whose groups are independent: drawn in order, and finished in any order."""
 
-    # True if calls that overlap wait for each other where the engine takes one at a time.
+    # True if overlapping calls wait for each other when the engine handles one at a time.
     queues = False
 
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:
-        """Return the next ``count`` prompts and move the source's position past them. One thread at a time."""
+        """Return the next ``count`` prompts and advance the source's position. One thread at a time."""
 
     @abstractmethod
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        """Generate and score groups, and tell ``done`` of each once it is. Calls may overlap.
+        """Generate and score groups, calling ``done`` for each finished one. Calls may overlap.
 
         Raises:
-            DeadlineExceeded, EngineError, RewardError: for the draws that ``done`` was not told of.
+            DeadlineExceeded, EngineError, RewardError: for the draws for which ``done`` was not called.
         """
 
 
 class CustomRollouts(Protocol):
-    """Contract of a rollout function, as TRL's; ``plugins/environments/rollout_func.py`` describes its result."""
+    """The contract of a rollout function, as in TRL; ``plugins/environments/rollout_func.py`` describes its result."""
 
     def __call__(self, prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Single turns of many conversations, put together into calls of an engine."""
+"""Batching of single turns from many conversations into engine calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lachesis.common.types import Completion, GenerationRequest
 from lachesis.engines.base import Engine, Finished
 from lachesis.process.threads import fail, settle
 
-# Turns that are asked for together arrive some milliseconds apart.
+# Seconds to wait for further turns: turns requested together arrive some milliseconds apart.
 _GATHER_S = 0.004
 _PAUSED_S = 0.05
 
 
 class Completer(Protocol):
-    """Completer of single prompts on an event loop: an engine, or inference servers."""
+    """The contract for completing single prompts on an event loop: an engine, or inference servers."""
 
     deadline: Deadline
 
@@ -29,17 +29,17 @@ class Completer(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Begin no further completion, and wait for those under way. Idempotent."""
+        """Start no further completions, and wait for running ones. Idempotent."""
         ...
 
 
 class CallBatcher:
-    """Completer of single prompts on one event loop; prompts that wait at the same time become one call of the engine.
+    """Completes single prompts on one event loop; prompts that wait at the same time share one engine call.
 
-    ``deadline`` is that of future calls. By default they have none: callers that wait for a turn have their own limit.
+    ``deadline`` applies to future calls. By default there is none: callers that wait for a turn have their own limit.
 
     Args:
-        at_once: most calls of the engine at the same time. One in the trainer's process does one after the other.
+        at_once: maximum number of concurrent engine calls. An engine in the trainer's process handles one at a time.
     """
 
     def __init__(self, engine: Engine, *, at_once: int) -> None:
@@ -66,7 +66,7 @@ class CallBatcher:
         return await future
 
     async def stop(self) -> None:
-        """Begin no further call, and wait for those under way: an engine cannot be told to end one. Idempotent."""
+        """Start no further calls, and wait for running ones, which an engine cannot cancel. Idempotent."""
         self._closed = True
         await asyncio.gather(*self._calls, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -86,7 +86,7 @@ class CallBatcher:
             try:
                 requests = [request for request, _ in wanted]
                 await loop.run_in_executor(self._threads, self._generate, requests, finished)
-            except Exception as error:  # whatever it is, those who wait hear of it
+            except Exception as error:  # pass any error on to the waiting callers
                 for _, future in wanted:
                     fail(future, error)
 
@@ -97,7 +97,7 @@ class CallBatcher:
                 self._engine.generate(requests, deadline=deadline, finished=finished)
                 return
             except EngineError:
-                # Weights are on their way to it: nothing of the call has begun.
+                # Weights are being transferred; nothing of the call has begun.
                 if self._closed or not self._engine.health().paused:
                     raise
                 deadline.check("the engine is paused")

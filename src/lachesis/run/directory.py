@@ -1,4 +1,4 @@
-"""The run directory: where a run keeps its files, and who may write there."""
+"""The run directory: its files, its state, and the lock that keeps other processes from writing there."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 
 logger = logging.getLogger("lachesis")
 
-# How long a wait has to last to be named in live.json, and how often that is written even where nothing has changed,
-# as a sign of life: seconds.
+# Seconds that a wait must last to appear in live.json, and the interval at which live.json is rewritten without
+# changes, as a sign of life.
 _WORTH_NAMING_S = 1.0
 _SIGN_OF_LIFE_S = 30.0
-# A process with the run's id that began later than the run is another one, if by more than clocks are put right.
+# A process with the run's pid is another one if it began later than the run by more than this (clock corrections).
 CLOCK_SLACK_S = 60.0
-# What state.json says of a run that has not ended.
+# The values of status in state.json for a run that has not ended.
 UNDER_WAY = ("starting", "running", "paused")
-# Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
-# that failed there.
+# Written by an engine while a run is being built (see engines.bridge_file, not imported here: it loads torch). If
+# building fails, only this file is left.
 LEFT_BEHIND = "vllm_bridge_config.json"
-# What bridges write before the first step: the adapter, or the model, as it was.
+# Directories that bridges write before the first step, with the initial adapter or model.
 _EXCHANGED = ("adapters", "exports")
-# A run that is stopped before its first step saves what it began with.
+# A run stopped before its first step saves the initial model.
 _UNTRAINED = "step_000000"
-# A saved model that takes the place of another replaces the whole directory, and this file with it.
+# Saving a model replaces the whole directory, including this file.
 _STEP_FILE = "lachesis.json"
 
 
 @dataclass
 class RunDirectory:
-    """A directory with ``config.yaml``, ``metrics.jsonl``, ``rollouts/`` and so on; state.json says how it stands."""
+    """A directory with ``config.yaml``, ``metrics.jsonl``, ``rollouts/`` and so on; state.json has the run's status."""
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
     # As it was when the run began; None before.
     _place: os.stat_result | None = field(default=None, repr=False, compare=False)
-    # The step is noted beside training, how the run stands by it.
+    # The training loop writes the step, other threads the status.
     _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def files(self) -> dict[str, Path]:
-        """Paths of the run's files by name."""
+        """Return the paths of the run's files by name."""
         return run_paths(self.path)
 
     def begin(self, *, resume: bool) -> None:
-        """Make the directory; what an earlier run left in it goes, unless this run goes on with it.
+        """Make the directory, and delete files of an earlier run unless this run resumes it.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -128,8 +128,8 @@ def live_file(
 ) -> Iterator[None]:
     """Write this process's current wait to ``live.json``, every ``every_s`` seconds, from a thread.
 
-    So is how several ``engines`` stand. It is written when one of these changes, also while the caller is blocked, and
-    removed at the end. A process that is killed leaves it behind: what it waited for last.
+    The state of several ``engines`` is written too. The file is rewritten when any of these changes, even while the
+    caller is blocked, and removed at the end. A killed process leaves it behind, with its last wait.
     """
     ended = threading.Event()
     loop = threading.get_ident()
@@ -190,12 +190,12 @@ def run_directory(config: LachesisConfig) -> Path:
 
 
 def engine_log(directory: Path) -> Path:
-    """Return the log of servers until the run directory exists: a file beside it."""
+    """Return the path of the servers' log before the run directory exists: a file beside it."""
     return Path(os.path.abspath(directory.parent)) / f".{directory.name}.engine.log"
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Return the error to raise if a run directory cannot be written."""
+    """Return the error for a run directory that cannot be written."""
     if isinstance(error, FileNotFoundError) and not path.is_dir():
         return _removed(path)
     return CheckpointError(
@@ -212,7 +212,7 @@ def _removed(path: Path) -> RunRemoved:
 
 
 def _empty(path: Path) -> None:
-    """Remove all that is in a directory. It stays itself: it may be a mount point."""
+    """Remove everything in a directory, but not the directory itself: it may be a mount point."""
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -222,12 +222,12 @@ def _empty(path: Path) -> None:
 
 @contextmanager
 def only_trainer(path: Path) -> Iterator[None]:
-    """Keep other processes on this file system from training in the directory, which need not exist yet.
+    """Keep other processes on this file system from training in a directory, which need not exist yet.
 
     A lock beside the directory says so, or on it where nothing can be written beside it. It ends with the process.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process holds the lock.
     """
     new = [parent for parent in (path.parent, *path.parent.parents) if not parent.exists()]
     lock = path.with_name(f".{path.name}.lock")
@@ -240,7 +240,7 @@ def only_trainer(path: Path) -> Iterator[None]:
                 lock.unlink(missing_ok=True)
             os.close(held.descriptor)
         for parent in new:
-            with suppress(OSError):  # no longer empty, as a rule
+            with suppress(OSError):  # usually no longer empty
                 parent.rmdir()
 
 
@@ -251,7 +251,7 @@ class _Lock:
 
 
 def _lock(path: Path) -> _Lock | None:
-    """Lock a file, which is made, or a directory; None where there can be none. Raises ConfigError if it is held."""
+    """Lock a directory, or a file, which is created; return None without lock support. Raise ConfigError if held."""
     while True:
         try:
             if path.is_dir():
@@ -280,15 +280,15 @@ def _lock(path: Path) -> _Lock | None:
             os.close(descriptor)
             logger.warning("%s cannot be locked (%s): do not start two runs in it at once", path, error.strerror)
             return None
-        os.close(descriptor)  # its last holder has removed it meanwhile
+        os.close(descriptor)  # its last holder removed it in the meantime
 
 
 def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
-    """Find out whether a run may use a directory; nothing is written or deleted.
+    """Check that a run may use a directory; nothing is written or deleted.
 
     Raises:
-        ConfigError: it holds a run that has trained, and neither ``resume`` nor ``overwrite`` says what to do with
-            it, or other files; a process works in it; or there is nothing to resume.
+        ConfigError: it holds a run that has trained, and neither ``resume`` nor ``overwrite`` is set; it holds other
+            files; a process trains in it; or there is nothing to resume.
     """
     run = RunDirectory(path)
     if path.exists() and not path.is_dir():
@@ -310,7 +310,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
                 remedy="start anew with --overwrite, or choose another run.name",
             )
         return run
-    # A start that failed for want of space leaves empty directories.
+    # A start that failed for lack of disk space leaves empty directories.
     if path.is_dir() and any(not entry.is_dir() and entry.name != LEFT_BEHIND for entry in path.rglob("*")):
         if not holds_run:
             raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
@@ -323,10 +323,10 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
 
 
 def _has_no_step(run: RunDirectory) -> bool:
-    """Return True if a run ended before its first step and left nothing but its files until then."""
+    """Return True if a run ended before its first step and the directory has only files that it wrote until then."""
     state, files = run.state, run.files
     if state.get("status") in UNDER_WAY and state.get("host") != socket.gethostname():
-        return False  # it may go on there
+        return False  # it may resume there
     known = {path.name for path in files.values()} | {LEFT_BEHIND, "wandb", "api", *_EXCHANGED}
     if any(entry.name not in known for entry in run.path.iterdir()) or files["final"].exists():
         return False
@@ -336,7 +336,7 @@ def _has_no_step(run: RunDirectory) -> bool:
 
 
 def _has_metrics(path: Path) -> bool:
-    """Return True if a step is in the metrics, which are written at each step and state.json once a second."""
+    """Return True if metrics.jsonl has a step; it is written at each step, state.json only once a second."""
     return path.is_file() and bool(read_metrics(path).steps)
 
 
@@ -351,9 +351,9 @@ def _refuse_running(run: RunDirectory) -> None:
 
 
 def _is_alive(pid: int, began: float | None) -> bool:
-    """Return True if the process that began a run still runs; its pid may belong to a later program by now.
+    """Return True if the process that began a run is still alive; its pid may have been reused.
 
-    One that was killed has ended, also where nobody collects it, as in a container whose first process does not.
+    A zombie counts as ended: in some containers the first process does not reap killed processes.
     """
     try:
         process = psutil.Process(pid)
@@ -385,12 +385,12 @@ def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
 
 
 def note_step(model: Path, step: int) -> None:
-    """Note in the directory of a model the step that it is of."""
+    """Write the step of a model into its directory."""
     write_atomic(model / _STEP_FILE, json.dumps({"step": step}) + "\n")
 
 
 def noted_step(model: Path) -> int | None:
-    """Return the step that the model is of; ``None`` if it was not noted.
+    """Return the step of a saved model; ``None`` if it was not recorded.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -408,7 +408,7 @@ def noted_step(model: Path) -> int | None:
 
 
 class LogFile(logging.FileHandler):
-    """A log that a full disk ends without a word: what goes into it is shown on the screen too."""
+    """A log file that ignores a full disk; its messages are also shown on the screen."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -419,7 +419,7 @@ class LogFile(logging.FileHandler):
 
 
 def reason_of(failure: BaseException) -> str:
-    """Describe what ended the run."""
+    """Describe the failure that ended the run."""
     if isinstance(failure, KeyboardInterrupt):
         return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
     return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"

@@ -1,4 +1,4 @@
-"""Training from Python: the same configuration and the same run as from a file, with objects in their places."""
+"""Training from Python: the same configuration and run as from a file, where values may be Python objects."""
 
 from __future__ import annotations
 
@@ -54,25 +54,24 @@ def train(
     progress: bool = False,
     **keys: Any,
 ) -> Run:
-    """Begin a run in the background, and return a handle on it at once.
+    """Start a run in the background and return a handle to it at once.
 
     ``lachesis.train(model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[right], run={"steps": 100})``
 
     Args:
-        config: a YAML file or a mapping to start from; the keys below are laid over it.
-        model: the model's path or hub id, or the whole section.
+        config: a YAML file or a mapping to start from; the arguments below override it.
+        model: the model's path or hub id, or the whole ``model`` section.
         data: a path, rows (a list of dictionaries, a ``datasets.Dataset``, a ``DataFrame``), or the whole section, in
             which ``path`` and ``eval_path`` may be rows.
         rewards: functions, or names of functions, or the whole section.
         resume: continue from the last checkpoint in the run directory.
-        overwrite: replace the run that is there.
-        progress: show a line a step on standard error.
-        **keys: all other sections of the configuration as mappings, such as ``run={"steps": 100}``; functions may
-            stand where the YAML has their names.
+        overwrite: replace an existing run in the directory.
+        progress: print a line per step to standard error. **keys: all other sections of the configuration as mappings,
+        such as ``run={"steps": 100}``; functions may replace their names in the YAML.
 
     Raises:
-        ConfigError: the keys are wrong, as in a file; or a run is there, or going on. What goes wrong later is
-            raised by :meth:`lachesis.run.library.Run.wait`.
+        ConfigError: a key is invalid; or the directory holds a run, or one is active. Later errors are raised by
+            :meth:`lachesis.run.library.Run.wait`.
     """
     run = load(config, model=model, data=data, rewards=rewards, **keys)
     return run.start(
@@ -88,15 +87,15 @@ def load(
     rewards: RewardArgument | None = None,
     **keys: Any,
 ) -> Run:
-    """Return a checked run that is not started: ``load("config.yaml").start()``.
+    """Return a validated run without starting it: ``load("config.yaml").start()``.
 
-    ``load("runs/NAME")`` is a handle on the run in that directory, to look at it or to ``start(resume=True)``.
+    ``load("runs/NAME")`` returns a handle to the run in that directory, to inspect it or to ``start(resume=True)``.
 
     Args:
         config, model, data, rewards, **keys: as :func:`train`.
 
     Raises:
-        ConfigError: the keys are wrong, as in a file, or torchrun has started several processes of this program.
+        ConfigError: a key is invalid, or torchrun has started several processes of this program.
     """
     world = find_world(os.environ)
     if world is not None and world.size > 1:
@@ -108,7 +107,7 @@ def load(
     found = load_objects(config, {name: value for name, value in short.items() if value is not None} | keys)
     loaded = found.loaded
     if config is not None and not isinstance(config, Mapping) and Path(config).is_dir():
-        place = Path(config).absolute()  # also where it was moved to
+        place = Path(config).absolute()  # even if the directory was moved
         section = loaded.config.run.model_copy(update={"dir": str(place.parent), "name": place.name})
         loaded = replace(loaded, config=loaded.config.model_copy(update={"run": section}))
     return Run(loaded, given=found.given)
@@ -122,18 +121,18 @@ _POLL_S = 0.2
 
 
 class Run:
-    """A run: what it is to do, and, once it was started, how it goes.
+    """A run: its configuration and, once it was started, its progress.
 
-    All that it shows is read from its directory, so a handle on a run of another process shows that. Its methods may
-    be called from any thread, also from one with a running event loop, as in Jupyter; there ``await run`` waits
-    without blocking the loop.
+    Everything is read from the run directory, so a handle can also show a run of another process. Methods may be called
+    from any thread, including one with a running event loop, as in Jupyter; there ``await run`` waits without blocking
+    the loop.
 
-    A program that ends while its run goes on waits for it; one that an error or
-    SIGTERM has ended stops it, with a checkpoint.
+    A program that ends during its run waits for the run. If an error or SIGTERM ends the program, the run stops with a
+    checkpoint.
 
     Args:
         loaded: the configuration.
-        given: the objects that it names, which are kept as long as this handle is.
+        given: the objects that it names, kept alive as long as this handle.
     """
 
     def __init__(self, loaded: LoadedConfig, *, given: Sequence[NamedObject] = ()) -> None:
@@ -144,26 +143,25 @@ class Run:
 
     @property
     def config(self) -> LachesisConfig:
-        """Configuration with all keys and their defaults."""
+        """The configuration with all keys, defaults included."""
         return self._loaded.config
 
     @property
     def directory(self) -> Path:
-        """Run directory; empty before the start."""
+        """The run directory; it does not exist before the start."""
         return self.config.run.directory
 
     def start(self, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> Run:
-        """Begin to train, in a thread; returns this handle at once.
+        """Start training in a thread, and return this handle at once.
 
         Args:
-            resume: go on from the last checkpoint in the run directory.
-            overwrite: replace a run that is there already.
-            console: where progress is shown, a line a step.
+            resume: continue from the last checkpoint in the run directory.
+            overwrite: replace an existing run in the directory.
+            console: the console for progress, one line per step.
 
         Raises:
-            ConfigError: a rule forbids this configuration, the directory holds a run and neither ``resume`` nor
-                ``overwrite`` says what to do with it, or this process is training already. What goes wrong later is
-                raised by :meth:`wait`.
+            ConfigError: a rule rejects the configuration, the directory holds a run and neither ``resume`` nor
+                ``overwrite`` is set, or this process is already training. Later errors are raised by :meth:`wait`.
         """
         check(self.config, located=self._loaded.located, name=self._loaded.name)
         with _python_words():
@@ -184,11 +182,11 @@ class Run:
             from lachesis.run.start import start_run
 
             context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
-            # Bars would share lines with the progress.
+            # Progress bars would mix with the progress lines.
             imported = hide_progress_bars if console is not None else lambda: None
             with threads_watched():
                 summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
-        except BaseException as error:  # whatever it is, it belongs to whoever waits
+        except BaseException as error:  # any error is passed to the caller of wait()
             _ONE_AT_A_TIME.release()
             logger.error("%s", error)
             ended.set_exception(error)
@@ -217,13 +215,13 @@ class Run:
 
         Args:
             prompt: a text, or messages, which go through the chat template.
-            timeout_s: longest wait for the step that is under way; no limit if unset.
-            **params: of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
+            timeout_s: how long to wait for the current step to end, in seconds; no limit if unset. ****params: fields
+                of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
 
         Raises:
             StopRequested: the run ends before it answers.
             DataError: the messages are malformed.
-            TimeoutError: the step is longer than ``timeout_s``.
+            TimeoutError: the current step took longer than ``timeout_s``.
             LachesisError: another of its subclasses, where nothing was trained or the model cannot be loaded.
         """
         if self._ended is None or self.done:
@@ -241,18 +239,18 @@ class Run:
         return [sample.text for sample in answer.result(timeout_s)[0].samples]
 
     def wait(self, timeout_s: float | None = None) -> RunSummary:
-        """Wait for the end and return how the run ended. Ctrl-C asks it to stop after its step, and waits for that.
+        """Wait for the end of the run and return its summary. Ctrl-C asks the run to stop after its current step.
 
         Raises:
-            DeadlineExceeded: it goes on after ``timeout_s`` seconds; it is not disturbed.
-            ConfigError: it was not started.
-            LachesisError: one of its subclasses, where the run failed.
+            DeadlineExceeded: the run still trains after ``timeout_s`` seconds; it continues.
+            ConfigError: the run was not started.
+            LachesisError: a subclass, if the run failed.
         """
         self.join(timeout_s)
         return self._require_started().result()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait as :meth:`wait` does, but raise nothing if the run failed: :attr:`error` has its error."""
+        """Wait as :meth:`wait` does, but do not raise if the run failed: :attr:`error` has the error."""
         ended = self._require_started()
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         interrupted = False
@@ -273,7 +271,7 @@ class Run:
         return asyncio.wrap_future(self._require_started()).__await__()
 
     def stop(self) -> None:
-        """Ask the run to end after its step, with a checkpoint; :meth:`wait` says when it has."""
+        """Ask the run to end after its current step, with a checkpoint; :meth:`wait` waits for the end."""
         self._require_started()
         self._asked_to_stop.set()
 
@@ -289,17 +287,17 @@ class Run:
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the run, if it failed; :meth:`wait` raises it."""
+        """The error that ended the run, or None; :meth:`wait` raises it."""
         return self._ended.exception() if self._ended is not None and self._ended.done() else None
 
     @property
     def status(self) -> RunStatus:
-        """Return state, step, last values and the current wait. Raises ConfigError if there is no run yet."""
+        """Return the state, step, last metrics and current wait. Raise ConfigError if there is no run yet."""
         return read_status(self.directory)
 
     @property
     def log(self) -> MetricsLog:
-        """Lines of metrics.jsonl until now; none before the first."""
+        """The lines of metrics.jsonl so far."""
         path = run_paths(self.directory)["metrics"]
         return read_metrics(path) if path.exists() else MetricsLog((), ())
 
@@ -307,10 +305,10 @@ class Run:
     def metrics(self) -> pandas.DataFrame:
         """Table with a row per step: ``step``, ``time`` (seconds since 1970), all values, and the evaluation after it.
 
-        Evaluations are under ``evaluation/NAME``; that from before the first step is row 0.
+        Evaluations are columns ``evaluation/NAME``; row 0 has the evaluation before the first step.
 
         Raises:
-            DependencyError: pandas is not installed; :attr:`log` has the same without it.
+            DependencyError: pandas is not installed; :attr:`log` has the same data without pandas.
         """
         log = self.log
         rows: dict[int, dict[str, Any]] = {
@@ -323,12 +321,12 @@ class Run:
 
     @property
     def rollouts(self) -> pandas.DataFrame:
-        """Table with a row per completion on the tape: prompt, text, reward, advantage and so on.
+        """Return a table with a row per recorded completion: prompt, text, reward, advantage and so on.
 
-        ``reward/NAME`` are those of each function, in the order of the configuration.
+        The columns ``reward/NAME`` have each function's reward, in the order of the configuration.
 
         Raises:
-            DependencyError: pandas is not installed; :meth:`groups` has more without it.
+            DependencyError: pandas is not installed; :meth:`groups` has more data without pandas.
         """
         names = _reward_names(self.log)
         rows = [
@@ -340,7 +338,7 @@ class Run:
         return _pandas("rollouts").DataFrame(rows)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the groups of a step, with tokens and logprobs. Raises DataError if the tape has none."""
+        """Return the groups of a step, with tokens and logprobs. Raise DataError if none were recorded."""
         return read_groups(tape_path(run_paths(self.directory)["rollouts"], step))
 
     @property
@@ -352,10 +350,10 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Directory of the model, or the adapter, that the run saved at its end.
+        """The directory of the model or adapter that the run saved at its end.
 
         Raises:
-            DataError: it has not.
+            DataError: the run has not saved one.
         """
         path = run_paths(self.directory)["final"]
         if not path.is_dir():
@@ -366,11 +364,11 @@ class Run:
         return path
 
     def evaluate(self) -> EvalResult:
-        """Evaluate the trained model on the held-out problems: the final one, or else that of the last checkpoint.
+        """Evaluate the final model, or else the last checkpoint's, on the held-out problems.
 
         Raises:
-            ConfigError: there are no held-out problems, or the run goes on.
-            LachesisError: another of its subclasses, where nothing was trained or a part cannot be built.
+            ConfigError: there are no held-out problems, or the run is active.
+            LachesisError: another subclass, if nothing was trained or a part cannot be built.
         """
         if self._ended is not None and not self._ended.done():
             raise ConfigError("the run is running, and a process does one at once", remedy="wait() for it, or stop()")
@@ -382,15 +380,15 @@ class Run:
     def export(
         self, out: str | Path | None = None, *, merge: bool = False, to: Literal["safetensors", "gguf"] = "safetensors"
     ) -> Path:
-        """Write the model into a separate directory, as ``lachesis export`` does; returns where it is.
+        """Write the model into a separate directory, as ``lachesis export`` does, and return the directory.
 
         Args:
-            out: where to; ``models/step_N`` in the run directory if unset.
-            merge: adds a LoRA adapter to its base model's weights.
-            to: ``gguf`` writes ``model.gguf`` for llama.cpp and Ollama too.
+            out: the directory to write; ``models/step_N`` in the run directory if unset.
+            merge: merge a LoRA adapter into its base model's weights.
+            to: ``gguf`` also writes ``model.gguf`` for llama.cpp and Ollama.
 
         Raises:
-            LachesisError: one of its subclasses, as :func:`lachesis.plugins.export.export.export`.
+            LachesisError: a subclass, as :func:`lachesis.plugins.export.export.export`.
         """
         with without_chatter():
             from lachesis.plugins.export.export import export  # imports torch
@@ -401,7 +399,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for the end; after an error in the block stop the run, and let that error pass."""
+        """Wait for the end of the run; after an error in the block, stop the run and let the error propagate."""
         if self._ended is None:
             return
         if error is None:
@@ -434,7 +432,7 @@ class Run:
 
 @contextmanager
 def _python_words() -> Generator[None]:
-    """Name arguments in place of command-line flags in the remedy of an error."""
+    """Replace command-line flags by Python arguments in the remedy of an error."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The parts of a run for those who write the loop themselves: policy, engine, bridge, and the feed."""
+"""The parts of a run for users who write their own training loop: policy, engine, bridge and feed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from lachesis.train.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Parts of a loop; ``close`` them, or use them in a ``with`` block.
+    """The parts of a training loop; ``close`` them, or use them in a ``with`` block.
 
-    ``feed`` gives packed batches of scored groups; it is there where the configuration has data and rewards, or
+    ``feed`` yields packed batches of scored groups; it is None unless the configuration has data and rewards, or
     environments.
     """
 
@@ -51,13 +51,13 @@ class Pieces:
     def sample(
         self, prompts: Sequence[str | Sequence[Message]], *, n: int = 1, max_tokens: int, seed: int = 0, **further: Any
     ) -> list[Group]:
-        """Sample completions of prompts that are texts or lists of messages; groups and samples have their texts, too.
+        """Sample completions of prompts, which are texts or lists of messages. Groups and samples include their texts.
 
-        Messages go through the chat template, which asks for an answer, or for the continuation of the last message if
-        that is the assistant's. A text is continued as it is.
+        Messages go through the chat template, with a generation prompt, or to continue the last message if it is the
+        assistant's. A text is continued as it is.
 
         Args:
-            **further: of :meth:`Engine.sample`.
+            ****further: further arguments of :meth:`Engine.sample`.
 
         Raises:
             DataError: a prompt is empty, or messages are malformed, or the tokenizer has no chat template for them.
@@ -75,7 +75,7 @@ class Pieces:
         )
 
     def close(self) -> None:
-        """Stop the engine and whatever else was started. Idempotent."""
+        """Stop the engine and everything else that was started. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Pieces:
@@ -93,16 +93,16 @@ def parts(
     rewards: RewardArgument | None = None,
     **keys: Any,
 ) -> Pieces:
-    """Build the policy, its engine and the bridge between them as configured; nothing trains yet.
+    """Build the policy, its engine and the bridge between them as configured, without training.
 
-    No run directory is made: what is measured and kept is up to the loop. With a learning rate that does not depend on
-    the number of steps, ``run.steps`` may be left out.
+    No run directory is made: the loop decides what to measure and keep. ``run.steps`` may be left out if the learning
+    rate does not depend on it.
 
     Args:
         config, model, data, rewards, **keys: as :func:`lachesis.train`; ``data`` and ``rewards`` for a feed.
 
     Raises:
-        ConfigError: the keys are wrong, as in a file, or only one of data and rewards is there.
+        ConfigError: a key is invalid, or only one of data and rewards is given.
         LachesisError: another of its subclasses, where a part cannot be built.
     """
     short = {"model": model, "data": data, "rewards": rewards}
@@ -120,7 +120,7 @@ def parts(
 
 
 def _feeds(config: LachesisConfig) -> bool:
-    """Return True if there is a source of groups. Raises ConfigError if there is half of one."""
+    """Return True if the configuration has a source of groups. Raise ConfigError if it has only half of one."""
     if config.source.kind == "atropos" or config.sources:
         return True
     has_data, has_rewards = config.data.path is not None, bool(config.rewards.functions)

@@ -1,6 +1,6 @@
-"""The pulse of what a run waits for: a server or an environment that is stopped or silent is told within seconds.
+"""Pulses: checks of the servers and environments that a run waits for, which report a stopped or silent one in seconds.
 
-Deadlines end a wait after minutes, as slow is not dead. Somebody who watches a run wants to know before.
+Deadlines end a wait only after minutes, because slow is not dead. A user who watches a run wants to know earlier.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from lachesis.engines.serving.session import read_session
 logger = logging.getLogger("lachesis")
 
 LOOK_S = 1.0
-# How long a question about its health may stay open. With the pause before it that is told within 5 s.
+# Time limit of a health request, in seconds. With the pause before it, a silent server is reported within 5 s.
 SILENCE_S = 3.5
-# How much longer than twice the last one a transfer may take; and the first one of a run.
+# Seconds that a transfer may take beyond twice the last one; and the limit of a run's first transfer.
 LATE_S, FIRST_TRANSFER_S = 3.5, 4.5
 # A transfer that is late waits no longer for what is stopped, nor for what has been silent for so long: that one may be
 # busy, and has its weights in the end.
 GIVEN_UP_S = 15.0
-# The names of their waits begin so (:mod:`lachesis.bridges.base`).
+# The names of waits for transfers begin with this (:mod:`lachesis.bridges.base`).
 TRANSFER = "the transfer of weight version"
-# And those for what environments of others make are named with this.
+# The names of waits for groups from external environments.
 FROM_OTHERS = "sequences from"
 
 
 @dataclass(slots=True)
 class Pulse:
-    """Server or program, and whether it was last found stopped or silent.
+    """The pulse of a server or program: whether it was last found stopped or silent.
 
     Args:
-        name: what messages call it.
-        health_url: what it answers as long as it is well; ``None`` if there is nothing to ask.
-        pid: of its main process, if that is one of this machine's.
+        name: its name in messages.
+        health_url: the URL that it answers while it is healthy; ``None`` if it has none.
+        pid: the id of its main process, if that runs on this machine.
         give_up: called with the trouble, once a transfer is late that waits for it.
     """
 
@@ -56,7 +56,7 @@ class Pulse:
     _heard: bool = field(default=False, repr=False)
 
     def look(self, client: httpx.Client) -> None:
-        """Say what has changed since the last look: that it is stopped or silent, or that it goes on."""
+        """Log a change since the last look: it has stopped, is silent, or has resumed."""
         stopped = self._stopped()
         self._is_stopped = bool(stopped)
         found = stopped or self._silent(client)
@@ -73,7 +73,7 @@ class Pulse:
             self.give_up(f"it {self.trouble.partition(',')[0]}")
 
     def _stopped(self) -> str:
-        """Say which of its processes a signal has stopped, and how it goes on."""
+        """Return a sentence on the process that a signal has stopped and how to resume it; empty if none is stopped."""
         pid = self.pid()
         if pid is None:
             return ""
@@ -103,7 +103,7 @@ class Pulse:
         return trouble
 
     def read(self, answer: httpx.Response) -> str:
-        """Return a sentence if an answer shows that something is wrong; the empty text if not."""
+        """Return a sentence if an answer shows a problem, else an empty text."""
         return ""
 
 
@@ -116,13 +116,13 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 @dataclass(slots=True)
 class TransferPulse:
-    """Watch over a transfer of weights that takes much longer than the last one, as its engine does not go on."""
+    """The pulse of weight transfers: reports one that takes much longer than the last, because its engine hangs."""
 
     last_s: Callable[[], float | None]
     _told: Deadline | None = None
 
     def look(self) -> bool:
-        """Say once that the transfer is late, and that it has ended. Returns True while it is late."""
+        """Log once that a transfer is late, and later that it has ended. Returns True while it is late."""
         found = next((one.deadline for one in waits_now() if one.deadline.name.startswith(TRANSFER)), None)
         if self._told is not None and found is not self._told:
             logger.warning("the transfer has ended, after %.0f s", self._told.elapsed_s())
@@ -139,10 +139,10 @@ class TransferPulse:
 
 @dataclass(slots=True)
 class ServerPulse(Pulse):
-    """Pulse of an inference server that may answer and still generate nothing.
+    """The pulse of an inference server, which may answer and still generate nothing.
 
-    Such a server may also wait for an environment that thinks. Each report that turns out to be such a pause doubles
-    the time until the next one.
+    Such a server may also be waiting for a slow environment. Each report that turns out to be such a pause doubles the
+    time until the next report.
 
     Attributes:
         has_requests: returns True while the server has requests of this process.
@@ -155,7 +155,7 @@ class ServerPulse(Pulse):
     _is_told: bool = False
 
     def read(self, answer: httpx.Response) -> str:
-        """Return a sentence if the server has generated nothing of what the run waits for."""
+        """Return a sentence if the server has generated nothing although the run waits for it."""
         found = answer.json() if answer.is_success else {}
         tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
         is_asked = self.has_requests() or any(FROM_OTHERS in name for name in waits)
@@ -177,12 +177,12 @@ def server_pulse(
     has_requests: Callable[[], bool] = lambda: False,
     give_up: Callable[[str], None] = lambda trouble: None,
 ) -> Pulse:
-    """Return the pulse of an inference server; its session names the process if it runs on this machine."""
+    """Return the pulse of an inference server; its session file names the process if it runs on this machine."""
 
     def pid() -> int | None:
         try:
             session = read_session(url)
-        except LachesisError:  # what is wrong with the file is told by whoever needs the session
+        except LachesisError:  # the code that needs the session reports problems with the file
             return None
         return None if session is None else session.pid
 
@@ -196,11 +196,11 @@ def pulses_felt(
     last_transfer_s: Callable[[], float | None] = lambda: None,
     every_s: float = LOOK_S,
 ) -> Iterator[None]:
-    """Check each pulse from a thread of its own every ``every_s`` seconds while the block runs.
+    """Check each pulse from a separate thread every ``every_s`` seconds while the block runs.
 
     Args:
-        find: what there is now; what is equal by name is the same.
-        last_transfer_s: how long the last transfer of weights took.
+        find: returns the current pulses; pulses with equal names are the same.
+        last_transfer_s: returns the duration of the last transfer of weights, in seconds.
         every_s: the pause between two looks.
     """
     ended = threading.Event()

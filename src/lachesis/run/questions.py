@@ -1,4 +1,4 @@
-"""Questions to the model of a run that trains in this process, which the run answers between two of its steps."""
+"""Questions to the model of a run in this process, which the run answers between two steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Prompts = Sequence[str | Sequence[Message]]
 
 @dataclass(slots=True)
 class Questions:
-    """Queue of prompts for a run, and of the groups that answer them."""
+    """A queue of prompts for a run, with the groups that answer them."""
 
     _waiting: queue.SimpleQueue[tuple[Prompts, dict[str, Any], Future[list[Group]]]] = field(
         default_factory=queue.SimpleQueue
     )
 
     def ask(self, prompts: Prompts, **options: Any) -> Future[list[Group]]:
-        """Return the groups to come; ``options`` are those of :func:`sample_prompts`."""
+        """Return a future of the groups; ``options`` are those of :func:`sample_prompts`."""
         answer: Future[list[Group]] = Future()
         self._waiting.put((prompts, options, answer))
         return answer
 
     def answer(self, sample: Callable[..., list[Group]]) -> None:
-        """Answer all that wait. An error of one, such as a malformed message, is its answer."""
+        """Answer all waiting questions. An error, such as a malformed message, is set on its own future."""
         while not self._waiting.empty():
             prompts, options, answer = self._waiting.get()
             try:
@@ -46,7 +46,7 @@ class Questions:
                 answer.set_exception(error)
 
     def close(self) -> None:
-        """Answer all that wait by an error, as the run has ended."""
+        """Fail all waiting questions, because the run has ended."""
 
         def ended(prompts: Prompts, **options: Any) -> list[Group]:
             raise StopRequested("the run has ended", remedy="call run.sample() again, which takes its trained model")
@@ -58,7 +58,7 @@ _OF_RUNS: dict[Path, Questions] = {}
 
 
 def questions_of(run_dir: Path) -> Questions:
-    """Return the questions to the run in a directory, which one process trains."""
+    """Return the queue of questions to the run in a directory."""
     return _OF_RUNS.setdefault(run_dir.absolute(), Questions())
 
 

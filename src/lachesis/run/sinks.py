@@ -31,10 +31,10 @@ from lachesis.run.directory import RunDirectory
 
 logger = logging.getLogger("lachesis")
 
-# Logprobs are about 0.1 nats apart, in the mean, where one side has NF4 weights or multiplies in float8; with int8
-# weights the usual limit holds.
+# Logprobs differ by about 0.1 nats in the mean if one side has NF4 weights or multiplies in float8; with int8 weights
+# the usual limit holds.
 ROUNDED_LOGPROB_DIFF = 0.3
-# A clip at less than this takes a third of the ratios and more from a policy that moves as it should.
+# A clip range below this clips a third of the ratios or more in healthy training.
 NARROW_CLIP = 0.1
 PPO_CLIPS = ("grpo", "bnpo", "dr_grpo", "dapo", "gmpo")
 
@@ -48,15 +48,15 @@ def build_sinks(
     tokenizer: PreTrainedTokenizerBase,
     reward_names: Sequence[str],
 ) -> MetricsHub:
-    """Everything that is told of a step, and the health rules.
+    """Build the sinks that get the metrics of each step, and the health rules.
 
     Args:
-        config: the configuration, its number of steps known.
-        run: whose directory is written to.
-        start: steps that are done; what is there up to it is kept.
-        consoles: where progress is shown.
-        tokenizer: makes texts of tokens, for the tape and for completions that are shown.
-        reward_names: of the reward functions, in the order of a sample's rewards.
+        config: the configuration, with a number of steps.
+        run: the run directory to write to.
+        start: number of finished steps; existing data up to it is kept.
+        consoles: consoles for progress.
+        tokenizer: decodes tokens for recorded rollouts and shown completions.
+        reward_names: names of the reward functions, in the order of a sample's rewards.
     """
     files, logging_config = run.files, config.logging
     resume_step = start if start > 0 else None
@@ -80,7 +80,7 @@ def build_sinks(
     limits = replace(health_limits(config), template_marks=template_marks(tokenizer))
     monitor = HealthMonitor(limits=limits, custom=custom_rules(logging_config.health_rules))
     if resume_step is not None:
-        # What was reached before counts when a fall from the best accuracy is looked for.
+        # Evaluations before a resume count when looking for a fall from the best accuracy.
         for result in read_metrics(files["metrics"]).evaluations:
             monitor.evaluation(result)
     return MetricsHub(sinks, monitor=monitor)
@@ -89,7 +89,7 @@ def build_sinks(
 def _services(
     config: LachesisConfig, *, run: RunDirectory, resume_step: int | None, completions: CompletionPicker | None
 ) -> list[Sink]:
-    """Build the sinks of services for experiments that the configuration names."""
+    """Build the sinks of the experiment trackers that the configuration names."""
     wandb, trackio = config.logging.wandb, config.logging.trackio
     shared: dict[str, Any] = {
         "run_name": config.run.name,
@@ -106,9 +106,9 @@ def _services(
 
 
 def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Return what marks turns for a model, or None where its tokenizer came without a chat template.
+    """Return the tokens that mark turns, or None if the tokenizer came without a chat template.
 
-    That is the template it came with, and not one that the configuration has put in its place.
+    The template is the tokenizer's original, not one set by the configuration.
     """
     own = tokenizer.init_kwargs.get("chat_template")
     if own is None:
@@ -118,16 +118,16 @@ def template_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:
-    """Return the limits above which a run reports old samples, and disagreement of trainer and engine.
+    """Return the limits above which a run reports stale samples, and disagreement between trainer and engine.
 
-    The first is later where the configuration wants older ones, the second where only one side rounds its products
-    or its base weights. The others say what the algorithm has that is usual.
+    The staleness limit follows the configured staleness; the disagreement limit is higher if only one side rounds its
+    products or base weights. The other limits depend on the algorithm.
     """
     engine, pipeline, algorithm = config.engine, config.pipeline, config.algorithm
     kind = coarser_quantization(config, rounds=engine.rounds if engine.kind == "vllm" else 0)
     wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
     products = algorithm.importance_sampling_level == "sequence_product"
-    # DPPO's bound of 0.05 nats is no bound of ratios, and as wide as others.
+    # DPPO's bound of 0.05 nats is not a bound on ratios, and not narrow.
     narrow = algorithm.tightest_clip < NARROW_CLIP and algorithm.loss_type != "dppo_kl"
     limits = HealthLimits(
         staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted,
@@ -161,7 +161,7 @@ def _completion_picker(
 
 
 def keep_evaluation(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write what an evaluation has generated to RUN/evaluations/; where that fails it is said, and training goes on."""
+    """Write the groups of an evaluation to RUN/evaluations/. If that fails, log a warning and continue."""
     try:
         write_groups(run_paths(run_dir)["evaluations"], step, groups)
     except OSError as error:
@@ -169,7 +169,7 @@ def keep_evaluation(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 class StateSink(Sink):
-    """Keeps state.json up to date, to a second: it is forced to disk each time."""
+    """A sink that updates state.json at most once a second, because each update is synced to disk."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -177,7 +177,7 @@ class StateSink(Sink):
 
     def write(self, record: StepRecord) -> None:
         self._run.check_there()
-        self._run.state["step"] = record.step  # for whoever writes next
+        self._run.state["step"] = record.step  # for the next update
         if time.monotonic() - self._written >= 1.0:
             self._run.update(step=record.step)
             self._written = time.monotonic()

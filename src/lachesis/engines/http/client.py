@@ -1,4 +1,4 @@
-"""An engine that lives in one or several server processes, reached over HTTP. No torch."""
+"""An engine in one or several server processes, reached over HTTP. No torch."""
 
 from __future__ import annotations
 
@@ -38,33 +38,32 @@ logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
 # While servers are waited for, the fleet is asked so often whether it has given one up.
 _LOOK_S = 0.2
-# To servers at the same time; a fleet is hardly larger.
+# Number of servers called concurrently; fleets are rarely larger.
 _MOST_CALLS = 64
 
 
 class HttpEngine(Engine):
-    """Engine made of servers that hold the same weights. Thread-safe.
+    """An engine made of servers that hold the same weights. Thread-safe.
 
     Each request goes, with all its ``n`` completions and its seed, to the server that :attr:`fleet` picks, and to
-    another one if it is lost with its server. Changes of weights go to all live servers, and so do the proofs of
-    them. The sessions are those of the first contact: an answer from another session means that a server
-    was restarted and has other weights; it gets no more requests, and if it is the only one, that raises
-    :class:`StaleWeights`, until :meth:`connect` is called.
+    another one if its server is lost. Weight changes and their proofs go to all live servers. Sessions are recorded at
+    the first contact: an answer from another session means that a server was restarted and has other weights. It gets
+    no more requests; if it is the only server, calls raise :class:`StaleWeights` until :meth:`connect` is called.
 
-    Servers may come and go: :meth:`set_members`.
+    Servers may join and leave: see :meth:`set_members`.
 
-    A paused server lets requests wait: :meth:`generate` returns once it is resumed, or raises at its deadline.
+    Requests wait while a server is paused: :meth:`generate` returns once it is resumed, or raises at its deadline.
 
     Args:
-        urls: the servers, with or without ``/v1``; their order is that of :attr:`session_ids`.
-        token: of their sessions; by default looked up for each server.
-        control_s: longest duration of a call that takes no deadline, in seconds.
-        canary_tolerance: largest difference of a canary logprob between two servers, in nats.
-        max_in_flight: most requests that one server has at the same time; further ones wait here.
+        urls: the servers, with or without ``/v1``, in the order of :attr:`session_ids`.
+        token: the token of their sessions; by default looked up for each server.
+        control_s: time limit of calls without a deadline, in seconds.
+        canary_tolerance: maximum difference of a canary logprob between two servers, in nats.
+        max_in_flight: maximum number of concurrent requests to one server; further ones wait here.
         hang_s: see :class:`~lachesis.engines.fleet.Fleet`.
 
     Raises:
-        ConfigError: an address is missing, wrong, or given twice.
+        ConfigError: an address is missing, invalid, or given twice.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class HttpEngine(Engine):
         return ServerControl(url, token=self._token)
 
     def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
-        """Learn the servers' sessions, and insist on these sessions from now on.
+        """Get the servers' sessions, and require these sessions from now on.
 
         Raises:
             EngineError: a server does not answer, or they serve different models.
@@ -109,10 +108,10 @@ class HttpEngine(Engine):
         return infos
 
     def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
-        """:meth:`connect`, asking again for ``wait_s`` seconds while a server gives no answer.
+        """Call :meth:`connect`, retrying for ``wait_s`` seconds while a server does not answer.
 
         Raises:
-            EngineError: as :meth:`connect`; of a server without an answer once that time is over.
+            EngineError: as :meth:`connect`; or a server has not answered in that time.
             DeadlineExceeded: ``deadline`` passed first.
         """
         patience = Deadline("the trainer's wait for the inference servers", wait_s, "engine.wait_s")
@@ -132,10 +131,10 @@ class HttpEngine(Engine):
                 time.sleep(pause_s)
 
     def set_members(self, urls: Sequence[str], *, deadline: Deadline) -> None:
-        """Use exactly these servers, given by :func:`~lachesis.common.http.server_url`.
+        """Use exactly these servers, in the form of :func:`~lachesis.common.http.server_url`.
 
-        New ones serve once they have been greeted and proved. Leaving ones get no more requests and finish those
-        that they have; then they are released for other runs.
+        New servers get requests once greeted and proved. Leaving servers get no more requests, finish their current
+        ones, and are then released for other runs.
         """
         for url in urls:
             if self.fleet.state(url) is State.RETIRED:
@@ -150,31 +149,31 @@ class HttpEngine(Engine):
                 self.fleet.forget(url)
                 control = self._controls.pop(url)
                 if self._owner:
-                    with suppress(EngineError, DeadlineExceeded):  # it may be gone for good
+                    with suppress(EngineError, DeadlineExceeded):  # the server may be gone
                         control.release(self._owner, deadline=deadline)
                 control.close()
 
     @property
     def controls(self) -> tuple[ServerControl, ...]:
-        """Clients of the servers that have not left, in order."""
+        """Return the clients of the servers that have not left, in order."""
         gone = self.fleet.having(State.RETIRED)
         return tuple(control for url, control in self._controls.items() if url not in gone)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Addresses of the servers that have not left, in order."""
+        """Return the addresses of the servers that have not left, in order."""
         return tuple(control.url for control in self.controls)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
-        """Sessions of the servers that have been met, in the order of their addresses; connects if need be."""
+        """Return the sessions of the servers, in the order of their addresses; connect first if necessary."""
         if self.fleet.having(State.STARTING) == self.urls:
             self.connect(deadline=self._deadline("learning the sessions"))
         return tuple(session for url in self.urls if (session := self.fleet.session(url)))
 
     @property
     def session_id(self) -> str:
-        """Sessions of all servers joined by commas, as canary readings and health report them."""
+        """Return the sessions of all servers joined by commas, as in canary readings and health."""
         return ",".join(self.session_ids)
 
     def control(self, url: str) -> ServerControl:
@@ -183,25 +182,25 @@ class HttpEngine(Engine):
 
     @property
     def living(self) -> tuple[ServerControl, ...]:
-        """Servers that have been met and are not known to be gone; before the first contact all of them."""
+        """Return the servers that are not known to be gone; before the first contact all of them."""
         there = self.fleet.having(State.STALE, State.SERVING, State.SUSPECT)
         none_met = self.fleet.having(State.STARTING) == self.urls
         return tuple(control for control in self.controls if none_met or control.url in there)
 
     @property
     def sessions(self) -> tuple[tuple[str, str], ...]:
-        """Address and session of each server that lives: another one at an address is another engine."""
+        """Return the address and session of each live server: a new session is another engine."""
         return tuple((control.url, self.fleet.session(control.url)) for control in self.living)
 
     def on_all(self, call: Callable[[ServerControl], T], *, together: bool = False) -> list[T]:
-        """Call every live server at the same time; return results in the order of the servers.
+        """Call every live server concurrently; return results in the order of the servers.
 
-        A server that gives no answer is dead from now on, and left out, if there is another one. So is one that the
-        fleet gives up meanwhile, unless the others cannot go on without it: ``together``.
+        A server that does not answer is considered dead and left out, if there is another one. So is one that the fleet
+        gives up meanwhile, unless the others cannot go on without it: ``together``.
 
         Raises:
-            EngineUnreachable: one was given up of those that go on ``together`` only.
-            The first error of a server, without waiting for the others, which may hang for the same reason.
+            EngineUnreachable: one was given up of those that go on ``together`` only. The first error, without waiting
+            for the other servers, which may hang for the same reason.
         """
         return [result for _, result in self.on_each(call, together=together)]
 
@@ -236,9 +235,9 @@ class HttpEngine(Engine):
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
     def lose_silent(self, call: Callable[[ServerControl], object], *, reason: str) -> bool:
-        """Declare dead the servers that do not answer ``call`` in time, if others do; return True if any was.
+        """Declare servers dead that do not answer ``call`` in time, if others do; return True if there were any.
 
-        The content of the answers does not matter.
+        The content of answers is ignored.
         """
 
         def answered(control: ServerControl) -> bool:
@@ -259,22 +258,22 @@ class HttpEngine(Engine):
         return bool(silent)
 
     def look(self, *, quiet_s: float = 0.0) -> None:
-        """Check the servers that are believed to be alive: one that gives no answer is dead.
+        """Check the servers that are believed to be alive; one that does not answer is considered dead.
 
         Servers that have answered anything within the last ``quiet_s`` seconds are not asked.
 
         Raises:
-            EngineUnreachable: none is left.
+            EngineUnreachable: no server is left.
         """
         self._on([server for server in self.living if server.quiet_s >= quiet_s], lambda s: visit(self.fleet, s))
         if not self.living:
             raise nobody_serves(self.fleet)
 
     def greet(self, url: str, *, deadline: Deadline) -> None:
-        """Meet a server that was dead or has joined, in whatever session it is, and claim it as the others are.
+        """Connect to a server that was dead or has joined, in any session, and claim it like the others.
 
         Raises:
-            EngineError, DeadlineExceeded: it is not there, serves another model, or another run has it.
+            EngineError, DeadlineExceeded: it does not answer, serves another model, or another run has claimed it.
         """
         control = self.control(url)
         info = control.info(deadline=deadline)
@@ -292,7 +291,7 @@ class HttpEngine(Engine):
         *,
         given_up: Callable[[ServerControl], T] | None = None,
     ) -> list[T]:
-        """Results in order; the first error, without waiting for the others.
+        """Return results in order, or raise the first error without waiting for the others.
 
         ``given_up`` makes the result of a server that dies by the fleet's account before it answers.
         """
@@ -313,20 +312,20 @@ class HttpEngine(Engine):
         return [results[control] for control in controls]
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
-        """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""
+        """Claim every server for ``owner``; see :meth:`ServerControl.claim`."""
         self._owner = owner
         self.on_all(lambda server: server.claim(owner, takeover=takeover, deadline=deadline))
 
     def release(self, owner: str, *, deadline: Deadline) -> None:
-        """Give the claims of ``owner`` back, see :meth:`ServerControl.release`."""
+        """Release the claims of ``owner``; see :meth:`ServerControl.release`."""
         self.on_all(lambda server: server.release(owner, deadline=deadline))
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
     ) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`. One failed request fails the call, and the others are cancelled.
+        """See :meth:`Engine.generate`. One failed request fails the call and cancels the others.
 
-        A request whose server is lost does not fail: it goes to another one, with its seed.
+        A request whose server is lost does not fail: it is resent to another one, with its seed.
         """
         self._check_open()
         if not requests:
@@ -341,10 +340,10 @@ class HttpEngine(Engine):
         return completions
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline | None = None) -> CanaryReading:
-        """Read the canary from every server and return the first reading, with which all others have to agree.
+        """Read the canary from every server and return the first reading, with which all others must agree.
 
         Raises:
-            StaleWeights: they differ in version, or by more than the tolerance, or one was restarted.
+            StaleWeights: readings differ in version or by more than the tolerance, or a server was restarted.
         """
         limit = deadline or self._deadline("reading the canary")
         (one, first), *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
@@ -359,7 +358,7 @@ class HttpEngine(Engine):
         return replace(first, session_id=self.session_id)
 
     def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
-        """Read digests as :meth:`ServerControl.digests` from all servers, which have to agree on each one.
+        """Read digests, as :meth:`ServerControl.digests`, from all servers, which must agree on each one.
 
         Raises:
             StaleWeights: the servers disagree.
@@ -414,7 +413,7 @@ class HttpEngine(Engine):
     def metrics(self) -> dict[str, MetricValue]:
         """Return metrics since the last call.
 
-        They are the busy seconds of each of several servers, and the hit rate of their prefix caches.
+        They are the busy seconds of each of several servers, and the hit rates of their prefix caches.
         """
         busy = self._calls.take_busy()
         at_work: dict[str, MetricValue] = {
@@ -433,12 +432,12 @@ class HttpEngine(Engine):
         return {PREFIX_HITS: reduce(Mean.merge, hits.values())} | each
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""
+        """See :meth:`Engine.pause`. If a server cannot be paused, the others are resumed."""
         deadline = self._deadline("pausing the engine")
         try:
             self.on_all(lambda server: server.pause(mode=mode, deadline=deadline))
         except LachesisError:
-            with suppress(LachesisError):  # what went wrong first is the error
+            with suppress(LachesisError):  # report the first error
                 self.resume()
             raise
 
@@ -452,7 +451,7 @@ class HttpEngine(Engine):
         self.on_all(lambda server: server.sleep(level=level, deadline=deadline))
 
     def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Undo :meth:`sleep`, or only for these parts of the memory. Idempotent."""
+        """Undo :meth:`sleep`, for all or only these parts of the memory. Idempotent."""
         deadline = self._deadline("waking up the engine")
         self.on_all(lambda server: server.wake_up(tags, deadline=deadline))
 
@@ -475,7 +474,7 @@ class HttpEngine(Engine):
             raise EngineError("the engine client is closed", remedy="make a new one")
 
     def check_session(self, control: ServerControl, session_id: str) -> None:
-        """Raise StaleWeights unless an answer of this session is of the server that was met first."""
+        """Raise StaleWeights unless the session of an answer is the one recorded for the server."""
         _ = self.session_ids  # of the first contact, which comes before
         expected = self.fleet.session(control.url)
         if session_id != expected:
@@ -500,7 +499,7 @@ class HttpEngine(Engine):
 
 
 def _check_same_model(one: ServerInfo, other: ServerInfo) -> None:
-    """Raise EngineError unless both serve the same."""
+    """Raise EngineError unless both serve the same model."""
     ours, theirs = (f"{m.model} ({m.dtype}, {m.vocab_size} tokens)" for m in (one.model, other.model))
     if ours != theirs:
         raise EngineError(

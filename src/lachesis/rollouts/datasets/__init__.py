@@ -1,4 +1,4 @@
-"""Problems to train on: files, directories and the hub, in several formats, rendered and tokenized once."""
+"""Problems to train on: read from files, directories or the hub in several formats, then rendered and tokenized."""
 
 from lachesis.rollouts.datasets.curriculum import PassRates, keep_matching, ranks
 from lachesis.rollouts.datasets.problems import Dataset, load_problems

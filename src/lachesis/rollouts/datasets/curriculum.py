@@ -10,22 +10,22 @@ from typing import Any
 from lachesis.common.errors import DataError, nearest
 from lachesis.common.types import Prompt
 
-# The least chance that a problem whose turn has come is sampled: what is solved always or never may change.
+# The minimum probability of sampling a problem: even one solved always or never may change.
 _LEAST_CHANCE = 0.1
-# The weight of a group's pass rate beside all those before it.
+# The weight of a group's pass rate in the running mean.
 _NEWEST = 0.5
 
 
 @dataclass(eq=False)
 class PassRates:
-    """Running pass rates of problems, which decide what of an epoch is sampled.
+    """Running pass rates of problems, which decide the problems to sample in an epoch.
 
-    A problem is sampled in its turn with probability 4·r·(1 - r), r its pass rate: the variance of its rewards over the
-    greatest possible, and at least a tenth; one that has not been seen is sampled always.
+    A problem with pass rate r is sampled with probability 4·r·(1 - r), the variance of its rewards relative to the
+    maximum, but at least 0.1; a new problem is always sampled.
 
     Args:
-        seed: of the choice, which depends on the epoch and the problem besides, and on no order.
-        success_reward: the reward from which on a completion is a success.
+        seed: seed of the choice, which otherwise depends only on the epoch and the problem.
+        success_reward: minimum reward of a successful completion.
     """
 
     seed: int
@@ -33,7 +33,7 @@ class PassRates:
     _rates: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def note(self, problem: str, rewards: Sequence[float]) -> None:
-        """Take a group's rewards into the running pass rate of its problem."""
+        """Update the running pass rate of a problem with a group's rewards."""
         if rewards:
             rate = sum(reward >= self.success_reward for reward in rewards) / len(rewards)
             before = self._rates.get(problem, rate)
@@ -56,7 +56,7 @@ class PassRates:
         self._rates = dict(state)
 
 
-# What texts of difficulty mean where nobody says otherwise, from easy to hard.
+# Names of difficulties, from easy to hard.
 SCALE = ("trivial", "very easy", "easy", "simple", "medium", "intermediate", "hard", "difficult", "very hard", "expert")
 
 
@@ -65,9 +65,9 @@ def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[
 
     Args:
         prompts: the problems.
-        wanted: for each column a value, a list of values of which one has to match, or ``{"min": a, "max": b}`` with
-            either or both (both included). A column with a list matches if one of its entries does. A row without
-            a value matches nothing.
+        wanted: for each column a value, a list of values of which one must match, or ``{"min": a, "max": b}`` with one
+            or both bounds (inclusive). A column with a list matches if one of its entries does. A row without a value
+            matches nothing.
 
     Raises:
         DataError: a column does not exist, a compared one is not a number, or nothing remains.
@@ -120,7 +120,7 @@ def _matches(prompt: Prompt, column: str, wanted: Any) -> bool:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Equal; files such as CSV have texts only, where numbers are written down."""
+    """Return True if two values are equal; numbers may be texts, as in CSV files."""
     return value == wanted or (isinstance(value, str) and not isinstance(wanted, str) and value == str(wanted))
 
 

@@ -1,4 +1,4 @@
-"""Formats of datasets: meanings of a row's columns, and the problems made of them."""
+"""Formats of datasets: detection by columns, and conversion of rows to problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lachesis.rollouts.datasets.rows import Row, describe_type, is_blank
 
 logger = logging.getLogger(__name__)
 
-# Columns that hold the right answer, the likeliest first.
+# Names of columns with the right answer, the likeliest first.
 GOLD_COLUMNS = ("response", "solution", "output", "completion", "answer", "target", "label")
 Format: TypeAlias = Literal[
     "prompt", "instruction_response", "input_output", "problem_solution", "question_answer", "messages"
@@ -44,7 +44,7 @@ class Problem:
 
 
 def detect_format(columns: Sequence[str], *, prompt_column: str, wanted: str = "auto", dataset: str = "") -> Format:
-    """Detect the format by the names of the columns; ``wanted`` itself unless that is ``auto``.
+    """Detect the format by column names; return ``wanted`` unless that is ``auto``.
 
     A column named ``prompt_column`` is the prompt, whatever else there is.
 
@@ -71,9 +71,9 @@ def _fitting(columns: Collection[str]) -> list[str]:
     fitting = [name for name, pair in PAIRS.items() if all(column in columns for column in pair)]
     if "messages" in columns:
         fitting.append("messages")
-    if len(fitting) > 1 and "question_answer" in fitting:  # many sets keep these beside what they are made for
+    if len(fitting) > 1 and "question_answer" in fitting:  # many datasets have these as additional columns
         fitting.remove("question_answer")
-    if fitting == ["input_output"] and "instruction" in columns:  # where the input belongs to an instruction
+    if fitting == ["input_output"] and "instruction" in columns:  # here "input" belongs to an instruction
         fitting.insert(0, "instruction_response")
     return fitting
 
@@ -92,10 +92,10 @@ _MEDIA_PART = re.compile(r"(input_)?(image|video|audio)(s|_url|_pil)?")
 
 
 def _is_media(value: Any, *, named: bool) -> bool:
-    """Return True for an image, video or sound: as bytes, as an object of its library, or as Arrow's struct for one.
+    """Return True for an image, video or sound: bytes, an object of a media library, or Arrow's struct.
 
     Args:
-        named: the column's name says so; then names of files are media too.
+        named: True if the column's name suggests media; then file names count too.
     """
     if isinstance(value, list | tuple):
         return any(_is_media(one, named=named) for one in value[:8])
@@ -111,7 +111,7 @@ def _is_media(value: Any, *, named: bool) -> bool:
 
 
 def _media_kinds(part: Any) -> set[str]:
-    """Return a message part's kind, by its type or by a key, if it is not a text."""
+    """Return the kinds of a message part that is not text, by its type or by a key."""
     if not isinstance(part, Mapping):
         return set()
     names = {str(part.get("type")), *(name for name, value in part.items() if value is not None)}
@@ -119,10 +119,10 @@ def _media_kinds(part: Any) -> set[str]:
 
 
 def _refuse_media(row: Row, *, images: bool) -> None:
-    """Raise DataError for what the model is not shown: its answers would be about unseen pictures.
+    """Raise DataError for media that the model does not get, because it would answer about unseen pictures.
 
     Args:
-        images: those in columns of :data:`IMAGE_COLUMNS` and in parts of messages are shown.
+        images: True if the model gets images in :data:`IMAGE_COLUMNS` and in message parts.
     """
     shown = "text and images" if images else "text alone"
     for name, value in row.columns.items():
@@ -166,10 +166,10 @@ def to_problems(
         row: of the dataset.
         data_format: of the row.
         prompt_column: of the prompt.
-        conversation: make messages of a question, not a text; a row with a follow-up is a conversation always.
-        conversations: make messages of a prompt that is a text, too.
-        system_prompt: put before prompts that have no system message; it makes conversations of texts.
-        images: the model is shown the row's images; else they are refused.
+        conversation: turn a question into messages instead of text; a row with a follow-up always is a conversation.
+        conversations: turn a text prompt into messages too.
+        system_prompt: put before prompts without a system message; it turns texts into conversations.
+        images: True if the model gets the row's images; else they are refused.
 
     Raises:
         DataError: the question, or the answer that a follow-up needs, is missing or not a text.
@@ -190,7 +190,7 @@ def to_problems(
 
 
 def _from_messages(row: Row) -> Problem:
-    """Messages that end with the assistant's give the problem before it, and the answer to it."""
+    """Split messages that end with the assistant's into the problem and its answer."""
     messages = row.columns.get("messages")
     if isinstance(messages, list) and len(messages) > 1:
         last = messages[-1]
@@ -214,7 +214,7 @@ def _from_pair(row: Row, question: str, answer: str, *, conversation: bool) -> l
 
 
 def _follow_up_columns(columns: Mapping[str, Any], answer: str) -> dict[str, Any]:
-    """Columns of the second question: its own answer and tests, if any, in the place of the first one's."""
+    """Return the columns for the second question, with its own answer and tests, if any."""
     right = columns.get("follow_up_response")
     replaced = dict(columns) | {answer: right, "answer": right}
     if "test_cases" in columns:
@@ -230,7 +230,7 @@ def _with_answer(columns: Mapping[str, Any], answer: Any, name: str) -> dict[str
 def _with_system(problem: Problem, system_prompt: str) -> Problem:
     prompt = [_user(problem.prompt)] if isinstance(problem.prompt, str) and problem.prompt.strip() else problem.prompt
     if not isinstance(prompt, list) or not prompt:
-        return problem  # what is wrong with it is said where it is rendered
+        return problem  # rendering reports what is wrong with it
     first = prompt[0]
     if not (isinstance(first, Mapping) and first.get("role") == "system"):
         prompt = [{"role": "system", "content": system_prompt}, *prompt]

@@ -1,6 +1,6 @@
-"""Prepared problems kept on disk under a key of all that they were made of.
+"""Prepared problems stored on disk under a key derived from all their inputs.
 
-The file is JSONL: a header with a digest of what follows, then a problem a line.
+The file is JSONL: a header with a digest of the rest, then one problem per line.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedProblem:
-    """A problem that is ready, and where it stands in the dataset, for messages."""
+    """A prepared problem, and its place in the dataset for messages."""
 
     place: str
     prompt: Prompt
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """Return a name for the outcome of a preparation: equal for equal parts and the same release, for no others."""
+    """Return a key for the result of a preparation: equal only for equal inputs and the same release."""
     text = json.dumps({"release": __version__, **parts}, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Differs between tokenizers that make other tokens of some text, or another text of a conversation."""
+    """Return a digest that differs between tokenizers with different tokens or chat templates."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     content = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     identity = [
@@ -69,7 +69,7 @@ def load_prepared(directory: Path, key: str) -> list[PreparedProblem] | None:
 
 
 def save_prepared(directory: Path, key: str, prepared: Sequence[PreparedProblem]) -> None:
-    """Keep the problems, unless a column holds what JSON cannot give back unchanged (which is logged).
+    """Store the problems, unless a column has values that JSON would change (which is logged).
 
     Raises:
         DataError: the directory cannot be written.
@@ -98,7 +98,7 @@ def _header(body: bytes) -> bytes:
 
 
 def _as_line(one: PreparedProblem) -> bytes | None:
-    """Return a line of JSON, ``None`` if reading it would give another problem."""
+    """Return a problem as a line of JSON; ``None`` if reading it back would change the problem."""
     try:
         text = json.dumps({"place": one.place} | {name: getattr(one.prompt, name) for name in Prompt.__slots__})
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Preparation of datasets into prompts: read, transform, bring into form, render, tokenize."""
+"""Preparation of datasets into prompts: read, transform, convert, render, tokenize."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Rendered: TypeAlias = tuple[int, Problem, Rendered, list[Any]]
-"""Number of a row, a problem of it, its prompt and its images."""
+"""A row number, a problem of that row, its prompt and its images."""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -63,8 +63,8 @@ class Dataset:
         name: configuration of a dataset on the hub that has several.
         split: ``train``, or a part of one such as ``train[:100]``.
         format: one of :data:`~lachesis.rollouts.datasets.formats.Format`, or ``auto``.
-        transform: import path of a function that is applied to each row first.
-        prompt_column: the prompt's, in the format ``prompt``.
+        transform: import path of a function to apply to each row first.
+        prompt_column: the column with the prompt, in the format ``prompt``.
     """
 
     path: str
@@ -91,7 +91,7 @@ class Preparation:
 
 
 class ImageReader(Protocol):
-    """Reader of prompts with images, as :class:`lachesis.plugins.vision.reading.ImageReader`, which says more."""
+    """The contract of :class:`lachesis.plugins.vision.reading.ImageReader`, which reads prompts with images."""
 
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Any]]: ...
 
@@ -118,24 +118,23 @@ def load_problems(
 ) -> list[Prompt]:
     """Read, render and tokenize the problems of one or several datasets.
 
-    A string is tokenized unchanged, with the special tokens that the tokenizer adds to plain text. A list of
-    messages goes through the chat template, which asks for an answer, or for the continuation of the last
-    message if that is the assistant's. Questions of the other formats are conversations if the tokenizer
-    has a chat template, and texts otherwise. Prompt ids are the index of the row, counted from 0 over all
-    datasets, so they stay the same whatever is dropped; a follow-up question has its row's id and ``+1``. Every
-    prompt has all columns; a row without one has ``None``.
+    A string is tokenized unchanged, with the special tokens that the tokenizer adds to plain text. A list of messages
+    goes through the chat template, with a generation prompt, or to continue the last message if it is the assistant's.
+    Questions of the other formats are conversations if the tokenizer has a chat template, and texts otherwise. Prompt
+    ids are the index of the row, counted from 0 over all datasets, so they stay the same whatever is dropped; a
+    follow-up question has its row's id and ``+1``. Every prompt has all columns; a row without one has ``None``.
 
     Args:
         path: the first dataset, as a path alone if no options are needed; ``more`` are further ones.
-        system_prompt: put before prompts without a system message, which makes conversations of texts.
-        conversations: a text in the prompt's column is a user's message.
+        system_prompt: put before prompts without a system message; it turns texts into conversations.
+        conversations: True if a text prompt is a user message.
         max_prompt_length: longest prompt in tokens; ``None`` allows any.
         overlong: ``error`` stops at a longer prompt, ``drop`` leaves it out (and logs how many).
-        prepared_path: directory that stores the prepared problems, under a key of all that they are made of.
+        prepared_path: directory for prepared problems, stored under a key derived from all inputs.
         processes: number of processes that transform and render; one if unset.
-        base_dir: directory that transforms are looked for in; the current one if unset.
-        transform_config: argument of a ``prompt_transform(cfg)``, under Axolotl's names.
-        images: reads the images of rows; without it they are refused.
+        base_dir: directory in which to look for transforms; the current one if unset.
+        transform_config: the argument of a ``prompt_transform(cfg)``, with Axolotl's names.
+        images: reader of the rows' images; if unset, images are refused.
 
     Raises:
         DataError: a dataset is missing, empty or malformed, a prompt is missing, empty, of the wrong type or
@@ -155,7 +154,7 @@ def load_problems(
         images=images,
     )
     prepared: list[PreparedProblem] = []
-    with uncollected():  # of some objects a row the collector would look through those of all rows before it
+    with uncollected():  # the garbage collector would scan the objects of all rows again and again
         for index, dataset in enumerate([first, *more]):
             prepared += _renumbered(_prepare(dataset, index, preparation), after=prepared)
     return _with_all_columns(_within_limit(prepared, max_prompt_length, overlong, first.path))
@@ -179,7 +178,7 @@ def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
 
 
 def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[PreparedProblem]:
-    """Return one dataset, from the store or prepared anew; ids are indices in this dataset."""
+    """Return one dataset, from the store or newly prepared; ids are indices in this dataset."""
     rows, digest = read_rows(dataset)
     named = None
     if dataset.transform is not None:
@@ -236,7 +235,7 @@ def _make(
 def _encoded(
     done: Sequence[_Rendered], preparation: Preparation
 ) -> tuple[list[tuple[int, ...]], list[PromptImages | None]]:
-    """Return the token ids of rendered problems, and their images as the model takes them."""
+    """Return the token ids of rendered problems, and their images as model inputs."""
     texts = [(problem.place, rendered) for _, problem, rendered, images in done if not images]
     of_texts = iter(tokenize([place for place, _ in texts], [one for _, one in texts], preparation.tokenizer))
     token_ids: list[tuple[int, ...]] = []
@@ -256,7 +255,7 @@ def _encoded(
 def _render_rows(
     rows: Sequence[tuple[int, Row]], *, dataset: Dataset, data_format: Format, preparation: Preparation
 ) -> list[_Rendered]:
-    """Numbered rows to their problems, rendered, with images; more than one where a row has a follow-up."""
+    """Convert numbered rows to rendered problems with images; a row with a follow-up gives two."""
     template_kwargs = preparation.template_kwargs
     reader, path = preparation.images, Path(dataset.path).expanduser()
     directory = path.parent if path.is_file() else preparation.base_dir
@@ -281,7 +280,7 @@ def _render_rows(
 
 
 def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], processes: int) -> list[Out]:
-    """Return the results of ``work`` on the items, in order, divided among the processes."""
+    """Return the results of ``work`` on the items, in order, computed by several processes."""
     processes = min(processes, len(items))
     if processes <= 1:
         return work(items)

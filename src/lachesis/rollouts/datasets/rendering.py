@@ -14,15 +14,15 @@ from lachesis.rollouts.datasets.rows import describe_type
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Rows tokenized at once: enough for the tokenizer's own threads, few enough for its memory.
+# Number of rows to tokenize at once: enough for the tokenizer's threads, few enough for its memory.
 TOKENIZER_BATCH = 4096
-# These say what the template is rendered for; a configuration that set them would train on other prompts.
+# Variables that rendering sets itself; a configuration that set them would train on other prompts.
 _OWN_TEMPLATE_KEYS = frozenset({"conversation", "tokenize", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as text; ``special_tokens``: the tokenizer adds its own, as no template wrote them."""
+    """A prompt as text. ``special_tokens`` is True if the tokenizer must add its own, because no template did."""
 
     text: str
     messages: tuple[Message, ...] | None
@@ -40,7 +40,7 @@ def checked_template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> Rendered:
     """Render a conversation through the chat template; leave a text unchanged.
 
-    The template asks for an answer, or for the continuation of the last message if that is the assistant's.
+    The template adds a generation prompt, or continues the last message if it is the assistant's.
 
     Raises:
         DataError: the prompt is missing, empty or of the wrong type, or the template failed on it.
@@ -90,7 +90,7 @@ def tokenize(
     return token_ids
 
 
-# What public data sets call the question, as GSM8K does.
+# Common names of the question in public datasets such as GSM8K.
 _QUESTIONS = ("question", "problem", "query", "instruction", "input")
 
 
@@ -154,7 +154,7 @@ def _untokenizable(
     batch: Sequence[int],
     error: Exception,
 ) -> DataError:
-    """Find the row of a batch that the tokenizer choked on; it says nothing about that itself."""
+    """Find the row of a batch on which the tokenizer failed, because its error does not name it."""
     place = places[batch[0]] + " and following"
     for index in batch:
         try:

@@ -1,4 +1,4 @@
-"""Rows of a dataset, and where they stand: from files, from directories and the hub, and parts of a split."""
+"""Reading of dataset rows, with their places for messages: files, directories, the hub, and parts of a split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
-# How a path of tasks of reasoning-gym begins.
+# The prefix of reasoning-gym tasks.
 PREFIX = "reasoning_gym:"
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
-# Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
+# Test cases of a programming problem can exceed 131,072 characters, the default limit of Python's csv.
 _LONGEST_CELL = 2**31 - 1
 _EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
 _DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson", ".txt"})
@@ -36,12 +36,12 @@ class Row:
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Names of all columns that any row has, in the order in which they come up."""
+    """Return the names of all columns, in order of first occurrence."""
     return list(dict.fromkeys(name for row in rows for name in row.columns))
 
 
 def aligned(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, each with all columns; ``None`` where it had none."""
+    """Return the rows with all columns each; missing values are ``None``."""
     names = column_names(rows)
     if all(len(row.columns) == len(names) for row in rows):
         return list(rows)
@@ -49,12 +49,12 @@ def aligned(rows: Sequence[Row]) -> list[Row]:
 
 
 def is_blank(value: object) -> bool:
-    """Nothing that one could train on: ``None``, or text of white space only, or an empty list."""
+    """Return True for a value without content: ``None``, whitespace, or an empty list."""
     return value is None or (isinstance(value, str) and not value.strip()) or value == []
 
 
 def describe_type(value: object) -> str:
-    """Return the kind of a value in the words of JSON, for messages."""
+    """Return the type of a value in JSON's terms, for messages."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
@@ -62,7 +62,7 @@ def describe_type(value: object) -> str:
 
 
 def read_file(path: Path) -> list[Row]:
-    """Read all rows of a file, whose suffix tells the format; a file without a known one is JSONL.
+    """Read all rows of a file. The suffix determines the format; the default is JSONL.
 
     - ``.jsonl``: an object a line; blank lines are skipped
     - ``.json``: a list of objects, ``{"data": [...]}`` with one, or JSONL under that name
@@ -143,7 +143,7 @@ def _from_list(path: Path, document: object, entries: object) -> list[Row]:
 
 
 def _first_line_is_json(text: str) -> bool:
-    """Return True for JSONL: its first line is whole, and either not ``{"data": [...]}`` or not the only one."""
+    """Return True for JSONL: the first line is complete JSON, and not the only line with ``{"data": [...]}``."""
     first, _, rest = text.lstrip().partition("\n")
     try:
         value = json.loads(first)
@@ -197,11 +197,11 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def from_arrow(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as it was written: without the keys that Arrow has added to messages and descriptions of tools.
+    """Return a record as written, without the keys that Arrow adds to messages and tool descriptions.
 
-    All structs of a column have the same keys there, with null where one had none; templates check whether a message
-    has ``tool_calls``, and would show the model invented arguments. ``role`` and ``content`` always stay. Chats may lie
-    within other columns, such as a list of dialogues.
+    In Arrow all structs of a column have the same keys, with null for missing ones; templates check for ``tool_calls``
+    in messages and would show the model invented arguments. ``role`` and ``content`` always stay. Chats may be nested
+    in other columns, such as a list of dialogues.
     """
     return {name: _with_written_chats(value) for name, value in record.items()}
 
@@ -215,7 +215,7 @@ def _with_written_chats(value: Any) -> Any:
 
 
 def _is_chat(value: object) -> bool:
-    """Return True for a list of messages, or of tools as they are described to models."""
+    """Return True for a list of messages, or of tool descriptions."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -251,22 +251,22 @@ def _parse_json(place: str, text: str, remedy: str) -> Any:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True for ``owner/name`` or ``name`` that neither exists on this disk nor looks like a file."""
+    """Return True for ``owner/name`` or ``name`` that neither exists on disk nor looks like a file."""
     if path.startswith((".", "/", "~")) or Path(path).suffix.lower() in _DATA_SUFFIXES or Path(path).exists():
         return False
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None
 
 
 def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row], str]:
-    """Rows of a dataset on the hub or in a directory, and a fingerprint of their content.
+    """Return the rows of a dataset on the hub or in a directory, and a fingerprint of their content.
 
-    A directory holds files of data, or what ``Dataset.save_to_disk`` wrote.
+    A directory has data files, or the output of ``Dataset.save_to_disk``.
 
     Args:
-        split: as the library writes it: ``train``, ``train[:100]``, ``train[10%:]``, ``train+test``.
+        split: in the notation of datasets: ``train``, ``train[:100]``, ``train[10%:]``, ``train+test``.
 
     Raises:
-        DataError: it is not there, cannot be reached, or has no such split or configuration.
+        DataError: it does not exist, cannot be reached, or does not have this split or configuration.
     """
     import datasets
 
@@ -279,7 +279,7 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
         records: Sequence[Mapping[str, Any]] = loaded.to_list()
     except DataError:
         raise
-    except Exception as error:  # the library raises errors of a dozen packages
+    except Exception as error:  # the library raises errors from a dozen packages
         raise _unreadable(path, name, split, error) from error
     if not records:
         raise DataError(f"the split {split!r} of the dataset {path} is empty", remedy="name another split")
@@ -288,12 +288,12 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
 
 
 def read_made(spec: str) -> tuple[list[Row], str]:
-    """Rows of tasks of reasoning-gym, and a digest of their content.
+    """Return the rows of reasoning-gym tasks, and a digest of their content.
 
-    A row has the question as ``problem``, the answer as ``solution``, and as ``entry`` all that the scoring needs.
+    A row has the question as ``problem``, the answer as ``solution``, and everything for scoring as ``entry``.
 
     Raises:
-        ConfigError: there is no such task, or it cannot be made so.
+        ConfigError: the task does not exist, or its arguments are invalid.
         DependencyError: the library is not installed.
     """
     from lachesis.plugins.environments.reasoning_gym import entries, parse_tasks
@@ -308,14 +308,14 @@ def read_made(spec: str) -> tuple[list[Row], str]:
 
 
 def read_object(value: Any, *, name: str) -> tuple[list[Row], str]:
-    """Rows of a dataset that is an object here, and a digest of their content.
+    """Return the rows of a dataset that is a Python object, and a digest of their content.
 
     Args:
-        value: a list of dictionaries, a ``datasets.Dataset``, or a pandas ``DataFrame``, whose NaN are ``None``.
-        name: what messages call it.
+        value: a list of dictionaries, a ``datasets.Dataset``, or a pandas ``DataFrame`` (NaN becomes ``None``).
+        name: its name in messages.
 
     Raises:
-        DataError: it is something else, or empty.
+        DataError: it has another type, or is empty.
     """
     records = _records(value)
     if not isinstance(records, list | tuple):
@@ -338,7 +338,7 @@ def read_object(value: Any, *, name: str) -> tuple[list[Row], str]:
 def _records(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return value
-    if hasattr(value, "iloc"):  # pandas writes NaN for a missing cell, whatever the column holds
+    if hasattr(value, "iloc"):  # pandas uses NaN for a missing cell of any type
         return [
             {name: None if isinstance(cell, float) and math.isnan(cell) else cell for name, cell in record.items()}
             for record in value.to_dict("records")
@@ -349,10 +349,10 @@ def _records(value: Any) -> Any:
 
 
 def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:
-    """Return the part of a file's rows that ``split`` names: a file has the split ``train`` alone, whole or a slice.
+    """Return the rows of ``split``: a file has only the split ``train``, whole or sliced.
 
     Raises:
-        DataError: the split is another one, malformed, or empty.
+        DataError: the split has another name, is malformed, or is empty.
     """
     match = _SLICE.fullmatch(split)
     if match is None or match["name"] != "train":
@@ -378,7 +378,7 @@ def _saved_to_disk(path: Path) -> bool:
 
 
 def _part_of(loaded: Any, path: str, split: str) -> Any:
-    """Return a split, or a part of one, of a dataset saved to disk. A dataset without splits has ``train`` alone."""
+    """Return a split, or part of one, of a dataset saved to disk. A dataset without splits has only ``train``."""
     match = _SLICE.fullmatch(split)
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if match is None or match["name"] not in splits:
