@@ -41,6 +41,8 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
 def load_errors(path: str | Path) -> Iterator[None]:
     """Turn errors of reading a model from ``path``, a directory or a hub name, into ModelError or DependencyError."""
     place = described_path(path)
+    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") > 1):
+        raise ModelError(f"the model's directory {path} does not exist", remedy="check model.path, or name a hub id")
     try:
         with cache_alone_where_the_hub_is_away(path):
             yield

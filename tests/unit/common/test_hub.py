@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from lachesis.common.hub import config_here, mentions
+from lachesis.common.errors import ModelError
+from lachesis.common.hub import config_here, load_errors, mentions
 
 REVISIONS = {"main": "a" * 40, "older": "b" * 40}
 
@@ -44,6 +45,13 @@ def test_a_directory_comes_first(cache: Path, tmp_path: Path, monkeypatch: pytes
     (own / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert config_here("someone/model") == Path("someone/model/config.json")
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/first/final"])
+def test_a_path_that_does_not_exist_is_not_taken_for_a_name_of_the_hub(path: str):
+    found = pytest.raises(ModelError, match=f"the model's directory {path} does not exist -> check model.path")
+    with found, load_errors(path):
+        pytest.fail("it was looked for")
 
 
 def test_words_are_looked_for_as_they_are_written(cache: Path):
