@@ -80,27 +80,20 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
 
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "steps"), [("broadcast", 14), ("lora_only", 3)])
-def test_it_trains_over_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, steps: int):
+def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
     config = write(tmp_path, sizes=SIZES)
     document = yaml.safe_load(config.read_text())
-    document["run"]["steps"], document["optimizer"]["learning_rate"] = steps, 1e-3
+    document["run"]["steps"], document["optimizer"]["learning_rate"] = 3, 1e-3
     document["engine"] = {"kind": "vllm", "port": free_port(), "max_model_len": 32, "enforce_eager": True}
-    document["bridge"] = {"kind": kind}
-    if kind == "lora_only":
-        document["adapter"] = {"kind": "lora", "r": 8}
-        document["sampling"]["max_completion_length"] = 4
+    document["bridge"] = {"kind": "broadcast"}
     config.write_text(yaml.safe_dump(document))
     done = train(config, **ENVIRONMENT, PYTHONPATH=path)
     assert done.code == 0, done.err
     run_dir = tmp_path / "pictures"
-    assert largest_difference(run_dir) < 1e-3
+    assert 0 < largest_difference(run_dir) < 1e-3
     assert all(step.values["canary_error"] < 1e-3 for step in metrics(run_dir).steps)
-    if kind == "broadcast":
-        found = rewards(run_dir)
-        assert fmean(found[-3:]) - fmean(found[:3]) > 0.3
 
 
 def largest_difference(run_dir: Path) -> float:
