@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,6 +184,7 @@ def test_a_run_over_vllm_learns(tmp_path: Path):
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
     done = train(config, **ENVIRONMENT, PYTHONPATH=path)
     assert done.code == 0, done.err
+    assert re.search(r"engine: vLLM is starting.*^engine: ready after \d+ s$", done.out, re.DOTALL | re.MULTILINE)
     run_dir = tmp_path / "runs" / "proof"
     assert rise(run_dir) > 0.4
     for line in metrics(run_dir).steps:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -55,6 +56,12 @@ class LaunchedEngine:
 
     processes: Sequence[ManagedProcess]
     taken: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the servers were started."""
+        return time.monotonic() - self.began
 
     def take(self) -> Sequence[ManagedProcess]:
         self.taken = True
@@ -93,6 +100,8 @@ def launched_engine(
         seed_everything(config.run.seed)
         set_up(config, console=console)
         launched = launch_servers(config, directory=directory, log_path=log_path)
+        if console is not None and config.engine.kind == "vllm":
+            console.print(f"engine: vLLM is starting, which takes minutes at first; its log: {log_path}", markup=False)
         yield launched
 
 

@@ -115,6 +115,8 @@ def _claim(
     if launched.processes:
         meanwhile()
     launched.wait_ready(deadline=deadline)
+    if context.console is not None and config.engine.kind == "vllm":
+        context.console.print(f"engine: ready after {launched.age_s:.0f} s", markup=False)
     engine.connect_when_up(wait_s=wait_s, deadline=deadline)
     engine.claim(owner, takeover=given is not None and given.takeover, deadline=deadline)
     if not launched.processes:

@@ -44,6 +44,18 @@ def test_what_may_take_long_before_the_first_step_is_said_first(
     assert said == [f"run.setup: {name} prepares the run", f"built {built.model.path}"]
 
 
+def test_a_start_of_vllm_is_announced_with_its_log(
+    loaded: LoadedConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    engine = {"kind": "vllm", "port": free_port()}
+    tree = loaded.config.model_dump() | {"engine": engine}
+    over_vllm = replace(loaded, config=type(loaded.config).model_validate(tree))
+    with launched_engine(over_vllm, resume=False, overwrite=False, console=Console(width=500)) as launched:
+        assert launched.age_s >= 0.0
+    said = capsys.readouterr().out
+    assert said == f"engine: vLLM is starting, which takes minutes at first; its log: {tmp_path}/runs/.run.engine.log\n"
+
+
 def test_what_nobody_takes_is_stopped_and_leaves_nothing(loaded: LoadedConfig, tmp_path: Path):
     with (
         pytest.raises(DataError),
