@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -29,13 +28,13 @@ def module_of(name: str) -> str | None:
     return None
 
 
-class _Aliases(Loader):
+class _Aliases:
     """Finder and loader of aliases: a module has one set of classes, whatever name it is imported by."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if module_of(name) is not None else None
+        return ModuleSpec(name, self) if module_of(name) is not None else None  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         place = module_of(spec.name)
