@@ -40,6 +40,12 @@ def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
     return change(write_proof(directory), **sections)
 
 
+def quickly(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sections of a run that learns in 18 steps what the doctor's rate takes 30 for."""
+    quick: dict[str, dict[str, Any]] = {"run": {"steps": 18}, "optimizer": {"learning_rate": 6e-3}}
+    return sections | {name: keys | sections.get(name, {}) for name, keys in quick.items()}
+
+
 def change(path: Path, **sections: dict[str, Any]) -> Path:
     """Change sections of a configuration, and nothing beside it: a server may be loading its model."""
     config = yaml.safe_load(path.read_text())

@@ -22,7 +22,7 @@ from transformers import (
 
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.plugins.checks import doctor
-from tests.e2e.runs import Main, metrics, rewards, run_here, untimed, weights, write_reward, write_run
+from tests.e2e.runs import Main, metrics, quickly, rewards, run_here, untimed, weights, write_reward, write_run
 
 LETTER_A = 2
 FINAL = {"checkpoint": {"save_final": True}}
@@ -54,7 +54,7 @@ def sharpen(directory: Path) -> None:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_every_loss_learns(tmp_path: Path, loss_type: str):
-    summary = run_here(write_run(tmp_path, algorithm={"loss_type": loss_type}))
+    summary = run_here(write_run(tmp_path, **quickly(algorithm={"loss_type": loss_type})))
     assert summary.finished
     assert rise(summary.run_dir) > 0.6
 
@@ -71,7 +71,7 @@ def test_every_loss_learns(tmp_path: Path, loss_type: str):
     ids=["sequence ratios", "kl", "adafactor", "bfloat16", "padded micro-batches"],
 )
 def test_so_do_other_settings(tmp_path: Path, sections: dict):
-    config = write_run(tmp_path, **{"model": {}, **sections})
+    config = write_run(tmp_path, **quickly(**{"model": {}, **sections}))
     assert rise(run_here(config).run_dir) > 0.6
 
 

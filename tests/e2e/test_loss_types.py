@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.runs import metrics, rewards, run_here, write_run
+from tests.e2e.runs import metrics, quickly, rewards, run_here, write_run
 from tests.e2e.test_engines import served
 from tests.paths import ROOT
 
@@ -129,12 +129,12 @@ def final_reward(directory: Path, case: Case, **sections: dict[str, Any]) -> flo
 
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory: pytest.TempPathFactory) -> float:
-    return final_reward(tmp_path_factory.mktemp("grpo"), Case({"loss_type": "grpo"}, CLIPS))
+    return final_reward(tmp_path_factory.mktemp("grpo"), Case({"loss_type": "grpo"}, CLIPS), **quickly())
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_reaches_what_grpo_reaches(tmp_path: Path, grpo: float, name: str):
-    assert final_reward(tmp_path, LOSSES[name]) >= 0.9 * grpo > 0.7
+    assert final_reward(tmp_path, LOSSES[name], **quickly()) >= 0.9 * grpo > 0.7
 
 
 @pytest.fixture(scope="module")
