@@ -13,17 +13,19 @@ from lachesis.common.openmp import brief_waits
 # As the command line has it before torch is loaded.
 os.environ |= brief_waits(os.environ)
 
+import numpy.ma
 import peft
 import transformers.models.qwen2.modeling_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import lachesis.cli
+import lachesis.cli.training
 import lachesis.plugins.atropos.environments.shipped.arithmetic
 import lachesis.plugins.atropos.environments.shipped.gsm8k
 import lachesis.plugins.atropos.services
 import lachesis.plugins.embedded_server.app
 import lachesis.plugins.export.export
 import lachesis.plugins.serving.serve
+import lachesis.run.start
 import lachesis.run.train
 from lachesis.config.load import load_config
 from lachesis.plugins.checks.doctor import write_proof
@@ -37,6 +39,7 @@ __all__ = [
     "AutoTokenizer",
     "PreTrainedTokenizerFast",
     "lachesis",
+    "numpy",
     "peft",
     "transformers",
     "warm",
