@@ -143,12 +143,12 @@ class Run:
 
     @property
     def config(self) -> LachesisConfig:
-        """The configuration with all keys, defaults included."""
+        """Return the configuration with all keys, defaults included."""
         return self._loaded.config
 
     @property
     def directory(self) -> Path:
-        """The run directory; it does not exist before the start."""
+        """Return the run directory; it does not exist before the start."""
         return self.config.run.directory
 
     def start(self, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> Run:
@@ -287,7 +287,7 @@ class Run:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the run, or None; :meth:`wait` raises it."""
+        """Return the error that ended the run, or None; :meth:`wait` raises it."""
         return self._ended.exception() if self._ended is not None and self._ended.done() else None
 
     @property
@@ -297,7 +297,7 @@ class Run:
 
     @property
     def log(self) -> MetricsLog:
-        """The lines of metrics.jsonl so far."""
+        """Return the lines of metrics.jsonl so far."""
         path = run_paths(self.directory)["metrics"]
         return read_metrics(path) if path.exists() else MetricsLog((), ())
 
@@ -350,7 +350,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The directory of the model or adapter that the run saved at its end.
+        """Return the directory of the model or adapter that the run saved at its end.
 
         Raises:
             DataError: the run has not saved one.

@@ -141,7 +141,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """How to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) with ``rslora``."""
+    """The way to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) with ``rslora``."""
 
     r: Annotated[Whole, Field(ge=1, le=1 << 16)]
     alpha: Annotated[Number, Field(gt=0)]
@@ -151,7 +151,7 @@ class LoraSpec:
 
     @property
     def scaling(self) -> float:
-        """The factor of B."""
+        """Return the factor of B."""
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
 
 

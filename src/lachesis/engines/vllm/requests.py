@@ -54,7 +54,7 @@ class Generator:
             )
 
     def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
-        """From now on, keep logprobs of sampled tokens in the worker until their sequence has ended."""
+        """Start to keep logprobs of sampled tokens in the worker until their sequence has ended."""
         self._fetched = fetched
 
     async def generate(self, request: GenerateBody, *, cache_salt: str) -> GenerateResult:
