@@ -18,7 +18,7 @@ from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, r
 from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect
-from lachesis.plugins.dialects.trl import TRAINER_KEY
+from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 from lachesis.plugins.dialects.words import Words, read_table
 
 # Programs that train by a policy gradient over groups: modules, files and commands.
@@ -103,7 +103,7 @@ def read_script(path: Path) -> Document:
         found.setdefault("num_processes", int(told[1]))
     trainer = re.search(r"(?:^|\W)(grpo|rloo)(?:\.py)?$", started.program)
     if trainer is not None and other_system(found) is None:
-        found.setdefault(TRAINER_KEY, trainer[1])
+        found = {TRAINER_KEY: trainer[1]} | positive(found, TRL)
     nested = _nested(found)
     if isinstance(config, str):
         below = _beside(path, config)
@@ -206,6 +206,14 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
                 _scalar(word) if before is True else [*(before if is_list(before) else [before]), _scalar(word)]
             )
     return found
+
+
+def positive(flags: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """``--no_KEY`` of a switch is KEY: false."""
+    negated = {
+        name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in dialect.entries
+    }
+    return {negated.get(name, name): False if name in negated else value for name, value in flags.items()}
 
 
 def _scalar(text: str) -> Any:

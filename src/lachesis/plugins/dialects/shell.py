@@ -24,6 +24,9 @@ _Line = tuple[list[str], str]
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 # NAME, NAME[...], and an operator with what follows it: ${X:-default}, ${X-default}, ${X:=default}, ${X%suffix}.
+# ``[key]=value`` of an associative array, and ``NAME[key]`` of one element.
+_ELEMENT = re.compile(r"\[([^\[\]=]+)\]=(.*)", re.DOTALL)
+_AT = re.compile(r"([A-Za-z_]\w*)\[([^@*\]]+)\]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*#]+)(\[[@*]\])?(:?[-=+?]|[%#/:^,].*)?(.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"\x00([^\x00]*)\x00")
 _DECLARATIONS = frozenset({"export", "local", "declare", "readonly", "typeset"})
@@ -284,6 +287,9 @@ class _Shell:
             self.conditional.add(name)
         elif raw.startswith("("):
             items = [word for part, _ in _Splitter(raw[1:-1]).commands() for one in part for word in self.expand(one)]
+            pairs = [match for item in items if (match := _ELEMENT.fullmatch(item)) is not None]
+            self.variables |= {f"{name}[{match[1]}]": match[2] for match in pairs}
+            items = [match[2] for match in pairs] if pairs else items
             self.arrays[name] = [*self.arrays.get(name, ()), *items] if more else items
         else:
             value = " ".join(self.expand(raw, whole=True))
@@ -378,6 +384,8 @@ class _Shell:
 
     def _braced(self, inner: str, written: str) -> str | list[Word]:
         match = _BRACED.fullmatch(inner)
+        if (element := _AT.fullmatch(inner)) is not None:
+            return self._element(element[1], " ".join(self.expand(element[2], whole=True)), written)
         if inner.startswith("!") and (named := self._known(inner[1:])) is not None:
             return self._value(named, written)
         if match is None:
@@ -401,6 +409,14 @@ class _Shell:
                 self.variables[name] = value
             return value
         return self._value(name, written) if not operator or operator.endswith("?") else _unknown(written)
+
+    def _element(self, name: str, key: str, written: str) -> str:
+        """Return the element of an array by its number, or of an associative one by its key."""
+        items, value = self.arrays.get(name, []), self.variables.get(f"{name}[{key}]")
+        place = key if key.isdecimal() else self._known(key) or ""
+        if value is None and place.isdecimal() and int(place) < len(items):
+            value = items[int(place)]
+        return _unknown(written) if value is None or name in self.conditional else value
 
     def _arithmetic(self, written: str) -> str:
         """Return the value of ``$((...))`` over whole numbers, with + - * / % and parentheses."""

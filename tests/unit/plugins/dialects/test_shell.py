@@ -18,6 +18,8 @@ SCRIPTS = {
     "a default that is set": ": ${A:=3}\nrun $A",
     "continuation": "run a \\\n  b \\\n  c",
     "an array": 'A=(a.b=1 "c d")\nA+=(e)\nrun "${A[@]}" ${A[0]}',
+    "an element by its number": 'A=(a "b c" d)\nN=2\nrun ${A[1]} "${A[1]}" ${A[N]} ${A[$N]} ${A[0]}',
+    "an associative array": 'declare -A A=([small]=1e-6 [big]="x y")\nB=big\nrun ${A[small]} "${A[$B]}"',
     "an empty array": 'A=()\nB=(b)\nrun a "${A[@]}" ${A[@]} "${B[@]}" "x${A[@]}"',
     "an array with comments": 'A=(\n  a=1  # one\n  # nothing\n  b=2\n)\nrun "${A[@]}"',
     "arguments of the script": 'run a "$@" $@ b',
@@ -86,6 +88,8 @@ def test_words_are_those_of_bash(script: str):
         ("A=1\nif grep -q x f; then A=2; fi\nrun $((A * 2))", "$((A * 2))"),
         ('A=(a)\nif grep -q x f; then A+=(b); fi\nrun "${A[@]}"', "${A[@]}"),
         ("f() { if grep -q x f; then shift; fi; run $1; }\nf a b", "$1"),
+        ("declare -A A=([b]=1)\nrun ${A[c]}", "${A[c]}"),
+        ("A=(a)\nrun ${A[3]}", "${A[3]}"),
     ],
 )
 def test_what_only_bash_can_know_stays_with_its_name(script: str, name: str):

@@ -12,7 +12,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.document import read_document, to_yaml
-from lachesis.plugins.dialects.scripts import flags_of
+from lachesis.plugins.dialects.scripts import flags_of, positive
 from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 
 Words = Sequence[str]
@@ -84,7 +84,7 @@ def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
     """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
     if words and not words[0].startswith("-"):
         raise _stray(words[0])
-    flags = _positive(flags_of(words))
+    flags = positive(flags_of(words), TRL)
     processes = _number_of_processes(flags, otherwise=_visible_gpus() if processes is None else processes)
     flags.pop("num_processes", None)
     config = flags.pop("config", None)
@@ -92,12 +92,6 @@ def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
         return _launched(["lachesis", "train", _written(flags)], processes)
     settings = (f"--set={key}={json.dumps(value)}" for key, value in flags.items())
     return _launched(["lachesis", "train", config, *settings], processes)
-
-
-def _positive(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """``--no_KEY`` of a switch is KEY: false."""
-    negated = {name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in TRL.entries}
-    return {negated.get(name, name): False if name in negated else value for name, value in flags.items()}
 
 
 def _accelerate(words: Words) -> list[str]:
