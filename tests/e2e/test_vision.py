@@ -80,14 +80,17 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
 
 @needs_vllm
 @pytest.mark.timeout(600)
-def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", ["broadcast", "lora_only"])
+def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
     config = write(tmp_path, sizes=SIZES)
     document = yaml.safe_load(config.read_text())
     document["run"]["steps"], document["optimizer"]["learning_rate"] = 3, 1e-3
     document["engine"] = {"kind": "vllm", "port": free_port(), "max_model_len": 32, "enforce_eager": True}
-    document["bridge"] = {"kind": "broadcast"}
+    document["bridge"] = {"kind": kind}
+    if kind == "lora_only":
+        document["adapter"] = {"kind": "lora", "r": 8}
     config.write_text(yaml.safe_dump(document))
     done = train(config, **ENVIRONMENT, PYTHONPATH=path)
     assert done.code == 0, done.err
