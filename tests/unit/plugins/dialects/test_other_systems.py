@@ -398,7 +398,7 @@ def test_more_of_verl_is_translated(tmp_path: Path, also: str, path: str, expect
         ("algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9", "algorithm.gamma"),
         ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length", "filter_groups.metric"),
         (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=9", "loss_scale_factor"),
-        (f"{ACTOR}optim.optimizer=muon", "both have AdamW"),
+        (f"{ACTOR}optim.optimizer=muon", "only AdamW is translated"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "default_agent_loop"),
         ("distillation.enabled=True", "distillation.enabled"),
         ("+algorithm.loss.new_thing=1", "algorithm.loss.new_thing (line 2): no key of verl's"),
