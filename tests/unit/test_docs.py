@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -332,6 +333,10 @@ def literals() -> tuple[Literal, ...]:
         for node in nodes:
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in quiet and (text := text_of(node)):
                 found.append(Literal(normal(text), code_at.get(id(node))))
+    rules = tomllib.loads((ROOT / "src/lachesis/config/rules/rules.toml").read_text())
+    for row in (row for rows in rules.values() for row in rows):
+        said = [row[level] for level in ("problem", "warning", "note") if level in row]
+        found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), 2) for text in said]
     return tuple(found)
 
 
