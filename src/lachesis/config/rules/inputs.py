@@ -20,6 +20,12 @@ from lachesis.config.schema.rollouts import NAMED_REWARDS
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
 
 
+def _run_name(config: LachesisConfig) -> Iterator[Said]:
+    name = config.run.name
+    if not name.strip() or name in (".", "..") or "/" in name or "\\" in name:
+        yield problem(f"run.name {name!r} must be a directory name without separators")
+
+
 def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
@@ -105,6 +111,17 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
             yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
 
 
+def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
+    functions, weights = config.rewards.functions, config.rewards.weights
+    if weights is None:
+        return
+    if len(weights) != len(functions):
+        yield problem(
+            f"rewards.weights has {len(weights)} values for {len(functions)} rewards.functions; "
+            "give one each, or leave weights out"
+        )
+
+
 def _held_out(config: LachesisConfig) -> Iterator[Said]:
     data, evaluation = config.data, config.evaluation
     given = [f"data.{name}" for name in ("eval_path", "eval_split") if getattr(data, name) is not None]
@@ -162,6 +179,6 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _held_out),
+    *(_run_name, _function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _reward_weights, _held_out),
     *(_truncated_sampling, _engine_sampling),
 )

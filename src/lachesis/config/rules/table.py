@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
@@ -13,18 +13,16 @@ from jinja2 import Environment
 from lachesis.common.types import Level
 from lachesis.config.rules.base import Rule, Said, changed
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
-from lachesis.config.steps import prompts_per_generation, steps_per_batch
 
-Row = Mapping[str, Any]
 _LEVELS: tuple[Level, ...] = get_args(Level)
 # Loss types with a ratio per token, or with none.
 _TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 
 
 @cache
-def rows(table: str = "rules") -> Mapping[str, Sequence[Row]]:
-    """Return the rows of a table, by the name of their rule."""
-    return tomllib.loads(Path(__file__).with_name(f"{table}.toml").read_text(encoding="utf-8"))
+def rows() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of the table, by the name of their rule."""
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
 def rule(name: str) -> Rule:
@@ -39,7 +37,6 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
     sections = {name: getattr(config, name) for name in LachesisConfig.model_fields}
     episodes = isinstance(config.source, EpisodesSourceConfig)
     shared = "bridge.kind shared_vllm" if config.bridge.kind == "shared_vllm" else "bridge.share_base"
-    prompts = prompts_per_generation(config)
     return sections | {
         "config": config,
         "teacher": config.algorithm.teacher,
@@ -47,15 +44,15 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
         "plays_episodes": episodes,
         "brings_groups": not episodes and config.source.kind not in ("local", "agent"),
         "shared_key": shared if config.shares_weights else "",
-        "uses": steps_per_batch(config),
-        "prompts": prompts,
-        "counted": "one prompt that is" if prompts == 1 else f"{prompts} prompts that are",
     }
 
 
 def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
-    for row, names in holding(rows()[name], names_of(config)):
+    names = names_of(config)
+    for row in rows()[name]:
         level = next(one for one in _LEVELS if one in row)
+        if not _condition(row["when"])(**names):
+            continue
         each = [key for path in row.get("each", ()) for key in changed(config, *path.split("."))]
         several = [key for path in row.get("changed", ()) for key in changed(config, *path.split("."))]
         if "each" in row:
@@ -65,16 +62,6 @@ def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
             yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
 
 
-def holding(some: Iterable[Row], names: Mapping[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield the rows whose condition holds, each with the names that it may use."""
-    for row in some:
-        named = dict(names)
-        for name, text in row.get("let", {}).items():
-            named[name] = _expression(text)(**named)
-        if _expression(row["when"])(**named):
-            yield row, named
-
-
 @cache
-def _expression(text: str) -> Any:
+def _condition(text: str) -> Any:
     return Environment().compile_expression(text)

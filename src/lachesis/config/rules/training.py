@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.training import placeholders
+from lachesis.config.steps import steps_per_batch
 
 DEFAULT_LEARNING_RATE = 1e-6
 DEFAULT_LORA_LEARNING_RATE = 1e-5
@@ -65,6 +66,14 @@ def _preset(config: LachesisConfig) -> Iterator[Said]:
         yield note(preset_in_words(config))
 
 
+def _loss(config: LachesisConfig) -> Iterator[Said]:
+    delta, clip = config.algorithm.delta, 1 + config.algorithm.epsilon
+    if delta is not None and delta <= clip:
+        yield warning(
+            f"algorithm.delta {delta:g} is not above 1 + epsilon {clip:g}, so it cuts where the clip would not have yet"
+        )
+
+
 def _teacher(config: LachesisConfig) -> Iterator[Said]:
     """Check the texts that a teacher which is the policy itself is shown."""
     teacher, key = config.algorithm.teacher, "algorithm.teacher.prompts"
@@ -78,4 +87,28 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
             yield problem(f"{key} {text!r} adds nothing for the teacher: name a column, or {{solution}}")
 
 
-TRAINING_RULES: tuple[Rule, ...] = (_learning_rate, _vanishing_updates, _preset, _teacher)
+def _iterations(config: LachesisConfig) -> Iterator[Said]:
+    uses, steps = steps_per_batch(config), config.run.steps
+    if steps is not None and steps % uses:
+        yield note(
+            f"run.steps {steps} is not a multiple of the {uses} steps on each generation (batch.steps_per_generation x "
+            f"algorithm.num_iterations): only {steps % uses} are done on the last generation; "
+            f"{steps // uses * uses or uses} or {-(-steps // uses) * uses} steps would be complete"
+        )
+
+
+def _microbatch(config: LachesisConfig) -> Iterator[Said]:
+    budget = config.batch.max_tokens_per_microbatch
+    longest = (config.data.max_prompt_length or 0) + config.sampling.max_completion_length
+    if config.source.kind == "atropos":
+        longest = config.source.max_sequence_length
+    if budget < longest:
+        yield note(
+            f"batch.max_tokens_per_microbatch {budget} is less than the longest possible sequence ({longest} tokens): "
+            "such a sequence goes through alone and sets the peak memory"
+        )
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    *(_learning_rate, _vanishing_updates, _preset, _loss, _teacher, _iterations, _microbatch),
+)
