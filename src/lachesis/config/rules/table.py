@@ -50,13 +50,14 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
 def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
     names = names_of(config)
     for row in rows()[name]:
-        level = next(one for one in _LEVELS if one in row)
+        (level,) = set(_LEVELS).intersection(row)
         if not _condition(row["when"])(**names):
             continue
         each = [key for path in row.get("each", ()) for key in changed(config, *path.split("."))]
         several = [key for path in row.get("changed", ()) for key in changed(config, *path.split("."))]
         if "each" in row:
-            yield from ((level, row[level].format(key=key, **names)) for key in each)
+            for key in each:
+                yield level, row[level].format(key=key, **names)
         elif several or "changed" not in row:
             words = {"changed": " and ".join(several), "listed": ", ".join(several)}
             yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
