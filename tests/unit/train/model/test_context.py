@@ -61,7 +61,7 @@ def test_an_idle_pass_has_one_token_and_still_work_for_one_rank():
 
 def test_heads_that_cannot_be_dealt_out_are_refused_before_anything_travels():
     states = [torch.zeros(1, heads, 5, 8) for heads in (4, 2, 2)]
-    with pytest.raises(ConfigError, match="context_parallel_size is 3, and the model has 4 attention heads"):
+    with pytest.raises(ConfigError, match="context_parallel_size is 3, but the model has 4 attention heads"):
         ranks(3)[0].to_heads(*states, tokens=15)
 
 
