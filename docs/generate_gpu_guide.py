@@ -11,7 +11,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape
-from lachesis.plugins.planning.fit import _ROOMY_GB, Change, _steps, _Uses, apply_change, fit
+from lachesis.plugins.planning.fit import Change, _steps, _Uses, apply_change, fit
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -19,6 +19,7 @@ from memory_rows import MODELS, Measurement, error, kept, largest_error, plan_of
 
 TARGET = Path(__file__).with_name("gpu-guide.md")
 ROWS = BENCHMARKS / "raw" / "README.md"
+ROOMY_GB = 10**6  # of a card on which everything fits
 # Of a context: prompt, completion, tokens of a micro-batch.
 CONTEXTS = {1024: (128, 896, 4096), 8192: (1024, 7168, 8192)}
 VLLM, SERVER = {"kind": "vllm"}, {"kind": "vllm", "devices": "1"}
@@ -231,7 +232,7 @@ def card_rows() -> Iterator[str]:
 
 def steps_with_savings(config: LachesisConfig, *, found: FoundShape) -> Iterator[tuple[Change, int, int]]:
     """Yield all changes in turn, with the bytes that each saves, and the need after it."""
-    use, current = _Uses(_ROOMY_GB, 1, found), config
+    use, current = _Uses(ROOMY_GB, 1, found), config
     for step in _steps(config):
         changed = apply_change(current, step, devices=1)
         if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:

@@ -54,8 +54,8 @@ class RunDirectory:
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
-    # As it was when the run began; None before.
-    _place: os.stat_result | None = field(default=None, repr=False, compare=False)
+    # The directory of the run that has begun, open; None before.
+    _place: int | None = field(default=None, repr=False, compare=False)
     # The training loop writes the step, other threads the status.
     _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -83,7 +83,8 @@ class RunDirectory:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()
-        self._place = self.path.stat()
+        # Held open, so that a directory made in its place cannot get its number.
+        self._place = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self.update(
             status="starting",
             pid=os.getpid(),
@@ -112,7 +113,7 @@ class RunDirectory:
         if self._place is None:
             return
         try:
-            if not os.path.samestat(self._place, self.path.stat()):  # another part of the run has made it again
+            if not os.path.samestat(os.fstat(self._place), self.path.stat()):  # made again
                 raise _removed(self.path)
             for name in ("state", "metrics"):
                 self.files[name].stat()

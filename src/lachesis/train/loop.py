@@ -1,8 +1,4 @@
-"""Training loop.
-
-It knows no bridge, source, engine or strategy in particular. What a bridge, a source, an engine or a strategy is, it
-does not know.
-"""
+"""Training loop. It works with any bridge, source, engine and strategy."""
 
 from __future__ import annotations
 

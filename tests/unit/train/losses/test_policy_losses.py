@@ -82,9 +82,9 @@ def groups() -> list[Group]:
 
 
 @cache
-def moved_policy(packing: str, reference: AlgorithmConfig) -> Policy:
+def moved_policy(packing: str, reference: str) -> Policy:
     """The weights have moved since the reference was taken, so its KL is not 0. Nothing else depends on options."""
-    policy = exact_policy(packing=packing, options=reference)
+    policy = exact_policy(packing=packing, options=AlgorithmConfig.model_validate_json(reference))
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.02)
@@ -109,7 +109,7 @@ def silent_gradient(loss_type: str) -> torch.Tensor:
 def test_the_gradient_does_not_depend_on_how_a_step_is_cut(loss_type: str, name: str):
     loss, packing, reference = OPTIONS[name]
     options = loss_options(loss_type=loss_type, **{**COMMON, **loss, **reference})
-    referred = loss_options(beta=options.beta, **reference)
+    referred = loss_options(beta=options.beta, **reference).model_dump_json(exclude_unset=True)
     packed, padded = moved_policy("packed", referred), moved_policy("padded", referred)
     for policy in (packed, padded):
         policy.options = options

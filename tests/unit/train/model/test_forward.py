@@ -193,7 +193,16 @@ def loud(architecture: str):
     model = tiny_model(architecture).to(torch.bfloat16)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(64)
+    model.model.norm.register_forward_hook(rounds_by_place)
     return model
+
+
+def rounds_by_place(module, args, output):
+    """Round 16 bits otherwise for each place of a batch, as kernels of some processors do, and of others do not."""
+    if output.dtype is not torch.bfloat16:
+        return output
+    places = torch.arange(output[..., 0].numel()).view_as(output[..., 0])
+    return output * (1 + 0.02 * torch.cos(1.7 * places)).to(output.dtype).unsqueeze(-1)
 
 
 @torch.no_grad()
