@@ -227,5 +227,10 @@ def scale_lines(
         left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
         yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
     yield f"  {'loading':<20}{answer.host / GB:.0f} GB of a node's memory"
-    yield f"  {'a checkpoint':<20}{answer.checkpoint / GB:.0f} GB"
-    yield f"  {'  asynchronous':<20}{answer.copy / GB:.0f} GB of host memory for a rank"
+    yield f"  {'a checkpoint':<20}{_in_gb(answer.checkpoint)}"
+    yield f"  {'  asynchronous':<20}{_in_gb(answer.copy)} of host memory for a rank"
+
+
+def _in_gb(size: float) -> str:
+    """Return a number of bytes as text, such as an adapter's few megabytes: ``0.04 GB``."""
+    return f"{size / GB:.0f} GB" if size >= 10 * GB else f"{size / GB:.2f} GB"

@@ -72,6 +72,13 @@ def test_the_lines(build, model: FoundShape):
         list(scale_lines(config, gpus=64, nodes=8, card_gb=80, found=None, train=None))
 
 
+def test_an_adapters_checkpoint_has_a_size(build, model: FoundShape):
+    config = build(adapter={"kind": "lora", "r": 16}, engine={"kind": "http"}, bridge={"kind": "lora_nccl"})
+    lines = list(scale_lines(config, gpus=8, nodes=1, card_gb=80, found=model, train=None))
+    (size,) = (float(line.split()[2]) for line in lines if line.strip().startswith("a checkpoint"))
+    assert 0.1 < size < 1.0
+
+
 TP4 = {"kind": "vllm", "tensor_parallel_size": 4}
 
 
