@@ -24,8 +24,6 @@ FIRST = [
 
 def pytest_configure(config: pytest.Config) -> None:
     warm.start_servers(config)
-    if warm.FORKS:
-        warm.fork_workers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -305,6 +305,11 @@ class EngineBackend(Protocol):
         """Return the names that :attr:`GenerateBody.sampling` may have."""
         ...
 
+    @property
+    def takes_images(self) -> bool:
+        """Return True if prompts may have images, which makes their requests large."""
+        return False
+
     def model_info(self) -> ModelInfo: ...
 
     def generated_tokens(self) -> int | None:

@@ -45,8 +45,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Found = Mapping[str, Any] | None
 
 _MAX_BODY = 32 << 20
-# That of a prompt with images, which are sent as the numbers that a model takes.
-_MAX_GENERATE = 1 << 30
+# Images of a prompt are sent as the arrays that the model takes.
+_MAX_WITH_IMAGES = 1 << 30
 _CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client reads it
 _STATUS: dict[type[LachesisError], int] = {EngineUnreachable: 503, DeadlineExceeded: 504}
 _PROBE_S = 30.0
@@ -440,7 +440,7 @@ def _endpoint(server: Server, operation: ops.Operation[Any, Any]) -> Endpoint:
 
 async def _generate(server: Server, request: Request) -> Response:
     served = server.served
-    document = await read_body(request, limit=_MAX_GENERATE)
+    document = await read_body(request, limit=_MAX_WITH_IMAGES if served.takes_images else _MAX_BODY)
     wanted = parse_sampled(GenerateBody, document, sampling_fields=served.sampling_fields)
     described = served.model_info()
     check_model(wanted.model, info=described, adapter=served.adapter())

@@ -89,6 +89,11 @@ class VllmBackend:
         self.sampling_fields = compat.sampling_fields()
         self.kind = compat.engine_kind()
 
+    @property
+    def takes_images(self) -> bool:
+        """Return True if the model is one for images and text."""
+        return bool(self._engine.model_config.is_multimodal_model)
+
     async def start(self) -> None:
         """Prepare the workers. Call it before the first request.
 
