@@ -423,6 +423,10 @@ class Run:
             time.sleep(0.1)
         return False
 
+    def wait_started(self) -> bool:
+        """Wait until two steps are done, as long as a start of vLLM may take. Return True if they were."""
+        return self.wait(lambda: self.steps_done() >= 2, seconds=VLLM_S * _busy(), resumes=True)
+
     def wait_steps(self, more: int) -> bool:
         wanted, seconds = self.steps_done() + more, self.setting.recover_s * _busy()
         return self.wait(lambda: self.steps_done() >= wanted, seconds=seconds, resumes=True)
@@ -638,7 +642,7 @@ def trial(setting: Setting, faults: Sequence[Fault], *, seed: int, root: Path) -
         endured: list[dict[str, Any]] = []
         try:
             run.start()
-            if not run.wait(lambda: run.steps_done() >= 2, seconds=VLLM_S * _busy(), resumes=True):
+            if not run.wait_started():
                 run.flaws.append("the run did not start")
             for fault in faults:
                 if run.flaws:  # nothing can be said of what comes after

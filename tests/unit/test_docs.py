@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -440,3 +441,14 @@ def test_pictures_are_small_shown_on_a_page_and_taken_by_a_script():
     for picture in found:
         assert picture.stat().st_size < 150_000, picture
         assert f"pictures/{picture.name})" in pages and f'"{picture.stem}"' in script
+
+
+@pytest.mark.parametrize(
+    "diff", re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/extending.md").read_text(), re.M | re.S)
+)
+def test_a_diff_of_the_page_on_extending_applies(diff: str):
+    """tests/e2e/test_extending.py runs what they add; this one tells within seconds that the code has moved on."""
+    done = subprocess.run(
+        ["git", "apply", "--check", "-"], input=diff, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
