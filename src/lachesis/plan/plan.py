@@ -138,14 +138,11 @@ def plan(
         rows = -(-lengths.microbatch // lengths.longest)
         lengths = replace(lengths, patches=rows * image_tokens * shape.tower.merged)
     batches = _batches(config, lengths)
-    taught = [one for one in config.algorithm.all_teachers.values() if one.kind == "model" and one.model]
-    teachers = {one.model: read_shape(one.model, revision=one.revision) for one in taught if one.model}
-    known = [one for one in teachers.values() if one is not None]
-    parts = (
-        []
-        if shape is None
-        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teachers=known)
-    )
+    teachers = _teachers(config)
+    parts = []
+    if shape is not None:
+        known = [one for one in teachers.values() if one is not None]
+        parts = memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teachers=known)
     return Plan(
         batches=batches,
         lengths=lengths,
@@ -171,6 +168,12 @@ def with_images(config: LachesisConfig) -> LachesisConfig:
     """Return the configuration as a run has it whose data turns out to have images."""
     update = {"vision": config.model.vision or "frozen", "packing": "padded"}
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
+
+
+def _teachers(config: LachesisConfig) -> dict[str, ModelShape | None]:
+    """Return the shape of each model that teaches, or None where its config.json is not at hand."""
+    models = [one for one in config.algorithm.all_teachers.values() if one.kind == "model"]
+    return {one.model: read_shape(one.model, revision=one.revision) for one in models if one.model}
 
 
 def _device(config: LachesisConfig) -> str:
