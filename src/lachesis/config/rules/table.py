@@ -6,9 +6,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, get_args
-
-from jinja2 import Environment
 
 from lachesis.common.types import Level
 from lachesis.config.rules.base import Rule, Said, changed
@@ -17,6 +16,8 @@ from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 _LEVELS: tuple[Level, ...] = get_args(Level)
 # Loss types with a ratio per token, or with none.
 _TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+# Functions that conditions may call, and no others.
+_FUNCTIONS = {"__builtins__": {"any": any, "len": len, "str": str, "type": type}}
 
 
 @cache
@@ -51,7 +52,7 @@ def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
     names = names_of(config)
     for row in rows()[name]:
         (level,) = set(_LEVELS).intersection(row)
-        if not _condition(row["when"])(**names):
+        if not holds(row["when"], names):
             continue
         each = [key for path in row.get("each", ()) for key in changed(config, *path.split("."))]
         several = [key for path in row.get("changed", ()) for key in changed(config, *path.split("."))]
@@ -63,6 +64,11 @@ def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
             yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
 
 
+def holds(condition: str, names: Mapping[str, Any]) -> bool:
+    """Return True if a condition of the table, which is text of ours and not of a user, holds for these names."""
+    return bool(eval(_condition(condition), _FUNCTIONS, names))
+
+
 @cache
-def _condition(text: str) -> Any:
-    return Environment().compile_expression(text)
+def _condition(text: str) -> CodeType:
+    return compile(f"({text})", "rules.toml: " + " ".join(text.split()), "eval")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from string import Formatter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lachesis.common.types import LEVELS
 from lachesis.config.keys import find_keys, find_section
 from lachesis.config.rules import table
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, TeacherConfig
 
 ROWS = [(name, row) for name, rows in table.rows().items() for row in rows]
 # Of the configuration itself, and of sections beside their keys: what they compute.
@@ -52,3 +53,31 @@ def test_a_row_names_keys_that_there_are(name: str, row: dict[str, Any]):
 def test_what_does_not_hold_says_nothing():
     config = LachesisConfig.model_validate({"model": {"path": "m"}, "run": {"steps": 1}})
     assert [said for name in table.rows() for said in table.rule(name)(config) if said[0] == "problem"] == []
+
+
+def kinds(name: str) -> list[Any]:
+    """Return a section of each kind with its defaults; what is required is left out, as no condition may need it."""
+    found = [kind.model_construct() for kind in get_args(LachesisConfig.model_fields[name].annotation)]
+    assert len(found) > 1
+    return found
+
+
+def teachers() -> list[TeacherConfig | None]:
+    """Return no teacher and one of each kind."""
+    kinds = get_args(TeacherConfig.model_fields["kind"].annotation)
+    return [None, *(TeacherConfig.model_construct(kind=kind) for kind in kinds)]
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_a_condition_asks_no_section_for_a_key_that_it_lacks(name: str, row: dict[str, Any]):
+    config = LachesisConfig.model_validate({"model": {"path": "m"}, "run": {"steps": 1}})
+    words = set(re.findall(r"[a-z_]+", row["when"]))
+    choices = [
+        kinds(part) if words & {part, "config"} else [None] for part in ("source", "engine", "bridge", "adapter")
+    ]
+    for source, engine, bridge, adapter in itertools.product(*choices):
+        parts = {"source": source, "engine": engine, "bridge": bridge, "adapter": adapter}
+        other = config.model_copy(update={part: chosen for part, chosen in parts.items() if chosen is not None})
+        for teacher in teachers():
+            names = table.names_of(other) | {"teacher": teacher}
+            assert table.holds(row["when"], names) in (True, False), name
