@@ -2,11 +2,12 @@
 
 Run ``python benchmarks/chaos.py --faults 200 --seed 1 --out chaos.jsonl [--engine vllm] [--minutes 10]``, as root where
 disks and networks shall take part, with a C compiler where clocks shall. With ``--engine mixed`` the first engine is
-vLLM and the second embedded, which a small machine has room for. Each process is started by its own command, in
-network namespaces of its own, with a small file system for the trainer and one for the API. A service that ends is
-started again after a second, as a service manager would; a trainer that ends is resumed once the fault is over, as its
-user would. A run takes some faults, one after the other; then the trainer gets SIGTERM and is resumed for its last
-steps. A line of the file is a run; where runs of a seed are there already, the others are added.
+vLLM and the second embedded, which a small machine has room for. Each process is started by its own command (with
+``--forked`` it is forked from one that has imported what it needs), in network namespaces of its own, with a small file
+system for the trainer and one for the API. A service that ends is started again after a second, as a service manager
+would; a trainer that ends is resumed once the fault is over, as its user would. A run takes some faults, one after the
+other; then the trainer gets SIGTERM and is resumed for its last steps. A line of the file is a run; where runs of a
+seed are there already, the others are added.
 
 A run is right if after each fault it goes on, or its trainer ended with one sentence (and no traceback of ours), if
 each batch was trained on and none twice, the steps follow each other without a gap, no process is left behind, and each
@@ -68,6 +69,12 @@ DISK_MB = 256
 _TOLD = re.compile(r"is stopped by a signal|has not answered|^error: |is lost|gone|does not answer", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last)"
 _MARK = "LACHESIS_CHAOS"
+# A forked process enters its network by itself.
+_ENTER = """
+import ctypes, os
+if ctypes.CDLL(None).setns(os.open("/run/netns/{}", os.O_RDONLY), 0x40000000):
+    raise OSError("no way into the network {}")
+"""
 
 
 _CLOCK = r"""
@@ -176,7 +183,8 @@ class Member:
         return self.log.with_suffix(".clock")
 
     def start(self, *words: str) -> None:
-        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        forked = self.popen is not subprocess.Popen
+        inside = ["ip", "netns", "exec", self.namespace] if self.namespace and not forked else []
         self.began = self.size()
         with self.log.open("a") as log:
             self.process = self.popen(
@@ -309,7 +317,10 @@ class Run:
         if self.clocks is not None:
             variables |= {"LD_PRELOAD": str(self.clocks), "CHAOS_CLOCK": str(log.with_suffix(".clock"))}
         namespace = self.at.environments[number] if name.startswith("environment") else self.at.network
-        forking: dict[str, Any] = {"python": (sys.executable, "-c", FORKING), "popen": warm.Popen}
+        enter = _ENTER.format(namespace, namespace) if namespace else ""
+        forking: dict[str, Any] = {"python": (sys.executable, "-c", enter + FORKING)}
+        vllm = name.startswith("engine") and self.setting.is_vllm(number)
+        forking["popen"] = warm.VllmPopen if vllm else warm.Popen
         return Member(name, words, log, variables, namespace, **(forking if self.setting.forked else {}))
 
     def _train(self, number: int) -> list[str | Path]:
@@ -759,6 +770,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of the embedded engines")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--each", type=int, default=10, help="faults of one run")
+    parser.add_argument("--forked", action="store_true", help="fork what has imported all: faster, but no clocks")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run begins after that")
     parser.add_argument("--table", type=Path, nargs="*")
     args = parser.parse_args()
@@ -768,7 +780,8 @@ def main() -> None:
     if args.table:
         say("\n".join(table(read(args.table))))
         return
-    kinds = tuple(kind for kind in possible_kinds() if kind in args.kinds)
+    forked = {"clock"} if args.forked else set[str]()  # a library is preloaded when a program begins
+    kinds = tuple(kind for kind in possible_kinds() if kind in args.kinds and kind not in forked)
     say(f"faults: {', '.join(kinds)}")
     end = time.monotonic() + 60 * args.minutes
     done = {run["first"] for run in read([args.out]) if run["seed"] == args.seed and run["engine"] == args.engine}
@@ -781,7 +794,7 @@ def main() -> None:
             # In a broadcast all engines take the weights by one set of names.
             bridges = BRIDGES[:-1] if args.engine == "mixed" else BRIDGES
             bridge = bridges[first // args.each % len(bridges)]
-            setting = Setting(model, args.engine, bridge, args.device, kinds)
+            setting = Setting(model, args.engine, bridge, args.device, kinds, args.forked)
             numbers = range(first, min(first + args.each, args.faults))
             faults = [draw(number, seed=args.seed, kinds=kinds) for number in numbers]
             found = trial(setting, faults, seed=args.seed, root=Path(directory) / f"run{first}") | {"first": first}
