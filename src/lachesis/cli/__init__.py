@@ -13,7 +13,7 @@ from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
 from lachesis.cli.commands import load
 from lachesis.common.errors import LachesisError, TrainingError
 from lachesis.common.openmp import brief_waits
-from lachesis.process.lost_threads import MEMORY_FULL, lacks_memory, threads_watched
+from lachesis.process.lost_threads import MEMORY_FULL, RoomForNumpy, lacks_memory, threads_watched
 
 __all__ = ["main", "run_api_main"]
 
@@ -35,6 +35,7 @@ def run_api_main() -> None:
 def main() -> None:
     """Run the command line; print an error as one line with its cause and a remedy, and exit with its code."""
     os.environ |= brief_waits(os.environ)
+    sys.meta_path.insert(0, RoomForNumpy)
     try:
         # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
         words = sys.argv[1:] or ["--help"]

@@ -6,6 +6,7 @@ Python waits without a limit for a thread that it starts, and one that finds no 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -21,18 +22,39 @@ MEMORY_FULL = (
 _LINE = f"error: {MEMORY_FULL}\n".encode()
 # Threads begin at once, on a busy machine too: one that has not begun after four looks, a second apart, never will.
 LOOK_S, _LOOKS = 1.0, 4
+# Of address space: numpy's shared objects; and for each thread of OpenBLAS a buffer of 32 MiB and a stack.
+_NUMPY_BYTES, _OPENBLAS_BYTES, _MOST_THREADS = 48 << 20, 40 << 20, 64
 # As Python, torch, and the loader of shared objects say it.
 _WORDS = ("can't start new thread", "DefaultCPUAllocator", "failed to map segment", "cannot allocate memory in")
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return True if an error means that the memory of this process, not of a device, was used up."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
     if isinstance(error, ImportError) and error.__cause__ is not None:  # numpy guesses at another reason
         return lacks_memory(error.__cause__)
-    said = str(error) if isinstance(error, RuntimeError | ImportError) else ""
-    return isinstance(error, MemoryError) or any(words in said for words in _WORDS)
+    said = str(error) if isinstance(error, RuntimeError | ImportError | OSError) else ""
+    known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return known or any(words in said for words in _WORDS)
+
+
+class RoomForNumpy:
+    """Finder that finds nothing, but lets numpy be loaded only if there is memory for its OpenBLAS.
+
+    While it is loaded, OpenBLAS takes a buffer for each of its threads. It asks for ever for one that it does not get
+    and holds Python's lock meanwhile, so that this process could neither say so nor end.
+    """
+
+    @staticmethod
+    def find_spec(fullname: str, path: object, target: object = None, /) -> None:
+        """Raise MemoryError if numpy is about to be loaded and this process may not have as much address space."""
+        if fullname == "numpy":
+            words = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
+            threads = int(words) if words.isdecimal() else os.cpu_count() or 1
+            needed = _NUMPY_BYTES + _OPENBLAS_BYTES * min(threads, _MOST_THREADS)
+            try:  # it is reserved and never used
+                mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+            except OSError:
+                raise MemoryError from None
 
 
 @contextmanager
