@@ -53,6 +53,8 @@ def translate(document: Document) -> Translation:
         translation.put("data.split", f"{split}[:{translation.whole(name, 1)}]", name)
     else:
         translation.copy("data.prompt_split", "data.split")
+    if translation.value("ref_pretrain") not in (None, translation.document.data.get("model", {}).get("path")):
+        translation.problem("ref_pretrain", "the reference is the model from before training; write that of --pretrain")
     _put_lengths(translation)
     _put_loss(translation)
     _put_kl(translation)
@@ -78,23 +80,33 @@ def _put_batch(translation: Translation) -> None:
 
 
 def _put_correction(translation: Translation) -> None:
-    """Set the weight of the trainer's probability over vLLM's, within OpenRLHF's two bounds."""
-    name = "algo.advantage.is_correction_enable"
-    kind = translation.value("algo.advantage.is_correction_type", "tis")
-    bounds = translation.value("algo.advantage.is_correction_threshold", [0.5, 5.0])
+    """Set the weight of the trainer's probability over vLLM's, within OpenRLHF's two bounds, or under one alone."""
+    start = "algo.advantage.is_correction_"
+    name, level = f"{start}enable", translation.value(f"{start}level", "off")
+    written = f"{start}mode" if level != "off" else f"{start}type"
+    kind = translation.value(written, "mask" if level != "off" else "tis")
+    bounds = translation.value(f"{start}threshold", [0.5, 5.0])
     translation.put("algorithm.sampler_correction", "none", name)
-    if not translation.value(name):
+    if not translation.value(name) and level == "off":
         return
-    if translation.value("actor.policy_loss_type", "ppo") != "ppo":
+    low, high = bounds if is_list(bounds) and len(bounds) == 2 else (None, bounds)
+    if level not in ("off", "token") or kind == "seq-mask-tis":
+        at = f"{start}level" if level != "off" else written
+        translation.problem(
+            at, "leaves out a completion by its mean ratio and weights tokens of others, which has no counterpart; "
+            "weight tokens alone"
+        )  # fmt: skip
+    elif translation.value("actor.policy_loss_type", "ppo") != "ppo":
         translation.problem(name, "it changes the ratio of gspo itself there, which has no counterpart; take it out")
-    elif not is_list(bounds) or len(bounds) != 2:
-        translation.problem("algo.advantage.is_correction_threshold", f"expected two numbers, got {describe(bounds)}")
+    elif not isinstance(high, int | float):
+        translation.problem(f"{start}threshold", f"expected one or two numbers, got {describe(bounds)}")
     else:
-        where = "algo.advantage.is_correction_threshold"
-        chosen = "algo.advantage.is_correction_type"
-        translation.put_converted("algorithm.sampler_correction", kind, chosen, one_of(_WORDS.corrections))
-        translation.put("algorithm.sampler_correction_min", bounds[0], where)
-        translation.put("algorithm.sampler_correction_max", bounds[1], where)
+        translation.put_converted("algorithm.sampler_correction", kind, written, one_of(_WORDS.corrections))
+        translation.put("algorithm.sampler_correction_max", high, f"{start}threshold")
+        if low:
+            translation.put("algorithm.sampler_correction_min", low, f"{start}threshold")
+    if translation.has("enable_vllm_is_correction") and not translation.has(f"{start}threshold"):
+        translation.warning(f"{start}threshold", "0.5 and 5 from 0.9.3 on, and 2 without a lower bound before it")
 
 
 def _put_lengths(translation: Translation) -> None:
@@ -128,8 +140,9 @@ def _put_loss(translation: Translation) -> None:
         scale = "none"
     translation.put("algorithm.baseline", baseline, "algo.advantage.estimator")
     translation.put("algorithm.scale_rewards", scale, "algo.advantage.estimator")
-    # The mean over all tokens of a step.
-    translation.put("algorithm.loss_type", "dapo", "actor.policy_loss_type")
+    aggregation = translation.value("actor.loss_agg_mode", "token-mean")
+    kinds = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
+    translation.put_converted("algorithm.loss_type", aggregation, "actor.loss_agg_mode", one_of(kinds))
     kind = translation.value("actor.policy_loss_type", "ppo")
     if kind == "gspo":
         translation.put("algorithm.importance_sampling_level", "sequence", "actor.policy_loss_type")

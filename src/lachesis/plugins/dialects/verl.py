@@ -33,6 +33,7 @@ class _Option(NamedTuple):
 
 
 class _Words(Words):
+    up_to_03: list[str]
     aggregations: dict[str, str]
     normalizations: dict[str, str]
     schedules: dict[str, str]
@@ -53,10 +54,11 @@ def translate(document: Document) -> Translation:
     """Translate verl's document to a canonical one."""
     translation = Translation(document, VERL)
     translation.run()
+    early = _written_for_03(translation)
     _put_files(translation)
     _put_truncation(translation)
-    _put_loss(translation)
-    _put_kl(translation)
+    _put_loss(translation, early=early)
+    _put_kl(translation, early=early)
     _put_correction(translation)
     _put_schedule(translation)
     _put_adapter(translation)
@@ -65,9 +67,29 @@ def translate(document: Document) -> Translation:
     _put_filter(translation)
     prompts = translation.whole(_GENERATED, 1024)
     step = translation.whole(_STEP, min(256, prompts or 256))
+    if early and prompts and step:
+        step = min(prompts, step)  # later versions refuse a part that is larger than the whole
     put_generation(translation, prompts, step, written=_GENERATED, part=_STEP)
     translation.finish()
     return translation
+
+
+def _written_for_03(translation: Translation) -> bool:
+    """Return True for a file of a version up to 0.3, and say which defaults count; add a term that they had."""
+    mark = next(filter(translation.has, _WORDS.up_to_03), None)
+    if mark is None:
+        return False
+    entropy = f"{_ACTOR}entropy_coeff"
+    if not translation.has(entropy):
+        translation.put("algorithm.entropy_coef", 0.001, entropy)
+    if mark.endswith("grad_offload") and not translation.has("data.filter_overlong_prompts"):
+        translation.put("data.overlong_prompts", "drop", "data.filter_overlong_prompts")  # always, up to 0.2
+    translation.warning(
+        mark,
+        "a key of verl up to 0.3, whose defaults are taken: entropy_coeff 0.001, clip_ratio on both sides without "
+        "clip_ratio_c, and without use_kl_loss a KL in the reward of 0.001",
+    )
+    return True
 
 
 def _put_filter(translation: Translation) -> None:
@@ -163,15 +185,15 @@ def _put_truncation(translation: Translation) -> None:
         put_dropped_prompts(translation, name)
 
 
-def _put_loss(translation: Translation) -> None:
+def _put_loss(translation: Translation, *, early: bool) -> None:
     _put_advantages(translation)
     mode, name = translation.text(f"{_POLICY_LOSS}loss_mode", "vanilla").replace("-", "_"), f"{_POLICY_LOSS}loss_mode"
-    low, high = _clip(translation, "low"), _clip(translation, "high")
-    bound = translation.value(f"{_ACTOR}clip_ratio_c", 3.0)
+    low, high = _clip(translation, "low", early=early), _clip(translation, "high", early=early)
+    bound = translation.value(f"{_ACTOR}clip_ratio_c", None if early else 3.0)
     if mode in ("vanilla", "gspo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl"):
         translation.put("algorithm.epsilon", low, f"{_ACTOR}clip_ratio_low")
         translation.put("algorithm.epsilon_high", high, f"{_ACTOR}clip_ratio_high")
-    if mode in ("vanilla", "dppo_tv", "dppo_kl"):
+    if mode in ("vanilla", "dppo_tv", "dppo_kl") and bound is not None:
         translation.put("algorithm.delta", bound, f"{_ACTOR}clip_ratio_c")
     if mode == "gspo":
         translation.put("algorithm.importance_sampling_level", "sequence", name)
@@ -229,9 +251,11 @@ def _put_normalization(translation: Translation, *, key: str = "algorithm.loss_t
         translation.put("algorithm.normalization", _WORDS.normalizations[aggregation], name)
 
 
-def _clip(translation: Translation, side: str) -> Any:
-    """Return a bound; ``clip_ratio`` counts there only where both others are null, and they are 0.2 by default."""
+def _clip(translation: Translation, side: str, *, early: bool) -> Any:
+    """Return a bound; from 0.4 on ``clip_ratio`` counts only where both others are null, and they are 0.2."""
     common, name = translation.value(f"{_ACTOR}clip_ratio", 0.2), f"{_ACTOR}clip_ratio_{side}"
+    if early:
+        return translation.value(name, common)
     if common != 0.2 and not translation.has(name):
         text = f"{common} has no effect in verl, where {name} is 0.2 unless it is written; write that"
         translation.problem(f"{_ACTOR}clip_ratio", text)
@@ -250,10 +274,11 @@ def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
     translation.put("algorithm.epsilon_high", 1 + high, f"{_ACTOR}clip_ratio_high")
 
 
-def _put_kl(translation: Translation) -> None:
-    """Translate the KL term of the loss, or that of the reward; verl can have both."""
-    in_reward = translation.switch("algorithm.use_kl_in_reward") is True
-    if translation.switch(f"{_ACTOR}use_kl_loss") is True:
+def _put_kl(translation: Translation, *, early: bool) -> None:
+    """Translate the KL term of the loss, or that of the reward; verl can have both from 0.4 on."""
+    in_loss, told = translation.switch(f"{_ACTOR}use_kl_loss") is True, translation.switch("algorithm.use_kl_in_reward")
+    in_reward = told is True or (early and told is None and not in_loss)
+    if in_loss:
         if in_reward:
             translation.problem("algorithm.use_kl_in_reward", "Lachesis has one KL term, and use_kl_loss is True too")
         _put_kl_term(translation, f"{_ACTOR}kl_loss_type", "low_var_kl", weight=f"{_ACTOR}kl_loss_coef")
@@ -268,6 +293,9 @@ def _put_kl(translation: Translation) -> None:
             for name, ours, default in (("target_kl", "kl_target", 0.1), ("horizon", "kl_horizon", 10_000)):
                 name = f"algorithm.kl_ctrl.{name}"
                 translation.put(f"algorithm.{ours}", translation.value(name, default), name)
+    elif told is None and translation.value("algorithm.kl_ctrl.kl_coef"):
+        text = "counts with algorithm.use_kl_in_reward from verl 0.4 on; up to 0.3 it did without it: write that"
+        translation.warning("algorithm.kl_ctrl.kl_coef", text)
 
 
 def _put_kl_term(translation: Translation, name: str, default: str, *, weight: str) -> None:

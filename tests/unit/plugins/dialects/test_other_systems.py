@@ -147,6 +147,42 @@ def test_what_would_train_something_else_is_refused_by_name(tmp_path: Path, also
     assert named in caught.value.message and "train.sh" in caught.value.message
 
 
+EARLY = f"{ACTOR}fsdp_config.grad_offload=False"
+
+
+@pytest.mark.parametrize(
+    ("also", "expected"),
+    [
+        # As ppo_trainer.yaml and ray_trainer.py of verl 0.2.0.post2 have it.
+        (
+            "",
+            {"algorithm.entropy_coef": 0.001, "algorithm.delta": None, "algorithm.kl_placement": "reward",
+             "algorithm.beta": 0.001, "algorithm.kl_estimator": "k1", "data.overlong_prompts": "drop"},
+        ),
+        (f"{ACTOR}use_kl_loss=True {ACTOR}clip_ratio=0.1", {"algorithm.kl_placement": None, "algorithm.epsilon": 0.1,
+          "algorithm.epsilon_high": 0.1, "algorithm.kl_estimator": "k3"}),
+        (f"{ACTOR}entropy_coeff=0 data.filter_overlong_prompts=False {ACTOR}clip_ratio_c=3.0",
+         {"algorithm.entropy_coef": 0, "algorithm.delta": 3.0, "data.overlong_prompts": "error"}),
+        (f"data.train_batch_size=16 {ACTOR}ppo_mini_batch_size=256", {"batch.prompts_per_step": 16}),
+    ],
+)  # fmt: skip
+def test_a_file_of_verl_up_to_03_has_that_versions_defaults(tmp_path: Path, also: str, expected: dict[str, object]):
+    file = tmp_path / "train.sh"
+    file.write_text(VERL.format(f"{EARLY} {also}"))
+    text = translated(file)
+    found = yaml.safe_load(text)
+    assert {path: value(found, path) for path in expected} == expected
+    assert "fsdp_config.grad_offload: a key of verl up to 0.3, whose defaults are taken" in text
+
+
+def test_a_coefficient_that_counted_in_verl_up_to_03_is_warned_of(tmp_path: Path):
+    file = tmp_path / "train.sh"
+    file.write_text(VERL.format("algorithm.kl_ctrl.kl_coef=0.001"))
+    assert "kl_coef: counts with algorithm.use_kl_in_reward from verl 0.4 on" in translated(file)
+    file.write_text(VERL.format("algorithm.kl_ctrl.kl_coef=0.001 algorithm.use_kl_in_reward=False"))
+    assert "kl_coef: counts" not in translated(file)
+
+
 def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
     with pytest.raises(ConfigError, match="total_epochs"):
         ours(tmp_path, VERL.format("trainer.total_epochs=many"))
@@ -172,6 +208,9 @@ def test_text_where_a_number_belongs_is_an_error_of_the_file(tmp_path: Path):
         ("--actor.policy_loss_type gspo", {"algorithm.importance_sampling_level": "sequence"}),
         ("--actor.lr_scheduler constant", {"optimizer.schedule": "constant", "optimizer.warmup_ratio": 0.0}),
         ("--rollout.max_new_tokens 512", {"sampling.max_completion_length": 512}),
+        ("--max_new_tokens 512", {"sampling.max_completion_length": 512}),
+        ("--actor.loss_agg_mode seq-mean-token-mean", {"algorithm.loss_type": "grpo"}),
+        ("--ref_pretrain some/model", {"model.path": "some/model"}),
     ],
 )  # fmt: skip
 def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, also: str, expected: dict[str, object]):
@@ -187,6 +226,22 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
         ("--train.async_enable", "train.async_enable"),
         ("--some.new_flag 3", "--some.new_flag (line 3): no key of OpenRLHF's"),
         ("--train.batch_size 100", "100 completions are not whole groups of 8"),
+        ("--ref_pretrain other/model", "--ref_pretrain (line 3): the reference is the model from before training"),
+        ("--partial_rollout", "--partial_rollout (line 3): write pipeline keys"),
+        (
+            "--algo.advantage.is_correction_level seq",
+            "is_correction_level (line 3): leaves out a completion by its mean ratio",
+        ),
+        (
+            "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis",
+            "is_correction_type (line 3): leaves out a completion by its mean ratio",
+        ),
+        (
+            "--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv",
+            "is_correction_gating (line 3): bounds are of the ratio here",
+        ),
+        ("--algo.kl.unbiased_gradient", "unbiased_gradient (line 3): algorithm.use_bias_correction_kl is like it"),
+        ("--actor.loss_agg_mode token-sum", "loss_agg_mode (line 3): the text 'token-sum' has no counterpart"),
     ],
 )
 def test_what_openrlhf_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):
@@ -261,6 +316,7 @@ def test_a_host_that_is_a_url_is_an_error(tmp_path: Path, host: str):
         ("--config-path=config --config-name=ppo_megatron_trainer.yaml", "sampling.num_generations", 16),
         (f"{ACTOR}optim.clip_grad=0.5 {ACTOR}optim.lr_decay_style=cosine", "optimizer.max_grad_norm", 0.5),
         ("trainer.experiment_name=a${SUFFIX:+-}b", "run.name", "ab"),
+        ("trainer.max_actor_ckpt_to_keep=0", "checkpoint.keep_last", None),
     ],
 )
 def test_what_verls_own_scripts_write_beside_the_keys(tmp_path: Path, also: str, path: str, expected: object):
@@ -525,6 +581,13 @@ def test_a_file_of_verls_is_read_below_the_words_of_a_script(tmp_path: Path):
         ("--algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop "
          "--algo.advantage.is_correction_threshold 0.2 3", ("token_mask", 3, 0.2)),
         ("", ("none", None, None)),
+        # From 0.11.1 on.
+        ("--algo.advantage.is_correction_level token", ("token_mask", 5.0, 0.5)),
+        ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip "
+         "--algo.advantage.is_correction_threshold 4", ("token_truncate", 4, None)),
+        # 0.9.0 to 0.9.2 have one bound, 0.9.3 and later two.
+        ("--enable_vllm_is_correction --vllm_is_truncated_threshold 2", ("token_truncate", 2, None)),
+        ("--enable_vllm_is_correction", ("token_truncate", 5.0, 0.5)),
     ],
 )  # fmt: skip
 def test_openrlhfs_correction_for_its_sampler(tmp_path: Path, also: str, expected: tuple[object, ...]):
