@@ -102,7 +102,7 @@ def test_a_run_with_a_page_is_paused_saves_a_checkpoint_meanwhile_and_goes_on(tm
         trainer.wait()
     assert read_status(run_dir).state == "finished"
     assert f"paused after step {at}, as requested" in (run_dir / "logs" / "trainer.log").read_text()
-    assert f"resumed with step {at + 1} after a pause of " in log.read_text()
+    assert f"resumed at step {at + 1} after a pause of " in log.read_text()
 
 
 def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path: Path):

@@ -69,7 +69,7 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
     assert fmean(found[-3:]) - fmean(found[:3]) > 0.3
     assert largest_difference(summary.run_dir) < 1e-4
     log = (summary.run_dir / "logs" / "trainer.log").read_text()
-    assert "it is shown images, a row for each sequence, and its vision tower is frozen" in log
+    assert "it takes images, with one row per sequence, and its vision tower is frozen" in log
     kept = [load_file(place / "model.safetensors") for place in (tmp_path / "model", summary.run_dir / "final")]
     assert kept[0].keys() == kept[1].keys()
     tower = [name for name in kept[0] if "vision_model" in name or "connector" in name]

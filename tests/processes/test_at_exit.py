@@ -43,8 +43,9 @@ def test_ctrl_c_before_the_wait_has_begun_stops_the_run():
     ended = end(PROGRAM.format(said=CTRL_C, stopped="self.done = True"))
     assert ended.returncode == 0
     said = [line.removeprefix("lachesis: ") for line in ended.stderr.splitlines()]
-    assert said[0].startswith("the program has ended, and waits for its run runs/going")
-    assert said[1:] == ["stopped", "the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer"]
+    assert said[0].startswith("the program waits for its run runs/going to end")
+    stops = "the run stops after this step and saves a checkpoint; press Ctrl-C again to end it at once"
+    assert said[1:] == ["stopped", stops]
 
 
 def test_a_second_ctrl_c_ends_the_program_as_ctrl_c_does():
@@ -56,4 +57,4 @@ def test_a_second_ctrl_c_ends_the_program_as_ctrl_c_does():
 def test_an_error_at_a_prompt_stops_no_run():
     ended = end(PROGRAM.format(said="self.done = True", stopped=""), "-i", then="1 / 0\n")
     assert "ZeroDivisionError: division by zero" in ended.stderr
-    assert "the program has ended, and waits for its run" in ended.stderr and "stopped" not in ended.stderr
+    assert "the program waits for its run" in ended.stderr and "stopped" not in ended.stderr

@@ -39,8 +39,8 @@ def reward_decoder(tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTo
     def telling(token_ids: Sequence[Sequence[int]]) -> list[str]:
         if unexpected and (lost := unexpected.keys() & {token for ids in token_ids for token in ids[:-1]}):
             logger.warning(
-                "completions have the special tokens %s, which are taken out of the text that rewards see; "
-                "rewards.special_tokens: keep leaves them there",
+                "completions have the special tokens %s, which are removed from the text that rewards see; "
+                "set rewards.special_tokens: keep to leave them in",
                 ", ".join(unexpected[number] for number in sorted(lost)[:8]),
             )
             unexpected.clear()

@@ -32,8 +32,8 @@ class Started(Protocol):
     def stop(self) -> None: ...
 
 
-STOPS = "the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer"
-TERMINATED = "SIGTERM: the run stops after its step, with a checkpoint; once more ends it at once"
+STOPS = "the run stops after this step and saves a checkpoint; press Ctrl-C again to end it at once"
+TERMINATED = "SIGTERM: the run stops after this step and saves a checkpoint; a second SIGTERM ends it at once"
 _LOOK_S = 0.2
 _started: WeakSet[Started] = WeakSet()
 
@@ -54,10 +54,10 @@ def hold_exit(run: Started) -> None:
 
 @cache
 def _register() -> None:
-    """Python waits for threads by itself, but has ended its pools of threads and processes by then, which a run needs.
+    """Register the wait so that it comes before Python ends its pools of threads and processes, which a run needs.
 
-    Only what is registered here is called before that, the latest first, and what is imported while it waits can no
-    longer register: hence the pools' modules come first. ``atexit`` is later than all of it.
+    Functions registered here are called in reverse order, and modules imported while one of them waits can no longer
+    register theirs; so the pools' modules are imported first. ``atexit`` functions are called later than all of these.
     """
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         import_module(pools)
@@ -101,13 +101,13 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
     error = _ended_by()
     stopped = run.stops or error is not None
     if run.stops:
-        pass  # whoever asked for the stop has reported it
+        pass  # the code that asked for the stop has reported it
     elif error is not None:
         name = type(error).__name__
-        say(f"{name} has ended the program: its run {run.directory} stops after its step, with a checkpoint")
+        say(f"{name} ended the program: its run {run.directory} stops after this step and saves a checkpoint")
         run.stop()
     else:
-        say(f"the program has ended, and waits for its run {run.directory}; Ctrl-C stops it after its step")
+        say(f"the program waits for its run {run.directory} to end; press Ctrl-C to stop the run after this step")
 
     def goes_on() -> str:
         nonlocal stopped
@@ -151,6 +151,6 @@ def _ended_by() -> BaseException | None:
 
 
 def _end_at_once(number: int) -> None:
-    """End as a program that does not handle the signal does; a run's servers end with it."""
+    """End this process by the default action of the signal; the run's servers end with it."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -54,7 +54,7 @@ class RunDirectory:
 
     path: Path
     state: dict[str, Any] = field(default_factory=dict)
-    # The directory of the run that has begun, open; None before.
+    # An open descriptor of the directory once the run has begun; None before.
     _place: int | None = field(default=None, repr=False, compare=False)
     # The training loop writes the step, other threads the status.
     _updating: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -76,14 +76,14 @@ class RunDirectory:
                 self.state = {}
             self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.files["requests"], ignore_errors=True)  # what an earlier process was asked for
-            for written in (self.path, self.files["evaluations"]):  # that of rollouts is their sink's
+            shutil.rmtree(self.files["requests"], ignore_errors=True)  # requests to an earlier process
+            for written in (self.path, self.files["evaluations"]):  # the sink of rollouts cleans its own directory
                 if written.is_dir():
                     clean_files(written)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()
-        # Held open, so that a directory made in its place cannot get its number.
+        # Held open, so that a directory made in its place cannot get its inode number.
         self._place = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self.update(
             status="starting",
@@ -100,7 +100,7 @@ class RunDirectory:
             CheckpointError: it cannot be written.
         """
         with self._updating:
-            if self._place is not None and not self.path.is_dir():  # it would be made again, with nothing else in it
+            if self._place is not None and not self.path.is_dir():  # writing would make it again, with only this file
                 raise _removed(self.path)
             self.state |= changes | {"updated": time.time()}
             try:
@@ -119,7 +119,7 @@ class RunDirectory:
                 self.files[name].stat()
         except FileNotFoundError as error:
             raise _removed(self.path) from error
-        except OSError:  # a file system that hangs or lacks rights is told by whoever writes there
+        except OSError:  # the code that writes there reports a file system that hangs or denies access
             return
 
 
@@ -179,7 +179,7 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequ
         }
         for wait in waits
     ]
-    path.parent.stat()  # a run directory that somebody has removed is not made again
+    path.parent.stat()  # do not make a removed run directory again
     # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
     content = {"pid": os.getpid(), "time": now, "waits": lines, "engines": [asdict(row) for row in engines]}
     write_atomic(path, json.dumps(content) + "\n", durable=False)
@@ -208,7 +208,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
 def _removed(path: Path) -> RunRemoved:
     return RunRemoved(
         f"the run directory {path} was removed during the run",
-        remedy="leave it in place until the run has ended; start over, or --resume if checkpoints are left",
+        remedy="leave it in place until the run has ended; start again, with --resume if checkpoints are left",
     )
 
 
@@ -304,11 +304,11 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         holds_run = True
     if resume:
         if not holds_run:
-            raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
+            raise ConfigError(f"there is no run to resume in {path}", remedy="leave out --resume to start a new run")
         if run.state.get("status") == "finished" and not goes_by_checkpoints:
             raise ConfigError(
-                f"the run in {path} finished at step {run.state.get('step', 0)} and has no checkpoint to go on from",
-                remedy="start anew with --overwrite, or choose another run.name",
+                f"the run in {path} finished at step {run.state.get('step', 0)} and has no checkpoint to resume from",
+                remedy="start over with --overwrite, or choose another run.name",
             )
         return run
     # A start that failed for lack of disk space leaves empty directories.
@@ -318,7 +318,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         if not overwrite and not _has_no_step(run):
             raise ConfigError(
                 f"{path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
-                remedy="resume with --resume, start anew with --overwrite, or choose another run.name",
+                remedy="resume with --resume, start over with --overwrite, or choose another run.name",
             )
     return run
 
@@ -373,15 +373,15 @@ def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
         state = json.loads(path.read_text())
         if is_object(state):
             return dict(state)
-        reason = f"it has {type(state).__name__} in place of an object"
+        reason = f"it holds a JSON value of type {type(state).__name__}, not an object"
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     if needed:
         raise ConfigError(
             f"{path} cannot be read: {reason}",
-            remedy="resume from the checkpoints with --resume if there are any, or start anew with --overwrite",
+            remedy="resume from the checkpoints with --resume if there are any, or start over with --overwrite",
         )
-    logger.warning("%s is damaged (%s), and is ignored", path, reason)
+    logger.warning("%s is damaged (%s) and is ignored", path, reason)
     return {}
 
 
@@ -403,8 +403,8 @@ def noted_step(model: Path) -> int | None:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} does not say the step of a model ({type(error).__name__}: {error})",
-            remedy='write {"step": N} into it, or remove it if the model is of the run\'s last step',
+            f"{path} does not give the model's step ({type(error).__name__}: {error})",
+            remedy='write {"step": N} into it, or remove it if the model is from the run\'s last step',
         ) from error
 
 
@@ -422,5 +422,5 @@ class LogFile(logging.FileHandler):
 def reason_of(failure: BaseException) -> str:
     """Describe the failure that ended the run."""
     if isinstance(failure, KeyboardInterrupt):
-        return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
+        return "it was stopped at once by a second signal, without a checkpoint of its current step"
     return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"

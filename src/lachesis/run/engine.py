@@ -107,5 +107,5 @@ def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bo
             for url in addresses(engine.urls):
                 # The original error matters more than one from here.
                 with suppress(LachesisError), closing(ServerControl(url)) as control:
-                    control.release(owner, deadline=Deadline("giving the engine back", _RELEASE_S))
+                    control.release(owner, deadline=Deadline("releasing the engine", _RELEASE_S))
         raise

@@ -237,7 +237,9 @@ def build_reroll(config: LachesisConfig) -> Reroll | None:
 
 
 def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
-    """Return what asks ``algorithm.teacher.url``, or writes the policy's own teacher's prompts; else nothing changes.
+    """Return the function that asks the teacher at a URL, or writes the prompts of the policy as its own teacher.
+
+    With another kind of teacher, or none, the function returns the groups unchanged.
 
     Raises:
         ModelError: the teacher has another tokenizer.
@@ -257,7 +259,7 @@ def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, c
 
 
 def _teach_by_source(each: Mapping[str, Teach]) -> Teach:
-    """Return what gives each group to the teacher of its source."""
+    """Return a function that passes each group to the teacher of its source."""
 
     def teach(groups: Sequence[Group]) -> Sequence[Group]:
         done: dict[int, Group] = {}

@@ -64,10 +64,10 @@ def with_staging(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -
     if not use.by_host:
         return config
     logger.warning(
-        "[ENGINE] updates are kept aside in the host's memory, which takes seconds each (bridge.staging): %.1f GB of "
-        "the GPU's %.1f are the trainer's by what plan counts, and %.1f the engine's; a smaller "
-        "engine.gpu_memory_utilization leaves room for them, and staging: device keeps them there all the same",
-        use.trainer / GB, card_bytes / GB, use.engine / GB,
+        "[ENGINE] each weight update waits in the host's memory (bridge.staging), which takes seconds: of the GPU's "
+        "%.1f GB the trainer needs %.1f and the engine %.1f, as lachesis plan counts; lower "
+        "engine.gpu_memory_utilization to make room, or set bridge.staging: device to use the GPU anyway",
+        card_bytes / GB, use.trainer / GB, use.engine / GB,
     )  # fmt: skip
     return config.model_copy(update={"bridge": bridge.model_copy(update={"staging": "host"})})
 
@@ -87,9 +87,9 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
     if use.fits:
         return
     words = (
-        f"beside what each of {ranks} ranks holds of a GPU, {use.trainer / GB:.1f} GB while it trains, vLLM takes "
-        f"{(use.engine + use.aside) / GB:.1f} GB more, of which it needs {use.engine_least / GB:.1f}"
-        f"{f' and keeps {use.aside / GB:.1f} for updates' if use.aside else ''}, and the GPU has "
+        f"each of {ranks} ranks takes {use.trainer / GB:.1f} GB of its GPU while it trains, and vLLM takes "
+        f"{(use.engine + use.aside) / GB:.1f} GB beside it (it needs at least {use.engine_least / GB:.1f} GB"
+        f"{f', and keeps {use.aside / GB:.1f} GB for updates' if use.aside else ''}), but the GPU has only "
         f"{use.card / GB:.1f} GB"
     )
     if not sleeps(config) and config.engine.gpu_memory_utilization is None:
@@ -97,8 +97,8 @@ def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None
             words, remedy="set engine.enable_sleep_mode: true, or give the engine separate GPUs (engine.devices)"
         )
     logger.warning(
-        "%s: take more GPUs, model.activations: recompute, or distributed.cpu_offload: true, which keeps weights and "
-        "optimizer states off them",
+        "%s; use more GPUs, or set model.activations: recompute, or distributed.cpu_offload: true, which keeps weights "
+        "and optimizer states off the GPUs",
         words,
     )
 

@@ -60,7 +60,7 @@ class LaunchedEngine:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the servers were started."""
+        """Return the seconds since the servers were started."""
         return time.monotonic() - self.began
 
     def take(self) -> Sequence[ManagedProcess]:
@@ -101,7 +101,7 @@ def launched_engine(
         set_up(config, console=console)
         launched = launch_servers(config, directory=directory, log_path=log_path)
         if console is not None and config.engine.kind == "vllm":
-            console.print(f"engine: vLLM is starting, which takes minutes at first; its log: {log_path}", markup=False)
+            console.print(f"engine: vLLM is starting; the first time takes minutes; log: {log_path}", markup=False)
         yield launched
 
 

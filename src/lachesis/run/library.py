@@ -168,7 +168,7 @@ class Run:
             claim_run(self.directory, resume=resume, overwrite=overwrite)
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             raise ConfigError(
-                "this process is training already, and a process trains one run at once",
+                "this process is already training a run, and a process trains one run at a time",
                 remedy="wait() for that run or stop() it, or start this one in another process",
             )
         self._asked_to_stop.clear()
@@ -256,7 +256,7 @@ class Run:
         interrupted = False
         while not ended.done():
             if limit is not None and time.monotonic() >= limit:
-                raise DeadlineExceeded(f"the run {self.directory} goes on after {timeout_s:g} s")
+                raise DeadlineExceeded(f"the run {self.directory} has not ended after {timeout_s:g} s; it continues")
             try:
                 with suppress(TimeoutError):
                     ended.exception(timeout=_POLL_S if limit is None else min(_POLL_S, limit - time.monotonic()))
@@ -303,9 +303,9 @@ class Run:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """Table with a row per step: ``step``, ``time`` (seconds since 1970), all values, and the evaluation after it.
+        """Return a table with a row per step: ``step``, ``time`` (seconds since 1970) and all values.
 
-        Evaluations are columns ``evaluation/NAME``; row 0 has the evaluation before the first step.
+        The columns ``evaluation/NAME`` have the evaluation after the step; row 0 has the one before the first step.
 
         Raises:
             DependencyError: pandas is not installed; :attr:`log` has the same data without pandas.
@@ -343,7 +343,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """Path of report.html, rewritten from the current data. Raises DataError before the first line of metrics."""
+        """Write report.html from the current data and return its path. Raise DataError if there are no metrics yet."""
         from lachesis.plugins.report.page import write_report
 
         return write_report(self.directory)
@@ -358,8 +358,8 @@ class Run:
         path = run_paths(self.directory)["final"]
         if not path.is_dir():
             raise DataError(
-                f"{path} is not there: the run has not ended, was stopped, or checkpoint.save_final is off",
-                remedy=f"wait() for it, or make a model of its last checkpoint: lachesis export {self.directory}",
+                f"{path} does not exist: the run has not ended, was stopped, or checkpoint.save_final is off",
+                remedy=f"wait() for the run, or export its last checkpoint: lachesis export {self.directory}",
             )
         return path
 
@@ -371,7 +371,7 @@ class Run:
             LachesisError: another subclass, if nothing was trained or a part cannot be built.
         """
         if self._ended is not None and not self._ended.done():
-            raise ConfigError("the run is running, and a process does one at once", remedy="wait() for it, or stop()")
+            raise ConfigError("the run is still active in this process", remedy="wait() for it, or stop() it")
         with without_chatter():
             from lachesis.run.pieces import evaluate_model  # imports torch
 
@@ -417,7 +417,7 @@ class Run:
         return f"<lachesis.Run {self.directory}: {status.state}, step {status.step} of {status.steps}>"
 
     def _trained(self) -> Path:
-        """Return the directory of the final model, or of that of the last checkpoint, which is exported."""
+        """Return the directory of the final model; without one, export the last checkpoint's and return that."""
         final = run_paths(self.directory)["final"]
         return final if final.is_dir() else self.export()
 

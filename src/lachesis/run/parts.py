@@ -90,7 +90,7 @@ def policy_of(
         teachers=_load_teachers(config, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded),
     )
     if config.model.sees_images:
-        told = f"{policy.plan.told}; it is shown images, a row for each sequence, and its vision tower is"
+        told = f"{policy.plan.told}; it takes images, with one row per sequence, and its vision tower is"
         policy.plan = replace(policy.plan, told=f"{told} {config.model.vision}")
     policy.pack = partial(pack_batch, config=config, policy=policy)
     policy.optimizer.start = Start(config.sft_steps, config.sft.learning_rate)
@@ -100,7 +100,7 @@ def policy_of(
 def _load_teachers(
     config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, on_cpu: bool
 ) -> dict[str, PreTrainedModel]:
-    """Load the teachers that are models beside the policy, by source; one that several name is held once."""
+    """Load the teachers that are models beside the policy, by source; a model that several sources name loads once."""
     held = {name: one for name, one in config.algorithm.all_teachers.items() if one.kind == "model"}
     distinct = {(one.model, one.revision): one for one in held.values()}
     models = {key: load_teacher(one, config.model, tokenizer=tokenizer, on_cpu=on_cpu) for key, one in distinct.items()}
@@ -184,11 +184,11 @@ def with_activations(config: LachesisConfig, *, devices: int) -> LachesisConfig:
 
     card_gb = torch.cuda.get_device_properties(device).total_memory / GB
     decided = decide_activations(config, card_gb=card_gb, devices=devices)
-    logger.info("[TRAIN] model.activations auto is %s on %.0f GB", decided.model.activations, card_gb)
+    logger.info("[TRAIN] model.activations: auto means %s on a %.0f GB GPU", decided.model.activations, card_gb)
     return decided
 
 
-# lachesis.rollouts.rewards loads rewards, which have names, arguments by column, and processes to run in.
+# Rewards are not here: lachesis.rollouts.rewards loads them, with names, arguments by column, and worker processes.
 CONTRACTS: Mapping[str, Contract] = {
     wanted.kind: wanted for wanted in (ROLLOUTS, ADVANTAGE, LOSS, OPTIMIZER, SINK, HEALTH_RULE, ENGINE)
 }

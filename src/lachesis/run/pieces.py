@@ -128,7 +128,7 @@ def _feeds(config: LachesisConfig) -> bool:
         there, missing = ("data", "rewards") if has_data else ("rewards", "data")
         raise ConfigError(
             f"{there} without {missing}: a feed needs both",
-            remedy=f"give {missing} as well, or leave {there} out and make the groups in the loop",
+            remedy=f"give {missing} as well, or leave out {there} and make the groups in your loop",
         )
     return has_data
 

@@ -26,8 +26,8 @@ LOOK_S = 1.0
 SILENCE_S = 3.5
 # Seconds that a transfer may take beyond twice the last one; and the limit of a run's first transfer.
 LATE_S, FIRST_TRANSFER_S = 3.5, 4.5
-# A transfer that is late waits no longer for what is stopped, nor for what has been silent for so long: that one may be
-# busy, and has its weights in the end.
+# A late transfer gives up a stopped server at once, and a silent one only after this many seconds: it may be busy and
+# still get its weights.
 GIVEN_UP_S = 15.0
 # The names of waits for transfers begin with this (:mod:`lachesis.bridges.base`).
 TRANSFER = "the transfer of weight version"
@@ -68,7 +68,7 @@ class Pulse:
         self.trouble = found
 
     def miss_transfer(self) -> None:
-        """Give it up if it is in trouble, as a transfer is late."""
+        """Give the server up if it is stopped, or has long been silent, because a transfer is late."""
         if self.trouble and (self._is_stopped or time.monotonic() - self._since > GIVEN_UP_S):
             self.give_up(f"it {self.trouble.partition(',')[0]}")
 
@@ -89,7 +89,7 @@ class Pulse:
         return f"is stopped by a signal, and the run waits for it; resume it with: kill -CONT {number}"
 
     def _silent(self, client: httpx.Client) -> str:
-        """Say that it accepts connections and does not answer; a lost request reports one that is gone."""
+        """Return a sentence if the server accepts connections but does not answer; lost requests report a dead one."""
         if self.health_url is None:
             return ""
         before = paused_s()
@@ -132,7 +132,7 @@ class TransferPulse:
         last_s = self.last_s()
         if found.counted_s() > (FIRST_TRANSFER_S if last_s is None else 2 * last_s + LATE_S):
             self._told = found
-            before = ", as a first one may" if last_s is None else f", and the one before it took {last_s:.1f} s"
+            before = " (the first may take long)" if last_s is None else f", and the one before it took {last_s:.1f} s"
             logger.warning(f"{found.name} has taken {found.counted_s():.0f} s{before}; see the engine's log")
         return self._told is not None
 
@@ -168,7 +168,7 @@ class ServerPulse(Pulse):
         self._is_told = time.monotonic() - self._tokens_since > self._patience_s
         if not self._is_told:
             return ""
-        return f"answers and has generated nothing for {self._patience_s:g} s, for which the run waits"
+        return f"answers but has generated nothing for {self._patience_s:g} s, and the run waits for it"
 
 
 def server_pulse(

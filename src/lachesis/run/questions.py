@@ -49,7 +49,7 @@ class Questions:
         """Fail all waiting questions, because the run has ended."""
 
         def ended(prompts: Prompts, **options: Any) -> list[Group]:
-            raise StopRequested("the run has ended", remedy="call run.sample() again, which takes its trained model")
+            raise StopRequested("the run has ended", remedy="call run.sample() again: it then uses the trained model")
 
         self.answer(ended)
 

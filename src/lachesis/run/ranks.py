@@ -95,7 +95,7 @@ def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
     limit_s = config.deadlines.ranks_s
     job = join_job(world, limit_s=limit_s)
     if not job.secret:
-        logger.warning("ranks believe whoever reaches their ports: set %s to one secret for all ranks", TOKEN_VARIABLE)
+        logger.warning("ranks trust any process that reaches their ports: set one secret %s for all", TOKEN_VARIABLE)
     control = ControlGroup(world, job.store, limit_s=limit_s, secret=job.secret)
     leader = Leader(control, abort=abort_collectives)
     with closing(leader), destroying_process_group():

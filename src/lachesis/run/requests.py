@@ -82,4 +82,4 @@ class RequestedPause:
                 meanwhile()
                 time.sleep(self.look_s)
         self.run.update(status="running")
-        logger.warning("resumed with step %d after a pause of %s", step + 1, format_seconds(wait.elapsed_s()))
+        logger.warning("resumed at step %d after a pause of %s", step + 1, format_seconds(wait.elapsed_s()))

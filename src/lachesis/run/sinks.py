@@ -61,7 +61,7 @@ def build_sinks(
     files, logging_config = run.files, config.logging
     resume_step = start if start > 0 else None
     completions = _completion_picker(config, reward_names=reward_names, tokenizer=tokenizer)
-    # The first ends the run where others could not write either.
+    # An error of the first sink ends the run: if it cannot write, the others cannot either.
     sinks: list[Sink] = [StateSink(run), JsonlSink(files["metrics"], resume_step=resume_step)]
     if logging_config.tape:
         texts, report_groups = token_texts(tokenizer), logging_config.report_groups

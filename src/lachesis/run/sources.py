@@ -102,25 +102,25 @@ def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None
     for text in options.prompts:
         if missing := sorted(placeholders(text) - columns - {"prompt", "solution"}):
             raise ConfigError(
-                f"{key}.prompts {text!r}: no problem has anything in {', '.join(missing)}",
-                remedy=f"name a column that there is: {', '.join(sorted(columns)) or 'none'}",
+                f"{key}.prompts {text!r}: no problem has a value in the column {', '.join(missing)}",
+                remedy=f"name a column that has values: {', '.join(sorted(columns)) or 'there is none'}",
             )
     if not (options.weights or options.reward_weights):
         return
     silent = next((problem for problem in problems if problem.columns.get(options.column) is None), None)
     if silent is not None:
         raise DataError(
-            f"problem {silent.id} has nothing in the column {options.column}, which {key}.column names; it has "
+            f"problem {silent.id} has no value in the column {options.column}, which {key}.column names; it has "
             f"{', '.join(sorted(silent.columns)) or 'no columns'}",
-            remedy=f"name the column that says where a problem is from by {key}.column, and fill it in each row",
+            remedy=f"set {key}.column to the column that names each problem's environment, and fill it in every row",
         )
     there = {str(problem.columns[options.column]) for problem in problems}
     for field, weights in (("weights", options.weights), ("reward_weights", options.reward_weights)):
         for name in weights:
             if name not in there:
                 raise ConfigError(
-                    f"{key}.{field} names {name}, and no problem has that in the column {options.column}",
-                    remedy=f"it has {', '.join(sorted(there)[:_NAMED])}{' and more' if len(there) > _NAMED else ''}",
+                    f"{key}.{field} names {name}, but no problem has that value in the column {options.column}",
+                    remedy=f"use one of {', '.join(sorted(there)[:_NAMED])}{' ...' if len(there) > _NAMED else ''}",
                 )
 
 
@@ -135,8 +135,8 @@ def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:
         raise ConfigError(
-            f"sampling.max_completion_length is {config.sampling.max_completion_length} and the model's context "
-            f"{context_length(config.model)} tokens: no prompt fits",
+            f"sampling.max_completion_length is {config.sampling.max_completion_length} and the model's context has "
+            f"{context_length(config.model)} tokens, which leaves no room for a prompt",
             remedy="lower sampling.max_completion_length",
         )
     data = config.data
@@ -297,8 +297,8 @@ def build_source(
     removed = removed_special_tokens(policy.tokenizer)
     if removed and config.rewards.special_tokens == "remove":
         logger.warning(
-            "%s are special tokens of the tokenizer and are taken out of the text that rewards see; "
-            "rewards.special_tokens: keep leaves them there",
+            "%s are special tokens of the tokenizer and are removed from the text that rewards see; "
+            "set rewards.special_tokens: keep to leave them in",
             ", ".join(removed[:8]),
         )
     shared: dict[str, Any] = {

@@ -220,8 +220,8 @@ def _read(path: Path, kind: type[FileT]) -> FileT | None:
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:
-    remedy = "the run's own files tell more: metrics.jsonl, logs/trainer.log"
-    return ConfigError(f"how the run stands cannot be read from {path}: {reason}", remedy=remedy)
+    remedy = "look at the run's metrics.jsonl and logs/trainer.log instead"
+    return ConfigError(f"the status of the run cannot be read from {path}: {reason}", remedy=remedy)
 
 
 def _state(facts: _StateFile) -> tuple[RunState, str]:
@@ -231,9 +231,9 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
         return state, ""
     pid, host = facts.pid, facts.host
     if pid is None or host is None:
-        return state, "which process it is was not recorded, so whether it lives cannot be checked"
+        return state, "its process was not recorded, so lachesis cannot check if it is alive"
     if host != socket.gethostname():
-        return state, f"whether its process lives cannot be checked from here: it runs on {host}"
+        return state, f"its process runs on {host}, so lachesis cannot check from here if it is alive"
     condition = _condition(pid, began=facts.began)
     if condition == "gone":
         return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
@@ -241,7 +241,7 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
         return "suspended", f"a signal has stopped the process; resume it with: kill -CONT {pid}"
     return (
         state,
-        "it was requested; resume it with the button of `lachesis watch`" if state == "paused" else "",
+        "as requested; resume it with the button of `lachesis watch`" if state == "paused" else "",
     )
 
 
@@ -334,7 +334,7 @@ def _times(status: RunStatus) -> str:
     parts = [] if status.elapsed_s is None else [f"{format_seconds(status.elapsed_s)} {word}"]
     if status.remaining_s is not None:
         parts.append(f"about {format_seconds(status.remaining_s)} left")
-    parts.append(f"last heard of {format_seconds(status.silent_s)} ago")
+    parts.append(f"last heard from {format_seconds(status.silent_s)} ago")
     return ", ".join(parts)
 
 
@@ -370,9 +370,9 @@ def _engine_texts(engines: Sequence[NamedEngine]) -> list[str]:
 
 def _wait_texts(status: RunStatus, *, now: float) -> list[str]:
     if status.waits is None:
-        return ["not known: there is no live.json of this process"]
+        return ["unknown: this process has not written live.json"]
     texts = [_wait(wait, now=None if status.state == "gone" else now) for wait in status.waits]
-    return texts or ["nothing that takes longer than a second"]
+    return texts or ["nothing for longer than a second"]
 
 
 def _wait(wait: NamedWait, *, now: float | None) -> str:

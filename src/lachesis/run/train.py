@@ -479,7 +479,7 @@ def run_to_end(run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, s
 def begin_run(
     run: RunDirectory, *, resume: bool, engines: Callable[[], Sequence[EngineRow]] = tuple
 ) -> Iterator[Console]:
-    """Own the run directory during the block, and write log messages (also of libraries) and any error to its log.
+    """Hold the run directory during the block, and write any error and log messages, also of libraries, to its log.
 
     Yields a console that writes into that log.
     """

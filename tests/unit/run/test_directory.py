@@ -172,7 +172,7 @@ class TestARunThatIsThere:
         held_run(path)
         (path / "rollouts").mkdir()
         before = content(path)
-        with pytest.raises(ConfigError, match="finished at step 12 and has no checkpoint to go on from"):
+        with pytest.raises(ConfigError, match="finished at step 12 and has no checkpoint to resume from"):
             claim(path, resume=True)
         assert content(path) == before
         (path / "checkpoints" / "step_000012").mkdir(parents=True)

@@ -98,7 +98,7 @@ def test_an_update_without_room_beside_the_trainer_waits_in_the_hosts_memory(cap
         assert not caplog.messages
         assert placed(80) == "host"
     (said,) = caplog.messages
-    assert "host's memory" in said and "of the GPU's 80.0 are the trainer's" in said
+    assert "host's memory" in said and "of the GPU's 80.0 GB the trainer needs" in said
 
 
 def test_beside_a_gpu_both_are_decided_by_its_size(monkeypatch: pytest.MonkeyPatch):
@@ -131,7 +131,7 @@ def test_an_engine_on_the_ranks_gpus_has_room_there_or_has_to_sleep(caplog: pyte
     of(141)
     of(85, enable_sleep_mode=True)  # as many as an H100 has
     assert not caplog.messages
-    with pytest.raises(ConfigError, match=r"beside what each of 2 ranks holds of a GPU, 7\d.\d GB while") as caught:
+    with pytest.raises(ConfigError, match=r"each of 2 ranks takes 7\d.\d GB of its GPU while it trains") as caught:
         of(85)
     assert "enable_sleep_mode: true" in caught.value.remedy
     of(85, gpu_memory_utilization=0.3)

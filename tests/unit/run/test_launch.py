@@ -53,7 +53,8 @@ def test_a_start_of_vllm_is_announced_with_its_log(
     with launched_engine(over_vllm, resume=False, overwrite=False, console=Console(width=500)) as launched:
         assert launched.age_s >= 0.0
     said = capsys.readouterr().out
-    assert said == f"engine: vLLM is starting, which takes minutes at first; its log: {tmp_path}/runs/.run.engine.log\n"
+    log = f"{tmp_path}/runs/.run.engine.log"
+    assert said == f"engine: vLLM is starting; the first time takes minutes; log: {log}\n"
 
 
 def test_what_nobody_takes_is_stopped_and_leaves_nothing(loaded: LoadedConfig, tmp_path: Path):

@@ -133,7 +133,7 @@ def test_the_first_transfer_of_a_run_is_told_in_five_seconds_too(caplog: pytest.
         began = time.monotonic()
         until(lambda: caplog.messages)
         assert time.monotonic() - began < 6.5
-    assert "has taken" in caplog.messages[0] and "as a first one may" in caplog.messages[0]
+    assert "has taken" in caplog.messages[0] and "the first may take long" in caplog.messages[0]
 
 
 def test_a_question_is_open_for_less_than_five_seconds_and_the_pause_before_it():
@@ -167,7 +167,7 @@ def test_an_engine_that_answers_and_generates_nothing_of_what_the_run_waits_for(
         if waits == "its requests":
             asked.set()
         until(lambda: caplog.messages)
-        trouble = "answers and has generated nothing for 0.4 s, for which the run waits"
+        trouble = "answers but has generated nothing for 0.4 s, and the run waits for it"
         assert caplog.messages == [f"the engine at {url} {trouble}"]
         said["generated_tokens"] = 8
         until(lambda: len(caplog.messages) == 2)

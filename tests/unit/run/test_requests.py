@@ -51,7 +51,7 @@ def test_it_lasts_until_it_is_taken_back_and_says_so(run: RunDirectory, caplog: 
     assert read_status(run.path).state == "running" and paused_s() > before
     first, last = (record.getMessage() for record in caplog.records)
     assert first == f"paused after step 3, as requested; `lachesis watch {run.path}` resumes it"
-    assert last.startswith("resumed with step 4 after a pause of ")
+    assert last.startswith("resumed at step 4 after a pause of ")
 
 
 def test_a_request_to_stop_ends_it(run: RunDirectory):

@@ -157,11 +157,11 @@ class TestALiveRun:
         assert json.loads(status_json(status))["engines"][0]["in_flight"] == 3
 
     def test_short_waits_are_not_worth_a_name_and_an_unknown_one_is_not_none(self, path: Path):
-        assert "not known: there is no live.json" in text(read_status(path))
+        assert "unknown: this process has not written live.json" in text(read_status(path))
         live(path, WAIT, pid=os.getpid() + 1)
         assert read_status(path).waits is None, "it is of the process before"
         live(path)
-        assert "nothing that takes longer than a second" in text(read_status(path))
+        assert "nothing for longer than a second" in text(read_status(path))
 
     def test_the_main_numbers_and_seconds_are_on_a_line_each(self, path: Path):
         metrics(path, 3, step_time=75.0, data_fetch_time=2.0, sync_time=0.01234, eval_time=0.0, loss=None)
@@ -242,7 +242,7 @@ class TestWhatCannotBeSeen:
         change(path, pid=2**30, host="elsewhere")
         status = read_status(path)
         assert status.state == "running"
-        assert "cannot be checked from here: it runs on elsewhere" in status.note
+        assert "its process runs on elsewhere, so lachesis cannot check from here" in status.note
 
     def test_a_run_whose_process_was_not_recorded_is_not_checked_either(self, path: Path):
         (path / "state.json").write_text(json.dumps({"status": "running", "pid": 2**30}))

@@ -135,7 +135,7 @@ def test_a_model_that_is_pushed_has_the_card_of_its_step(make_run: MakeRun):
         assert f"The model is that of step {step}. The run continued to step 6; all figures are up to" in card
         assert "0.6" not in card
     (final / "lachesis.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"lachesis\.json does not say the step of a model \(KeyError: 'step'\)"):
+    with pytest.raises(CheckpointError, match=r"lachesis\.json does not give the model's step \(KeyError: 'step'\)"):
         write_card(run)
     (final / "lachesis.json").unlink()  # as earlier versions left a model
     card = write_card(run).read_text()

@@ -44,20 +44,20 @@ def test_without_weights_no_problem_has_to_say_where_it_is_from(load: Any):
             "named",
             {"weights": {"math": 0.0, "chatt": 1.0}},
             ConfigError,
-            "algorithm.teacher.weights names chatt, and no problem has that in the column subject",
+            "algorithm.teacher.weights names chatt, but no problem has that value in the column subject",
         ),
         ("named", {"reward_weights": {"maths": 0.0}}, ConfigError, "algorithm.teacher.reward_weights names maths"),
         (
             "silent",
             {"weights": {"math": 0.0}},
             DataError,
-            "problem 2 has nothing in the column subject, which algorithm.teacher.column names; it has prompt, subject",
+            "problem 2 has no value in the column subject, which algorithm.teacher.column names; it has prompt, sub",
         ),
         (
             "named",
             {"weights": {"math": 0.0}, "column": "topic"},
             DataError,
-            "problem 0 has nothing in the column topic",
+            "problem 0 has no value in the column topic",
         ),
     ],
 )
