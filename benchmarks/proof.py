@@ -343,8 +343,8 @@ def install_cache_fault(directory: Path) -> Path:
 
 # The words of the proof, by what they tell.
 WORDS = {
-    "still holds": "as they were before", "in the place of": "swapped", "none of them": "another run's",
-    "are not the trainer's": "tensors differ", "computes what it computed": "stands still",
+    "still holds": "as they were before", "in place of": "swapped", "none of them": "another run's",
+    "from the trainer's (": "tensors differ", "still computes as at": "stands still",
     "times what is allowed": "canary off", "prefix cache": "prefix cache",
 }  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_one_expert_that_is_off_by_a_last_bit_is_found(
 
     with bridged(EMBEDDED[0], embedded, tmp_path.name) as live:
         monkeypatch.setattr("lachesis.bridges.broadcast.full_weights", tampered)
-        with pytest.raises(StaleWeights, match=f"1 are not the trainer's .{experts}"):
+        with pytest.raises(StaleWeights, match=f"1 differs from the trainer's .{experts}"):
             live.bridge.sync(1)
         assert live.difference() < TOLERANCE, "by logprobs nobody would have known"
 

@@ -229,7 +229,7 @@ class TestAnEngineThatIsKilled:
         assert f"(pid {killed}," in log and "was ended by SIGKILL" in log
         assert done.code == 6
         line = done.err.splitlines()[-1]
-        assert line.startswith("error: the engine died and the weights in its memory with it: ")
+        assert line.startswith("error: the engine died, and the weights in its memory are lost: ")
         assert line.endswith("-> continue from the last checkpoint with --resume")
         assert state(run_dir)["status"] == "failed"
         resumed = train(config, "--resume")

@@ -86,7 +86,7 @@ class Bridge(ABC, Generic[PolicyT]):
         self._policy: PolicyT | None = None
         self.last_report: SyncReport | None = None
         self._slept: float | None = None
-        # Of the current transfer, or the last: for a transport to note.
+        # What transports note about the current transfer, or the last one.
         self._engine_seconds: dict[str, float] = {}
         self._rank_sent: dict[int, RankSent] = {}
         self.version: int = 0  # of the trainer's weights; the engine's lags behind it between transfers
@@ -154,7 +154,7 @@ class Bridge(ABC, Generic[PolicyT]):
         shares = self.capabilities.shares_storage
         with ExitStack() as resuming:
             if shares:
-                # Before the pause: one that failed half way must not leave the engine standing.
+                # Pushed before the pause: if the pause fails half way, the engine must not stay paused.
                 resuming.push(self._resume)
                 self._pause()
             resuming.push(self._wake_after_failure)

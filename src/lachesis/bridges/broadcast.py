@@ -58,9 +58,9 @@ T = TypeVar("T")
 PolicyIn = TypeVar("PolicyIn", contravariant=True)
 
 _POLL_S = 0.1
-# How long the side that did not fail first gets to say what it saw.
+# Seconds that the side that did not fail first has to report what it saw.
 _LAST_WORD_S = 5.0
-# Until a server has noticed that its engine is dead.
+# Seconds until a server has noticed that its engine is dead.
 _NOTICE_S = 1.0
 
 
@@ -177,8 +177,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._plan: TransferPlan | None = None
         self._channel: Channel | None = None
         self._connected: tuple[tuple[str, str], ...] = ()
-        self._failures: list[tuple[str, EngineError]] = []  # of servers in the transfer that goes on, the first first
-        self._left_out: dict[int, str] = {}  # by version: why one was, its address taken out
+        self._failures: list[tuple[str, EngineError]] = []  # of servers in the current transfer, the earliest first
+        self._left_out: dict[int, str] = {}  # by version: why a server was left out, without the server's address
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
@@ -200,7 +200,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             if self._some_died(servers) or self._leave_out(error, version=version):
                 raise EngineLeftOut(error.message) from error
             raise
-        if self.engine.sessions != servers:  # one died when it had sent its last word
+        if self.engine.sessions != servers:  # a server died after its last answer
             self._disconnect()
         logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
 
@@ -221,7 +221,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         """Mark a server dead that failed or hangs, and return True unless that leaves none."""
         if isinstance(error, DeadlineExceeded):
             answers = Deadline("an answer of a receiving server", _LAST_WORD_S)
-            reason = f"it does not answer after {error.message}"
+            reason = f"it does not answer ({error.message})"
             return self.engine.lose_silent(lambda server: server.stop_receiver(deadline=answers), reason=reason)
         url = self._at_fault(error)
         if url is None or isinstance(error, StaleWeights):
@@ -365,7 +365,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._saved_names = saved = any(info.engine.startswith("vllm") for info in infos)
         ranks, world_size = _ranks(infos)
         self._stop_receivers(deadline)
-        # It travels with the request to join, which only who holds the session's token may send.
+        # The secret travels with the request to join, which requires the session's token.
         secret = secrets.token_hex(32)
         found = self._listening(secret)
         if len(found) == 1:
@@ -405,7 +405,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         return {rank: found[rank] for rank in busy_senders(sizes, candidates=[*found])}
 
     def _connect(self, plan: TransferPlan, deadline: Deadline) -> None:
-        """Have all servers join new channels; this rank's channel is connected on return.
+        """Make all servers join new channels; this rank's channel is connected on return.
 
         Raises:
             EngineError: a server refuses, does not answer, or its worker cannot join.
@@ -432,7 +432,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             return channel
 
         def watch() -> None:
-            # Where a server reports that its side failed, its worker will never come.
+            # If a server reports that its side failed, its worker will never connect.
             self._not_connected(plan, deadline)
 
         try:
@@ -491,7 +491,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _not_connected(self, plan: TransferPlan, deadline: Deadline) -> str:
         """Return why the receivers are not all connected yet.
 
-        Raises EngineError if one has failed or is not waited for any more.
+        Raises EngineError if one has failed, or if a server was lost.
         """
         check = self._noting(lambda server: _check_receiver(server, deadline))
         connected = self.engine.on_all(check, together=True)
@@ -548,7 +548,7 @@ def _check_receiver(server: ServerControl, deadline: Deadline) -> bool:
     if status.state == "error":
         raise EngineError(
             f"vLLM NCCL setup failed on {server.url}: {status.detail or 'no reason given'}",
-            remedy="look at the engine's log; nccl needs a GPU each for trainer and engine, ipc needs the same GPU",
+            remedy="read the engine's log; nccl needs separate GPUs for trainer and engine, ipc needs the same GPU",
         )
     return status.state == "connected"
 

@@ -52,7 +52,7 @@ class BridgeParts(Generic[ModelPolicyT]):
         members: returns the wanted servers, if they may change.
         whole_of: makes a policy's parameters whole before they travel.
         companions: writes a checkpoint's files besides the weights.
-        make_room: as :class:`~lachesis.bridges.external.Servers` has it.
+        make_room: as in :class:`~lachesis.bridges.external.Servers`.
         pack_buckets: as :class:`BroadcastBridge` takes it, if the engine is on the GPUs of several ranks.
         together: a policy as its ranks send its weights together; without it this process sends them.
         canary_prompt: token ids with which the canary of the proof begins.

@@ -28,7 +28,7 @@ Evidence = Literal["weights", "adapter", "none"]
 
 _PROMPT_TOKENS = 64
 _CONTINUATION_TOKENS = 32
-# Where there is no prompt: any tokens will do, for what follows them is likely all the same.
+# Without a prompt any tokens will do, because their greedy continuation is likely in any case.
 _ARBITRARY_TOKENS = 16
 
 # The share of logit noise that even a certain token shows.
@@ -107,12 +107,12 @@ class Allowance:
         return max(found.mean / self.mean, found.high / self.high)
 
 
-# How many times the usual disagreement is agreement still. From one transfer to the next the mean of |z| varies by a
-# fifth, so that four times the usual one does not come about by chance.
+# Multiple of the usual disagreement that still counts as agreement. From one transfer to the next the mean of |z|
+# varies by a fifth, so chance alone does not make it four times the usual one.
 _MARGIN = 4.0
 # Number of accepted readings that define the usual range.
 _REMEMBERED = 33
-# Where nothing was accepted yet and no digest vouches for the bytes; in units of ``limit``.
+# The limit of the 0.9 quantile before any reading was accepted, in units of ``limit``.
 _HIGH_OVER_MEAN = 2.0
 
 
@@ -148,12 +148,12 @@ class NoiseScale:
         return Allowance(min(widest.mean, _MARGIN * self.usual), min(widest.high, _MARGIN * high))
 
 
-# A movement is resolved once it is twice what the difference of both sides moves by on its own. With correct weights
-# the engine's movement then leaves less than half of itself unexplained; an engine that stands still, more than twice.
+# A movement is resolved once it is twice as large as the chance movement of both sides' difference. With correct
+# weights less than half of the engine's movement is then unexplained; if the engine stands still, more than twice.
 _RESOLVED = 2.0
 _UNEXPLAINED = 1.3
 _FEWEST_WOBBLES = 3
-# Rounding alone moves a 16-bit trainer by about the usual difference of both sides, and never by so many times that.
+# Rounding alone moves a 16-bit trainer by about the usual difference of both sides, and never by this multiple of it.
 _BEYOND_ROUNDING = 1.5
 # Where one side's weights are quantized, an update moves both sides by different amounts: NF4 changes the logprobs of
 # SmolLM2-135M by half a nat. An engine stands still there only if it moves by less than this share of the trainer.

@@ -28,12 +28,12 @@ from lachesis.process.managed import ManagedProcess, launch_together, wait_toget
 logger = logging.getLogger("lachesis")
 
 ProofBuilder = Callable[[PolicyT, HttpEngine], Proof]
-# The command that serves the checkpoint in a directory, for the server of that number.
+# Returns the command with which the server of a number serves the checkpoint in a directory.
 Command = Callable[[int, Path], Sequence[str]]
 _LOOK_S = 0.05
-# What a server that was dead gets to say that it is there.
+# Seconds that a server that was dead has to answer.
 _GREETING_S = 2.0
-# One that has answered so lately is thought to live: a transfer finds out.
+# A server that answered within this many seconds is taken to be alive; if it is not, the transfer finds out.
 _QUIET_S = 1.0
 
 
@@ -253,10 +253,10 @@ class ExternalBridge(Bridge[PolicyT]):
         if not urls:
             logger.warning("the engines are unchanged: engine.urls names no engine now")
             return
-        self.engine.set_members(urls, deadline=Deadline("giving engines back", _GREETING_S))
+        self.engine.set_members(urls, deadline=Deadline("releasing engines", _GREETING_S))
 
     def _meet(self) -> None:
-        """Replace dead servers, and admit those that came or came back."""
+        """Replace dead servers, and admit servers that are new or back."""
         engine = self.engine
         engine.look(quiet_s=_QUIET_S)
         for url in self._replaced() if self._owned is not None else self._absent():
@@ -265,7 +265,7 @@ class ExternalBridge(Bridge[PolicyT]):
             except (EngineError, DeadlineExceeded) as error:
                 engine.fleet.died(url, error.message)
             else:
-                logger.info("the engine at %s is back; it serves once it has the weights", url)
+                logger.info("the engine at %s is back; it will serve again once it has the weights", url)
 
     def _replaced(self) -> tuple[str, ...]:
         """Return the servers that are ready.
@@ -286,7 +286,7 @@ class ExternalBridge(Bridge[PolicyT]):
 
     def wake(self, *, for_weights: bool = False) -> None:
         if self._servers.sleep_level:
-            self._servers.make_room(self.policy)  # what is kept of the training pass is the engine's again
+            self._servers.make_room(self.policy)  # memory cached by the training pass goes to the engine again
             self.engine.wake_up(("weights",) if for_weights else MEMORY_PARTS)
 
     def recover(self, error: EngineError) -> None:
@@ -300,7 +300,7 @@ class ExternalBridge(Bridge[PolicyT]):
             raise error
         if self._servers.trains_in_engine:
             raise EngineError(
-                f"the engine died and the weights in its memory with it: {error.message}",
+                f"the engine died, and the weights in its memory are lost: {error.message}",
                 remedy="continue from the last checkpoint with --resume",
             ) from error
         if self._recovered == self.version:
@@ -310,7 +310,7 @@ class ExternalBridge(Bridge[PolicyT]):
             ) from error
         self._recovered = self.version
         logger.warning("the engine died; restarting it with weight version %d", self.version)
-        if not self.capabilities.owns_engine:  # those start it in their transfer
+        if not self.capabilities.owns_engine:  # bridges that own the engine start it in their transfer
             if self._servers.sleep_level:
                 self._servers.make_room(self.policy)
             self._owned.start_again()
@@ -323,8 +323,8 @@ class ExternalBridge(Bridge[PolicyT]):
             self._owned.stop()
 
     def renew(self) -> None:
-        """Forget all that was agreed with an engine that has been replaced or restarted."""
-        if not self.capabilities.owns_engine:  # their proof comes with the start in the next transfer
+        """Forget the proof and channels of an engine that has been replaced or restarted."""
+        if not self.capabilities.owns_engine:  # bridges that own the engine build it in the next transfer
             self._build_proof()
 
     def _build_proof(self) -> None:

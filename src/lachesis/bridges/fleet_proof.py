@@ -39,9 +39,9 @@ from lachesis.transport.shared_tensors import dtype_name
 
 logger = logging.getLogger("lachesis")
 
-# Where a policy is built on the engine's tensors: which rows of which of them its parameters are.
+# Returns the rows of the engine's tensors that a policy's parameters are, if it is built on these tensors.
 Slices = Callable[[], Mapping[str, DigestSlice]]
-# What ends the proof of one engine, and not those of the others.
+# Errors that end the proof of one engine, but not the proofs of the others.
 _ONE_FAILS = (StaleWeights, EngineUnreachable, DeadlineExceeded)
 
 
@@ -85,7 +85,7 @@ class FleetProof:
         if not proved:
             raise failures[0]
         for failure in failures:
-            logger.warning("an engine is left out, others continue: %s", failure.message)
+            logger.warning("an engine is left out and the others continue: %s", failure.message)
         self._engine.fleet.require(version)
         return max(proved, key=lambda one: (bool(one.doubt), one.ratio))
 
@@ -202,10 +202,10 @@ def digests_of(
     whole: Whole,
     deadline: Callable[[], Deadline],
 ) -> tuple[Digests, DigestRequest] | None:
-    """Return the trainer's exact digests, and what to ask the server for; None if the server's tensors differ in form.
+    """Return the trainer's exact digests and the request for the server's; None if the server's tensors differ in form.
 
-    They differ with adapters split over GPUs, with kernels that repack weights (as on the CPU), with layers whose cut
-    the server does not know, and in another dtype.
+    They differ in form if the dtype is another, if an adapter is split over GPUs, if kernels repack weights (as on the
+    CPU), or if the server does not know how a layer is split.
     """
     info = control.info(deadline=deadline())
     dtype: torch.dtype = getattr(torch, info.model.dtype)

@@ -103,7 +103,7 @@ def adapter_config(model: nn.Module) -> bytes:
             remedy="set adapter.kind to lora, or use a bridge that transfers full weights",
         )
     with tempfile.TemporaryDirectory() as directory:
-        # No tensors: the configuration is all that is wanted of peft here.
+        # Without tensors, because only peft's configuration is needed here.
         model.save_pretrained(directory, state_dict={}, save_embedding_layers=False)
         return (Path(directory) / ADAPTER_CONFIG).read_bytes()
 

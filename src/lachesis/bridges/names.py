@@ -29,14 +29,14 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 VLLM_ARCHITECTURES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite"}
 )
-# The same of mixtures, as far as the kernels of their experts leave the order of transformers: vLLM's of Triton do, on
-# Hopper its first choice; those of FlashInfer for other cards do not, which shapes do not tell, and its worker does.
+# The same for mixtures, if the kernels of their experts keep transformers' order: vLLM's Triton kernels, its first
+# choice on Hopper, do; FlashInfer's, for other cards, do not. Shapes do not show which; vLLM's worker reports it.
 VLLM_MIXTURES = frozenset({"qwen3_moe"})
 _EXPERTS = {
     "experts.gate_up_proj": "experts.routed_experts.w13_weight",
     "experts.down_proj": "experts.routed_experts.w2_weight",
 }
-# What vLLM has the language model in, of most models for images and text.
+# Prefix of vLLM's names for the language model in most models for images and text.
 _LANGUAGE_MODEL = "language_model."
 _SHOWN = 4
 
@@ -66,7 +66,7 @@ def map_parameters(
     known = VLLM_ARCHITECTURES | VLLM_MIXTURES if mixtures else VLLM_ARCHITECTURES
     if not identical and model_type not in known:
         raise ModelError(
-            f"how vLLM stores the weights of a {model_type!r} model is not known here, so they cannot be shared",
+            f"the weights of a {model_type!r} model cannot be shared: it is not known here how vLLM stores them",
             remedy="use bridge.kind lora_only, broadcast or reload; shared weights exist for "
             f"{', '.join(sorted(VLLM_ARCHITECTURES | VLLM_MIXTURES))}",
         )
@@ -81,7 +81,7 @@ def map_parameters(
     if problems:
         shown = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN))
         raise ModelError(
-            f"the engine serves another model: it has {describe(engine)}, the trainer's has {describe(parameters)} "
+            f"the engine serves another model, with {describe(engine)}; the trainer's has {describe(parameters)} "
             f"(size mismatch or missing: {shown})",
             remedy="serve the model that is trained: model.path of the trainer and --model of the engine",
         )
@@ -212,7 +212,7 @@ def _check_cover(slices: Mapping[str, DigestSlice], engine: Mapping[str, Shape])
     rest = [name for name in engine if name not in used and not name.endswith("lm_head.weight")]
     if rest:
         raise ModelError(
-            f"the engine serves another model: the trainer's has no {', '.join(rest[:_SHOWN])}"
+            f"the engine serves another model: the trainer's model lacks {', '.join(rest[:_SHOWN])}"
             + (f" and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""),
             remedy="serve the model that is trained: model.path of the trainer and --model of the engine",
         )

@@ -27,33 +27,33 @@ logger = logging.getLogger("lachesis")
 # any model: ten times what was seen on pretrained ones. With products in TF32, which has float16's ten bits, float32
 # weights were 0.003 and 0.005 nats apart on a GPU.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "tf32": 0.05, "float16": 0.05, "bfloat16": 0.25}
-# Smallest usual mean of |z|: a model of few layers agrees better than one that has moved since.
+# Smallest usual mean of |z|, because a small model may agree better at first than after training.
 _FLOOR = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-3, "float16": 1e-3, "bfloat16": 8e-3}
-# Of a trainer whose base weights are quantized and an engine whose are not: int8 moves a weight by about 0.6% of the
-# weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
-# An engine in fp8 rounds its inputs too, or keys and values, by 3% of a value each. Its bytes are proved by digests.
-# With both an 8B model of random weights was 2.2 nats off.
+# The same limit if only the trainer's base weights are quantized: int8 moves a weight by about 0.6% of the weights'
+# deviation, NF4 by 9%. The adapter's digests then prove the transfer itself.
+# An engine in fp8 also rounds its inputs, or keys and values, by 3% of a value each. Digests prove its bytes.
+# With both, an 8B model with random weights was 2.2 nats off.
 QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "fp8": 2.0, "nf4": 4.0, "fp8 with its cache": 4.0}
-# Where digests prove the bytes, so many times the allowance is more than rounding can do: the engine computes with
-# something else than the tensors that were digested.
+# If digests prove the bytes, a disagreement beyond this multiple of the allowance is more than rounding can do: the
+# engine computes with something other than the digested tensors.
 _BEYOND_ROUNDING = 8.0
 _ROUNDED = ("none", "fp8", "fp8 with its cache")
 
 Digests = Callable[[], Mapping[str, int]]
 NO_DIGESTS = DigestRequest(slices={})
-# What each side says of itself: canary, and digests.
+# What each side reports: its reading of the canary, and its digests.
 EngineSays = tuple[CanaryReading, Mapping[str, int]]
 TrainerSays = tuple[Sequence[float], Mapping[str, int]]
 
 
 _REMEDIES = {
     "none": "part of the weights did not arrive, or training diverges; look at the engine's log and at grad_norm",
-    "adapter": "the engine does not compute with the adapter as the trainer does; look at its log for modules that it "
-    "left out, and at grad_norm",
-    "weights": "the engine has the trainer's bytes and computes something else: its kernels are wrong for this model, "
+    "adapter": "the engine does not compute with the adapter as the trainer does; look for skipped modules in its log, "
+    "and at grad_norm",
+    "weights": "the engine has the trainer's bytes but computes something else: its kernels are wrong for this model, "
     "or read a copy made before the update; restart it, try --enforce-eager, and look at its log",
-    "one model": "the model's cache is wrong in this version of transformers, or its weights diverge: use engine.kind: "
-    "vllm, another version of transformers, or look at grad_norm",
+    "one model": "the model's KV cache is wrong in this version of transformers, or its weights diverge; use "
+    "engine.kind: vllm or another version of transformers, and look at grad_norm",
 }
 
 
@@ -196,10 +196,10 @@ class SyncProof:
         """Return the canary's evidence against the transfer, or an empty text."""
         standing = self._history.standing_at(expected, reading.logprobs, usual=self._scale.usual)
         if standing is not None:
-            unused = " although it holds the adapter: it does not use it" if self._evidence == "adapter" else ""
+            unused = ", so it has the adapter but does not use it" if self._evidence == "adapter" else ""
             return (
                 f"after the transfer of version {version} the engine still computes as at version {standing}"
-                f"{unused}; the trainer's logprobs have moved since, to {_brief(expected)}, and the engine's are "
+                f"{unused}; the trainer's logprobs have moved since then to {_brief(expected)}, but the engine's are "
                 f"{_brief(reading.logprobs)}"
             )
         if ratio <= 1:
@@ -221,12 +221,12 @@ class SyncProof:
     def _check_identity(self, reading: CanaryReading, *, version: int) -> None:
         if reading.session_id != self.session_id:
             raise StaleWeights(
-                f"the engine is of session {reading.session_id}, this run works with {self.session_id}",
-                remedy="stop the engine that another run left over, or point the run at its own",
+                f"the engine that answers has session {reading.session_id}, but this run works with {self.session_id}",
+                remedy="stop the engine that another run left behind, or point this run at its own engine",
             )
         if reading.version != version:
             raise StaleWeights(
-                f"the engine serves weight version {reading.version}, the trainer is at {version}",
+                f"the engine serves weight version {reading.version}, but the trainer is at {version}",
                 remedy="the transfer did not arrive; look at the engine's log",
             )
 
@@ -238,7 +238,7 @@ class SyncProof:
         if reading.cached_tokens and version != self._version:
             raise StaleWeights(
                 f"after the transfer of version {version} the engine answers from a prefix cache that holds "
-                f"{reading.cached_tokens} tokens of the proof's probe, computed with the weights before",
+                f"{reading.cached_tokens} tokens of the proof's probe, computed with earlier weights",
                 remedy="the engine did not clear its prefix cache; restart it, or start it without prefix caching",
             )
 
@@ -262,8 +262,11 @@ def check_digests(
     if not missing and not different:
         return
     parts = [
-        f"{len(names)} {what} ({_named(names)})"
-        for what, names in (("are not the trainer's", different), ("are not there", missing))
+        f"{len(names)} {one if len(names) == 1 else many} ({_named(names)})"
+        for one, many, names in (
+            ("differs from the trainer's", "differ from the trainer's", different),
+            ("is missing", "are missing", missing),
+        )
         if names
     ]
     raise StaleWeights(
@@ -284,7 +287,7 @@ def _what_instead(
         return f": it still holds{few or ' them'} as they were before this update"
     named = {digest: name for name, digest in ours.items()}
     if swapped := [(name, named[theirs[name]]) for name in different if theirs[name] in named]:
-        return f": in the place of {swapped[0][0]} it holds {swapped[0][1]}"
+        return f": it holds {swapped[0][1]} in place of {swapped[0][0]}"
     if len(different) == len(ours) > 1:
         return ": none of them is the trainer's, so these are the weights of another run or model"
     return ""

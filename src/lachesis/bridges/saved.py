@@ -30,12 +30,12 @@ from lachesis.engines.http.control import ServerControl
 
 logger = logging.getLogger(__name__)
 
-# Under which requests may ask for the policy's adapter.
+# The model name under which requests may ask for the policy's adapter.
 ADAPTER_NAME = "policy"
 
 # Writes a policy's weights into an empty directory.
 Save = Callable[[PolicyT, Path], None]
-# Has a server take the weights in a directory as those of a version.
+# Makes a server load the weights in a directory as those of a version.
 Load = Callable[[ServerControl, Path, int, Deadline], None]
 
 

@@ -26,7 +26,7 @@ from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
 from lachesis.transport.rendezvous import Rendezvous, address_towards, listen
 
-# Tensors of parts, each for one rank; that one gets its own whole, and all ranks have to take all that they get.
+# Gathers tensors, each for one rank, which alone gets it whole; every rank must consume everything that is yielded.
 Gather = Callable[[Sequence[tuple[int, Sequence[Tensor]]]], Iterator[Tensor]]
 
 
@@ -176,8 +176,8 @@ class ShareSender:
         address = address_towards(urls)
         if ip_address(address.strip("[]")).is_loopback and socket.gethostname() != host:
             raise EngineError(
-                "engine.urls have a loopback address, which means another machine here than for rank 0",
-                remedy="name the engines by addresses that all nodes of the trainer can reach",
+                "engine.urls has a loopback address, which on this node means another machine than on rank 0's",
+                remedy="use addresses in engine.urls that all nodes of the trainer can reach",
             )
         self._rendezvous = listen(f"tcp://{address}:0", secret=secret)
         return self._rendezvous.init_method

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _WRAPPER = "base_model.model."
 _INNER = ".base_layer."
 
-# All of each parameter, one after the other, also where they are sharded over ranks: a policy's ``whole``. It is asked
-# for many at once, since ranks have to meet for it.
+# A policy's ``whole``: yields each parameter in full, also if it is sharded over ranks. It takes many parameters at
+# once, because all ranks have to take part.
 Whole = Callable[[Sequence[Tensor]], Iterator[Tensor]]
 
 
@@ -107,9 +107,9 @@ def weight_parts(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
     pairs, parameters = _merged_pairs(model), base_parameters(model)
     if tied := sorted(pairs.keys() - parameters.keys()):
         raise ModelError(
-            f"the adapter changes {tied[0]}, whose weight is that of the embeddings too (tie_word_embeddings): merged "
-            "into it, as this bridge sends it, it would change both",
-            remedy="take it out of adapter.targets, or use bridge.kind lora_only or in_process",
+            f"the adapter changes {tied[0]}, which shares its weight with the embeddings (tie_word_embeddings): this "
+            "bridge merges the adapter into the weight, which would change both",
+            remedy="remove it from adapter.targets, or use bridge.kind lora_only or in_process",
         )
     return {
         name: (parameter, pairs[name].a, pairs[name].b) if name in pairs else (parameter,)
@@ -142,8 +142,8 @@ def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
         return
     if any(len(entry.reverse_transform().source_patterns) > 1 for entry in converters):
         raise ModelError(
-            f"a tensor in the checkpoints of {type(transformer).__name__} is several of its parameters, which travel "
-            "one by one",
+            f"a tensor in the checkpoints of {type(transformer).__name__} combines several of its parameters, and this "
+            "bridge sends parameters one by one",
             remedy="use bridge.kind in_process, or an engine that holds the model as transformers does",
         )
     for name, tensor in tensors:
@@ -188,8 +188,8 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
     stacked = [pair.parameter for pair in pairs if pair.stacked]
     if stacked:
         raise ModelError(
-            f"the adapter changes {len(stacked)} parameters that are not linear layers, {stacked[0]!r} among them, and "
-            "inference engines take adapters of linear layers",
+            f"the adapter changes {len(stacked)} parameters that are not linear layers, such as {stacked[0]!r}, but "
+            "inference engines take only adapters of linear layers",
             remedy="set adapter.targets to linear layers (q_proj, k_proj, v_proj, o_proj), or send the merged weights "
             "with bridge.kind broadcast",
         )
@@ -248,8 +248,8 @@ def lora_spec(model: nn.Module) -> LoraSpec:
     for pair in pairs:
         if pair.a.shape[0] != spec.r or abs(pair.scaling - spec.scaling) > 1e-9 * abs(spec.scaling):
             raise ModelError(
-                f"the adapter of {pair.module} has rank {pair.a.shape[0]} and scaling {pair.scaling:g}, the others "
-                f"{spec.r} and {spec.scaling:g}: engines take one of each",
+                f"the adapter of {pair.module} has rank {pair.a.shape[0]} and scaling {pair.scaling:g}, but the others "
+                f"have {spec.r} and {spec.scaling:g}, and engines take one rank and one scaling",
                 remedy="use an adapter without rank_pattern and alpha_pattern",
             )
     return spec
@@ -302,7 +302,7 @@ def _active_adapter(model: nn.Module) -> str:
     active = model.active_adapters
     if len(active) != 1:
         raise ModelError(
-            f"the model has {len(active)} active adapters ({', '.join(active)})", remedy="activate one of them"
+            f"the model has {len(active)} active adapters ({', '.join(active)})", remedy="activate only one of them"
         )
     return active[0]
 

@@ -127,7 +127,7 @@ class EngineWeights:
             for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.is_meta:
                     raise EngineError(
-                        f"the buffer {type(module).__name__}.{leaf} is on the meta device and no engine shares it",
+                        f"the buffer {type(module).__name__}.{leaf} is on the meta device; engines share no buffers",
                         remedy="build the model with lachesis.train.model.loading.empty_transformer",
                     )
                 setattr(module, leaf, buffer.to(self.device))
@@ -149,8 +149,8 @@ class EngineWeights:
             problem = "the policy's model was never attached to the engine's memory"
         if problem:
             raise ModelError(
-                f"{problem}: the engine would not see updates",
-                remedy="build the policy on these weights, and do not move or cast the model afterwards",
+                f"{problem}, so the engine would not see updates",
+                remedy="build the policy on the engine's weights, and do not move or cast the model afterwards",
             )
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class EngineWeights:
         for name in heads:
             if self._tensors[name].data_ptr() not in embeddings:
                 raise ModelError(
-                    f"the engine has a {name} that is separate, the trainer's is tied to its embeddings",
+                    f"the engine has a separate {name}, but the trainer's is tied to its embeddings",
                     remedy="set the same tie_word_embeddings in both models' config.json",
                 )
 
@@ -223,8 +223,8 @@ class SharedBridge(ExternalBridge[PolicyT]):
         self._weights = weights
         if len(servers.engine.controls) > 1:
             raise ConfigError(
-                f"bridge.kind shared_vllm has one engine to share weights with, and {len(servers.engine.controls)} are "
-                "named",
+                "bridge.kind shared_vllm shares weights with one engine, but engine.urls names "
+                f"{len(servers.engine.controls)}",
                 remedy="name one server, or use bridge.kind broadcast or lora_only",
             )
 
@@ -247,10 +247,10 @@ class SharedBridge(ExternalBridge[PolicyT]):
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         self._weights.check_attached()
         if self._weights.device.type == "cuda":
-            # The engine reads on streams of another process, which wait for nothing of ours.
+            # The engine reads on streams of another process, which do not wait for this process's.
             torch.cuda.synchronize(self._weights.device)
         deadline.check("the optimizer step is still running on the GPU")
-        # The engine drops what it has cached of the weights before.
+        # The engine then drops its caches, which the earlier weights computed.
         self.engine.set_version(version)
         _log.info("[SINGLE-COPY] Weights updated in-place - step %d", version)
 
@@ -262,7 +262,7 @@ class SharedBridge(ExternalBridge[PolicyT]):
 def _refuse_split(parts: int, url: str) -> None:
     if parts > 1:
         raise ConfigError(
-            f"the engine at {url} splits its weights over {parts} GPUs: each matrix is in pieces in {parts} "
-            "processes, and a trainer's parameter is one tensor, so they cannot be one copy",
+            f"the engine at {url} splits its weights over {parts} GPUs: each matrix lies in pieces in {parts} "
+            "processes, so a trainer's parameter, which is one tensor, cannot share its memory",
             remedy="start the engine with --tensor-parallel-size 1, or use bridge.kind broadcast or lora_only",
         )

@@ -531,5 +531,5 @@ class TestSeveralRanks:
         with caplog.at_level(logging.WARNING):
             built.bridge.sync(0)
         built.check_served(0)
-        assert "Rank 2 sends no weights: engine.urls have a loopback address" in caplog.text
+        assert "Rank 2 sends no weights: engine.urls has a loopback address" in caplog.text
         assert built.bridge.last_report.ranks == {}

@@ -96,7 +96,7 @@ def test_an_error_of_one_that_lives_is_passed_on(tmp_path, monkeypatch: pytest.M
 def test_weights_in_its_memory_died_with_it(tmp_path):
     built = Built(tmp_path, trains_in_engine=True)
     built.process.stop()
-    with pytest.raises(EngineError, match="the weights in its memory with it: the engine does not") as raised:
+    with pytest.raises(EngineError, match="the weights in its memory are lost: the engine does not") as raised:
         built.bridge.retry(built.call)
     assert "--resume" in raised.value.remedy
 

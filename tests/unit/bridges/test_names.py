@@ -231,7 +231,7 @@ class TestAnotherModel:
 
     def test_with_more_layers_in_the_engine(self):
         more = {name.replace("layers.0", "layers.1"): shape for name, shape in VLLM_LAYER.items()}
-        refused(LLAMA[0], {**LLAMA[1], **more}, r"the trainer's has no model.layers.1.* and 2 more")
+        refused(LLAMA[0], {**LLAMA[1], **more}, r"the trainer's model lacks model.layers.1.* and 2 more")
 
     def test_with_more_layers_in_the_trainer(self):
         more = {name.replace("layers.0", "layers.1"): shape for name, shape in HF_LAYER.items()}
@@ -248,7 +248,7 @@ class TestAnotherModel:
         refused(LLAMA[0], TIED[1], "the engine has no lm_head.weight")
 
     def test_with_biases(self):
-        refused(LLAMA[0], {**LLAMA[1], **VLLM_BIAS}, r"the trainer's has no .*qkv_proj\.bias")
+        refused(LLAMA[0], {**LLAMA[1], **VLLM_BIAS}, r"the trainer's model lacks .*qkv_proj\.bias")
         refused({**LLAMA[0], **HF_BIAS}, LLAMA[1], r"the engine has no .*qkv_proj\.bias")
 
     def test_with_a_third_of_a_matrix_missing(self):

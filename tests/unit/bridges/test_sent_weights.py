@@ -88,7 +88,9 @@ class TestFullWeights:
         model = get_peft_model(
             tiny_model(tie_word_embeddings=True), LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
         )
-        with pytest.raises(ModelError, match=r"lm_head\.weight, whose weight is that of the embeddings .*lora_only"):
+        with pytest.raises(
+            ModelError, match=r"lm_head\.weight, which shares its weight with the embeddings .*lora_only"
+        ):
             [*full_weights(model)]
 
 

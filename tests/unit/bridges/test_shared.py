@@ -141,7 +141,7 @@ class TestAttaching:
         weights = weights_of(server, tmp_path)
         weights.open()
         for change in ({"num_hidden_layers": 3}, {"hidden_size": 64}, {"vocab_size": 200}):
-            with pytest.raises(ModelError, match="the engine serves another model: it has 2 layers, hidden size 32"):
+            with pytest.raises(ModelError, match="the engine serves another model, with 2 layers, hidden size 32"):
                 attached_transformer(saved(tiny_model(**change), tmp_path), weights)
 
     def test_another_dtype_is_refused(self, server, engine_model, tmp_path):
@@ -156,7 +156,7 @@ class TestAttaching:
         file = share_tensors(theirs.parameters(), tmp_path)
         server = FakeServer(dict(theirs.named_parameters()), file, engine="vllm 0.32.0")
         ours = tiny_model("llama", tie_word_embeddings=True)
-        with pytest.raises(ModelError, match=r"lm_head\.weight that is separate"):
+        with pytest.raises(ModelError, match=r"separate lm_head\.weight"):
             opened(server, ours, tmp_path)
         file.close()
 
@@ -171,7 +171,7 @@ class TestAttaching:
 class TestFinding:
     def test_a_split_engine_is_refused_before_it_is_claimed(self, server, tmp_path):
         server.tensor_parallel_size = 2
-        with pytest.raises(ConfigError, match="splits its weights over 2 GPUs: each matrix is in pieces") as caught:
+        with pytest.raises(ConfigError, match="splits its weights over 2 GPUs: each matrix lies in pieces") as caught:
             weights_of(server, tmp_path).open()
         assert "broadcast" in caught.value.remedy
         assert server.calls == ["info"]
@@ -314,7 +314,7 @@ class TestBridge:
 
     def test_several_servers_are_refused(self, engine, server, tmp_path):
         engine.controls = ("one", "another")
-        with pytest.raises(ConfigError, match="one engine to share weights with, and 2 are named"):
+        with pytest.raises(ConfigError, match="shares weights with one engine, but engine.urls names 2"):
             SharedBridge(Servers(engine=engine, proof_builder=None), weights=weights_of(server, tmp_path))
 
     def test_closing_may_be_repeated_and_leaves_the_policy_alone(self, bridge, engine_model, tmp_path):
