@@ -26,9 +26,9 @@ from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
 BRIDGE_FILE = "vllm_bridge_config.json"
 CHANNEL_FILE = "nccl_bridge_config.json"
 LOGDIR = "LOGDIR"
-# By which an engine is told to write its bridge file as it starts.
+# The environment variable that makes an engine write its bridge file at its start.
 SHARED_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-# The documented place of last resort.
+# The documented default place.
 DEFAULT_DIRECTORY = Path("/tmp/atropos_bridge")
 _EXPORT_ANEW = f"start the engine with {SHARED_VARIABLE}=1, or let the trainer have it export its weights"
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def find_bridge_file(path: str | Path | None = None) -> Path:
             return place
     raise EngineError(
         f"Could not find {BRIDGE_FILE}; looked for {', '.join(map(str, places))}",
-        remedy=f"{_EXPORT_ANEW}, with {LOGDIR} set alike for both or bridge.config_path set to the file",
+        remedy=f"{_EXPORT_ANEW}, with the same {LOGDIR} for both, or set bridge.config_path to the file",
     )
 
 
@@ -135,7 +135,7 @@ def read_bridge_file(path: Path) -> BridgeFile:
     """Read what :func:`write_bridge_file` wrote.
 
     Raises:
-        EngineError: the file is not this user's, no JSON, lacks fields, or has no or wrong handles.
+        EngineError: the file belongs to another user, is not JSON, lacks fields, or has no or wrong handles.
     """
     document = _read_private(path)
     entries = {**_section(path, document, "ipc_handles"), **_section(path, document, "shared_files")}
@@ -173,9 +173,9 @@ def check_session(bridge: BridgeFile, *, session_id: str) -> None:
         return
     writer = "still runs" if process_exists(bridge.pid) else "is gone"
     raise EngineError(
-        f"{bridge.path or BRIDGE_FILE} is stale: it is of the engine session {bridge.session_id} (process "
-        f"{bridge.pid}, which {writer}), and session {session_id} answers",
-        remedy="remove the file, or have the running engine export its weights anew",
+        f"{bridge.path or BRIDGE_FILE} is stale: engine session {bridge.session_id} wrote it (process "
+        f"{bridge.pid}, which {writer}), but session {session_id} answers",
+        remedy="remove the file, or have the running engine export its weights again",
     )
 
 
@@ -215,7 +215,7 @@ def write_channel_file(
 def _section(path: Path, document: Mapping[str, Any], key: str) -> dict[str, Any]:
     section: object = document.get(key) or {}
     if not is_object(section) or not all(is_object(entry) for entry in section.values()):
-        raise _damaged(path, TypeError(f"{key} is not an object of objects"))
+        raise _damaged(path, TypeError(f"{key} is not a JSON object whose values are objects"))
     return section
 
 
@@ -224,8 +224,7 @@ def _check_count(path: Path, document: Mapping[str, Any], tensors: Mapping[str, 
     missing = [name for name in promised if name not in tensors]
     if missing:
         raise EngineError(
-            f"{path} promises {len(promised)} parameters and has handles for {len(tensors)}; "
-            f"{missing[0]!r} is one without",
+            f"{path} lists {len(promised)} parameters but has handles for only {len(tensors)}; {missing[0]!r} has none",
             remedy=_EXPORT_ANEW,
         )
 
@@ -236,7 +235,7 @@ def _write_private(path: Path, document: Mapping[str, Any]) -> None:
         write_atomic(path, json.dumps(document, indent=1), durable=False, mode=0o600)
     except OSError as error:
         raise EngineError(
-            f"{path} cannot be written: {error.strerror or error}", remedy="name another place for the bridge file"
+            f"{path} cannot be written: {error.strerror or error}", remedy="choose another place for the bridge file"
         ) from error
 
 
@@ -251,7 +250,7 @@ def _read_private(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(path, error) from error
     if not is_object(document):
-        raise _damaged(path, TypeError("no JSON object"))
+        raise _damaged(path, TypeError("not a JSON object"))
     return document
 
 
@@ -267,6 +266,6 @@ def _check_owner(path: Path) -> None:
 
 def _damaged(path: Path, error: Exception) -> EngineError:
     return EngineError(
-        f"{path} is damaged or of another version: {type(error).__name__}: {error}",
-        remedy="have this version of the engine export its weights anew",
+        f"{path} is damaged, or another version wrote it: {type(error).__name__}: {error}",
+        remedy="have this version of the engine export its weights again",
     )

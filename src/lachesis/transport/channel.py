@@ -147,7 +147,7 @@ class Channel:
         if refusal is not None:
             raise EngineError(
                 f"the engine refuses update {self.updates} of the weights: {refusal}",
-                remedy="announce to /nccl/start_receiver the tensors that are sent",
+                remedy="announce exactly the tensors that are sent to /nccl/start_receiver",
             )
         with self._breaking():
             source = iter(tensors)
@@ -186,10 +186,10 @@ class Channel:
             self._links.send({"bucket": number, **self._transport.announcement(partners.packed())})
             under_way.append((bucket, self._transport.send(place, deadline=deadline)))
             most = max(most, sum(sent.num_bytes for sent, _ in under_way))
-        # Before this side waits: where ranks gather for one another the source may have more to do for the others.
+        # Asked before this side waits: if ranks gather for one another, the source may still have to help the others.
         extra = next(source, None)
         if extra is not None:
-            raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
+            raise EngineError(f"the tensor {extra[0]!r} follows, but it is not in the announced list of tensors")
         take_back(len(buckets))
         return most
 
@@ -220,8 +220,8 @@ class Channel:
             self._links.send({"refused": problem} if problem else {"accepted": self.updates})
         if problem is not None:
             raise EngineError(
-                f"the trainer's update {self.updates} is not what this engine expects: {problem}",
-                remedy="announce to /nccl/start_receiver the tensors that are sent",
+                f"the trainer's update {self.updates} does not have the tensors that this engine expects: {problem}",
+                remedy="announce exactly the tensors that are sent to /nccl/start_receiver",
             )
         if "stop" in (go := self._next(deadline, "the first bucket")):
             raise EngineError(f"the trainer stopped update {self.updates}: {go['stop']}")
@@ -231,7 +231,7 @@ class Channel:
             yield tensors
             left = next(tensors, None)
             if left is not None:
-                raise EngineError(f"the engine did not take the tensor {left[0]!r} and those after it")
+                raise EngineError(f"the engine did not load the tensor {left[0]!r} and the ones after it")
             self._transport.finish(self._transport.mark(), deadline=deadline)
             self._links.send({"loaded": self.updates, "read": self._transport.read_rank})
             self._transport.let_go()
@@ -271,24 +271,24 @@ class Channel:
         marks: deque[torch.cuda.Event | None] = deque()
         for number, bucket in enumerate(buckets):
             if message.get("bucket") != number:
-                raise EngineError(f"bucket {number} of update {self.updates} was to come, not {dict(message)}")
+                raise EngineError(f"expected bucket {number} of update {self.updates}, got {dict(message)}")
             buffer = self._transport.receive(bucket, ring=ring, announcement=message, keep=keep, deadline=deadline)
             for packed, view in zip(bucket.tensors, _views(buffer, bucket), strict=True):
                 yield packed.tensor.name, view
             marks.append(self._transport.mark())
-            # What the trainer waits for before it sends the next one, and no more: the others are still under way.
+            # Finish only the buckets that the trainer waits for before it sends the next; others are still in flight.
             while taken < (buckets[number + 1].after if number + 1 < len(buckets) else len(buckets)):
                 self._transport.finish(marks.popleft(), deadline=deadline)
                 self._links.send({"taken": taken})
                 taken += 1
             message = self._next(deadline, "the next bucket")
         if message.get("end") != self.updates:
-            raise EngineError(f"the end of update {self.updates} was to come, not {dict(message)}")
+            raise EngineError(f"expected the end of update {self.updates}, got {dict(message)}")
 
     def _await_header(self, deadline: Deadline) -> Message:
         message = self._links.receive(0, deadline=deadline, waiting_for="an update of the weights")
         if "update" not in message:
-            self._break(f"a header was to come, not {dict(message)}")
+            self._break(f"expected a header, got {dict(message)}")
             self._check(sending=False)
         return message
 
@@ -301,7 +301,7 @@ class Channel:
         for rank in self._links.ranks:
             answer = self._links.receive(rank, deadline=deadline, waiting_for=f'"{word}" of update {self.updates}')
             if word not in answer:
-                raise EngineError(f"rank {rank} was to answer {word!r}, not {dict(answer)}")
+                raise EngineError(f"expected {word!r} from rank {rank}, got {dict(answer)}")
             answers[rank] = answer
         return answers
 
@@ -323,10 +323,11 @@ class Channel:
     def _check(self, *, sending: bool) -> None:
         if self._broken is not None:
             raise EngineError(
-                f"the weight channel cannot be used any more: {self._broken}", remedy="connect both sides anew"
+                f"the weight channel can no longer be used: {self._broken}", remedy="connect both sides again"
             )
         if sending != (self.rank == 0):
-            raise EngineError(f"rank {self.rank} of a weight channel cannot do this: rank 0 sends, the others receive")
+            verb = "send" if sending else "receive"
+            raise EngineError(f"rank {self.rank} of a weight channel cannot {verb}: rank 0 sends, the others receive")
 
 
 def _build_transport(
@@ -355,7 +356,7 @@ def pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -
         name, tensor = next(source, ("nothing", None))
         if tensor is None or name != packed.tensor.name or tuple(tensor.shape) != tuple(packed.tensor.shape):
             found = "nothing" if tensor is None else f"{name} {list(tensor.shape)}"
-            raise EngineError(f"{packed.tensor.name} {list(packed.tensor.shape)} was to be sent, there came {found}")
+            raise EngineError(f"expected to send {packed.tensor.name} {list(packed.tensor.shape)}, got {found}")
         view.copy_(tensor, non_blocking=view.is_cuda)
 
 

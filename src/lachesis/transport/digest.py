@@ -170,7 +170,7 @@ def _sum(shares: Sequence[Share], *, out: Tensor) -> Tensor:
     first = tensors[0]
     if first.numel() == 0:
         return out.new_zeros(len(shares))
-    if first.dtype.itemsize == 1:  # floats of 8 bits can be looked at and little else
+    if first.dtype.itemsize == 1:  # 8-bit floats support little besides views
         tensors = [tensor.view(torch.uint8) for tensor in tensors]
         first = tensors[0]
     stacked = torch.stack(tensors) if len(tensors) > 1 else first[None]
@@ -210,7 +210,7 @@ def _read(
     """
     counts = torch.tensor([rows, first_rows], device=sums.device)
     ends = counts[0].cumsum(0)
-    # What is added to a row's place here, so that it is that in its whole.
+    # The difference between a row's place here and its place in the whole tensor.
     shifts = (counts[1] + counts[0] - ends).repeat_interleave(counts[0], output_size=len(sums))
     places = torch.arange(len(sums), device=sums.device) + shifts
     total = torch.nn.functional.pad((sums * (2 * places + 1)).cumsum(0), (1, 0))

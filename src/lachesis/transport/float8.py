@@ -10,7 +10,7 @@ SCALE = "_scale"
 """Suffix of a matrix's name that gives the name of its scales."""
 
 _LARGEST = torch.finfo(FP8).max
-# Below it vLLM's kernel lets no scale fall, so that a row of zeros can be divided by it.
+# Lower bound of scales in vLLM's kernel, so that a row of zeros can be divided by its scale.
 _LEAST_SCALE = 1.0 / (_LARGEST * 512.0)
 
 
@@ -29,8 +29,8 @@ def by_rows(weight: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tupl
         torch.empty(weight.shape, dtype=FP8, device=weight.device),
         torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device),
     )
-    # What counts is how often memory is gone through: once for the largest values, and once to divide. By a number
-    # torch would multiply with its reciprocal on a GPU, which is off in the last bit.
+    # The cost is the number of passes over memory: one for the largest values, and one to divide. The divisor is a
+    # tensor, because on a GPU torch multiplies by the reciprocal of a number, which is off in the last bit.
     least, most = torch.aminmax(weight, dim=1, keepdim=True)
     largest = torch.maximum(most, -least).float()
     torch.div(largest, torch.tensor(_LARGEST, device=weight.device), out=scales).clamp_(min=_LEAST_SCALE)

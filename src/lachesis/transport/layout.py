@@ -16,12 +16,12 @@ from lachesis.common.json_values import is_list
 
 ChannelBackend = Literal["nccl", "gloo", "ipc"]
 Staging = Literal["auto", "device", "host"]
-"""Place where an engine stages an update until it is complete: its device, the host, the device if there is room, or
-none: each tensor goes into the model as it arrives."""
+"""Place where an engine keeps an update until it is complete: on its device, in the host's memory, or (``auto``) on the
+device if there is room."""
 
 BUCKET_BYTES = 256 * 2**20
-# So many full buckets are under way at a time: enough that none of the wire, the copies at its ends and the messages
-# beside it waits for another.
+# The number of full buckets in flight: enough that the wire, the copies at its ends and the messages do not wait for
+# each other.
 WINDOW = 4
 # Every tensor starts at a multiple of this, so that a buffer of bytes can be viewed as any dtype there.
 _ALIGNMENT = 256
@@ -127,8 +127,8 @@ def num_bytes(tensor: ReceivedTensor) -> int:
     """
     if tensor.dtype not in _ITEM_BYTES:
         raise EngineError(
-            f"the tensor {tensor.name!r} has the dtype {tensor.dtype!r}, which no channel carries",
-            remedy=f"send one of {', '.join(sorted(_ITEM_BYTES))}",
+            f"the tensor {tensor.name!r} has dtype {tensor.dtype!r}, which a weight channel cannot carry",
+            remedy=f"convert it to one of {', '.join(sorted(_ITEM_BYTES))}",
         )
     return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
 
@@ -148,7 +148,7 @@ def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
     for mine, other in zip(expected, theirs, strict=False):
         if mine != other:
             return f"the engine expects {_brief(mine)} where the trainer sends {_brief(other)}"
-    return f"the engine expects {len(expected)} tensors, the trainer sends {len(theirs)}"
+    return f"the engine expects {len(expected)} tensors, but the trainer sends {len(theirs)}"
 
 
 def _brief(entry: object) -> str:

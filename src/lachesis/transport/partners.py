@@ -20,9 +20,9 @@ from lachesis.transport.layout import WINDOW, ReceivedTensor, plan_buckets, ring
 from lachesis.transport.rendezvous import Message
 from lachesis.transport.transports import Partners, SharedRoom
 
-# Sends the tensors of an update, each bucket of which partners pack too.
+# Sends the tensors of an update, while partners pack the same buckets.
 SendPacked = Callable[[Iterator[tuple[str, Tensor]], Partners], object]
-# What rank 0 says before a bucket: that it is packed now, or that there will be none.
+# Rank 0's message before a bucket: pack it now, or stop because no more buckets come.
 PACK, STOP = "pack", "stop"
 
 
@@ -87,9 +87,9 @@ def pack_beside(
     for bucket in buckets:
         (word,) = line.hear()
         if word == STOP:
-            deque(source, maxlen=0)  # what is gathered takes all ranks
+            deque(source, maxlen=0)  # gathering takes all ranks
             return
         pack(room.bytes(size)[bucket.place : bucket.place + bucket.num_bytes], bucket, source)
         line.tell(room.packed())
     if (extra := next(source, None)) is not None:
-        raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
+        raise EngineError(f"the tensor {extra[0]!r} follows, but it is not in the announced list of tensors")

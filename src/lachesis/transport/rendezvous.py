@@ -32,11 +32,11 @@ from lachesis.common.json_values import is_object
 
 PROTOCOL = 3
 _LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
-# Of a challenge, and of its SHA-256 answer.
+# Length of a challenge, and of its SHA-256 answer.
 _PROOF_BYTES = 32
-# What a process that listens gets to answer a connection.
+# Seconds that a listening process has to answer a connection.
 _CALL_S = 5.0
-# A wait looks this often at its deadline and at whether it was called off.
+# Seconds after which a wait checks again for its deadline and for a cancellation.
 _TICK_S = 0.1
 # A peer that stops in the middle of a message, or reads nothing for so long, counts as gone.
 _STALLED_S = 60
@@ -84,7 +84,7 @@ def listen(init_method: str, *, secret: str = "") -> Rendezvous:
     except OSError as error:
         raise EngineError(
             f"Failed to setup NCCL bridge: the trainer cannot listen at {init_method} ({error.strerror or error})",
-            remedy="name an address of the trainer's host and a port that is free (port 0 takes any)",
+            remedy="use an address of the trainer's host and a free port (port 0 takes any free one)",
         ) from error
     return Rendezvous(f"tcp://{url_host(host)}:{listener.getsockname()[1]}", listener, secret)
 
@@ -110,7 +110,7 @@ def address_towards(urls: Sequence[str]) -> str:
         return url_host(apart.pop())
     raise EngineError(
         f"the servers reach this machine by different addresses ({', '.join(sorted(apart))})",
-        remedy="set bridge.init_method to one that all of them can reach, as tcp://HOST:0",
+        remedy="set bridge.init_method to an address that all of them can reach: tcp://HOST:0",
     )
 
 
@@ -124,7 +124,7 @@ def _own_address(url: SplitResult) -> str:
             return str(unsent.getsockname()[0])
     except OSError as error:
         raise EngineError(
-            f"this machine has no way to the inference server at {url.netloc}: {error.strerror or error}",
+            f"this machine cannot reach the inference server at {url.netloc}: {error.strerror or error}",
             remedy="correct engine.urls, or set bridge.init_method",
         ) from error
 
@@ -138,7 +138,8 @@ def parse_init_method(init_method: str) -> tuple[str, int]:
         parts = urlsplit(init_method)
         if parts.scheme == "tcp" and parts.path in ("", "/") and parts.hostname and parts.port is not None:
             return parts.hostname, parts.port
-    raise EngineError(f"init_method {init_method!r} is not tcp://HOST:PORT", remedy="as in tcp://localhost:29500")
+    message = f"init_method {init_method!r} does not have the form tcp://HOST:PORT"
+    raise EngineError(message, remedy="give an address such as tcp://localhost:29500")
 
 
 class Links:
@@ -169,14 +170,14 @@ class Links:
         wanted = set(range(1, hello["world_size"]))
         while missing := wanted - set(self._peers):
             self._check(cancel)
-            missing_text = f"rank {sorted(missing)} did not come to {rendezvous.init_method}"
+            missing_text = f"ranks {sorted(missing)} have not connected to {rendezvous.init_method}"
             deadline.check(missing_text)
             try:
                 connection, _ = rendezvous.listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
-                raise EngineError(f"{rendezvous.init_method} was closed while {missing_text}") from error
+                raise EngineError(f"{rendezvous.init_method} was closed: {missing_text}") from error
             self._let_in(connection, hello=hello, missing=missing, secret=rendezvous.secret)
 
     def connect(
@@ -196,7 +197,7 @@ class Links:
                 connection = socket.create_connection(address, timeout=_TICK_S * 10)
                 break
             except OSError as error:
-                deadline.check(f"nobody answers at {init_method} ({error.strerror or error})")
+                deadline.check(f"the trainer does not answer at {init_method} ({error.strerror or error})")
                 (cancel or threading.Event()).wait(_TICK_S)
         try:
             if secret:
@@ -219,7 +220,7 @@ class Links:
                 self._peers[rank].send_bytes(data)
             except (OSError, TypeError) as error:  # TypeError: closed by another thread meanwhile
                 self._check(None)
-                # What it said before it left is the better reason.
+                # A failure that it reported before it left is the better reason.
                 while self._peers[rank].poll():
                     self._read(rank)
                 raise _gone(rank) from error
@@ -282,7 +283,7 @@ class Links:
             told = json.loads(stream.readline(_LONGEST_HELLO))
         if is_object(told) and "called off" in told:
             connection.close()
-            raise EngineError(f"the weight channel was called off while it connected: {told['called off']}")
+            raise EngineError(f"connecting the weight channel was cancelled: {told['called off']}")
         if not is_object(told) or "protocol" not in told:
             connection.close()
             return
@@ -292,12 +293,12 @@ class Links:
             self._add(rank, connection)
             return
         key, ours = (unlike[0], hello[unlike[0]]) if unlike else ("rank", f"one of {sorted(missing)}")
-        reason = f"the engine came with {key} {told.get(key)!r}, the trainer expects {ours!r}"
+        reason = f"the engine has {key} {told.get(key)!r}, but the trainer expects {ours!r}"
         with suppress(OSError), _linked(connection) as link:
             link.send_bytes(_encoded({"failed": reason}))
         if unlike:
             raise EngineError(
-                f"vLLM NCCL setup failed: {reason}", remedy="run the same version and settings on both sides"
+                f"vLLM NCCL setup failed: {reason}", remedy="use the same version and settings on both sides"
             )
 
     def _add(self, rank: int, connection: socket.socket) -> None:
@@ -313,18 +314,19 @@ class Links:
             raise _gone(rank) from error
         except ValueError as error:
             raise EngineError(
-                f"{_who(rank)} sends no control messages", remedy="look who connects to the channel"
+                f"{_who(rank)} sent something other than a control message",
+                remedy="find out which program connects to the channel",
             ) from error
         if "failed" in message:
             reason = f"{_who(rank)} reports: {message['failed']}"
-            raise PeerFailed(reason, rank=rank, remedy="look at the other side's log")
+            raise PeerFailed(reason, rank=rank, remedy="read the other side's log")
         self._unread[rank].append(message)
 
     def _check(self, cancel: threading.Event | None) -> None:
         if self._aborted is not None:
             raise Aborted(f"the weight channel was aborted: {self._aborted}")
         if cancel is not None and cancel.is_set():
-            raise EngineError("the weight channel was called off while it connected")
+            raise EngineError("connecting the weight channel was cancelled")
 
 
 def _knows(connection: socket.socket, secret: str) -> bool:
@@ -373,7 +375,7 @@ def _encoded(message: Message) -> bytes:
 
 def _gone(rank: int) -> PeerFailed:
     message = f"{_who(rank)} closed its end of the weight channel, or died"
-    return PeerFailed(message, rank=rank, remedy="look at the log of that process")
+    return PeerFailed(message, rank=rank, remedy="read the log of that process")
 
 
 def _who(rank: int) -> str:

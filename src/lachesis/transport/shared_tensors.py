@@ -39,7 +39,7 @@ CUDA_ITEMS = (
 _PLACE = ("shape", "stride", "tensor_offset", "dtype")
 # First byte of torch's handle of memory in expandable segments.
 _EXPANDABLE_SEGMENT = ord("e")
-# Shared files are named so, and tensors in them start at multiples of this.
+# Prefix of the names of shared files, and the multiple at which tensors in them start.
 _FILE_PREFIX = "lachesis-weights-"
 _ALIGNMENT = 64
 
@@ -106,15 +106,15 @@ class SharedTensor:
             tensor = cls(
                 storage=_parse_storage(name, entry),
                 shape=shape,
-                # The documented form has neither; a whole, contiguous storage needs none.
+                # The documented form has neither stride nor offset; a whole, contiguous storage needs neither.
                 stride=tuple(int(n) for n in entry["stride"]) if "stride" in entry else _contiguous(shape),
                 tensor_offset=int(entry.get("tensor_offset", 0)),
                 dtype=dtype_name(parse_dtype(str(entry["dtype"]))),
             )
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise EngineError(
-                f"the shared tensor {name!r} is described wrongly: {type(error).__name__}: {error}",
-                remedy="have the engine export its weights anew",
+                f"the description of the shared tensor {name!r} is wrong: {type(error).__name__}: {error}",
+                remedy="have the engine export its weights again",
             ) from error
         _check_fits(name, tensor)
         return tensor
@@ -128,7 +128,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
     """
     tensor = tensor.detach()
     if tensor.device.type != "cuda":
-        raise EngineError(f"a tensor on {tensor.device} cannot be exported by CUDA IPC", remedy="share it by a file")
+        raise EngineError(f"CUDA IPC cannot share a tensor on {tensor.device}", remedy="share it through a file")
     try:
         share: Any = tensor.untyped_storage()._share_cuda_  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]  # private, and the only way
         items: tuple[Any, ...] = share()
@@ -227,9 +227,9 @@ def _parse_storage(name: str, entry: Mapping[str, Any]) -> CudaStorage | FileSto
     missing = [item for item in CUDA_ITEMS if item not in entry]
     if missing:
         raise EngineError(
-            f"the CUDA IPC handle of {name!r} lacks {', '.join(missing)}: a tuple of 8 items expected, "
-            f"{len(CUDA_ITEMS) - len(missing)} found",
-            remedy="have this version of the engine export its weights anew",
+            f"the CUDA IPC handle of {name!r} lacks {', '.join(missing)}: expected a tuple of 8 items, "
+            f"found {len(CUDA_ITEMS) - len(missing)}",
+            remedy="have this version of the engine export its weights again",
         )
     return _CUDA.validate_python(entry)
 
@@ -238,16 +238,16 @@ def _check_fits(name: str, tensor: SharedTensor) -> None:
     if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.tensor_offset, 0)) < 0:
         raise EngineError(
             f"the shared tensor {name!r} has shape {list(tensor.shape)}, stride {list(tensor.stride)} and offset "
-            f"{tensor.tensor_offset}, which describe no tensor",
-            remedy="have the engine export its weights anew",
+            f"{tensor.tensor_offset}, which cannot be a tensor's",
+            remedy="have the engine export its weights again",
         )
     last = tensor.tensor_offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
     needed = (last + 1) * parse_dtype(tensor.dtype).itemsize if 0 not in tensor.shape else 0
     if needed > tensor.storage.storage_size:
         raise EngineError(
             f"size mismatch: the shared tensor {name!r} {list(tensor.shape)} in {tensor.dtype} needs {needed} bytes, "
-            f"its storage has {tensor.storage.storage_size}",
-            remedy="have the engine export its weights anew",
+            f"but its storage has {tensor.storage.storage_size}",
+            remedy="have the engine export its weights again",
         )
 
 
@@ -299,8 +299,8 @@ def _local_device(name: str, storage: CudaStorage) -> int:
     if found:
         return found[0]
     raise EngineError(
-        f"the engine's tensor {name!r} is on GPU {storage.device_uuid or storage.device_index}, and this process "
-        f"sees {count} GPU{'s' * (count != 1)}, that one not among them",
+        f"the engine's tensor {name!r} is on GPU {storage.device_uuid or storage.device_index}, which is not among "
+        f"the {count} GPU{'s' * (count != 1)} that this process sees",
         remedy="put trainer and engine on the same GPU (CUDA_VISIBLE_DEVICES)",
     )
 
@@ -347,8 +347,8 @@ def create_file(nbytes: int, directory: Path | None = None) -> SharedFile:
         descriptor, name = tempfile.mkstemp(prefix=_FILE_PREFIX, dir=directory)  # mode 0600
     except OSError as error:
         raise EngineError(
-            f"no shared memory can be made in {directory}: {error.strerror}",
-            remedy="name a directory that can be written",
+            f"no shared memory can be created in {directory}: {error.strerror}",
+            remedy="choose a writable directory",
         ) from error
     path = Path(name)
     try:
@@ -356,15 +356,15 @@ def create_file(nbytes: int, directory: Path | None = None) -> SharedFile:
         if os.fstat(descriptor).st_nlink == 0:  # taken for an orphan before it was locked
             os.close(descriptor)
             return create_file(nbytes, directory)
-        # Reserved now: memory that is not there kills a process that writes to it, without a message.
+        # Reserve it now: a process that writes to memory that is not available is killed without a message.
         os.posix_fallocate(descriptor, 0, nbytes)
         return SharedFile(path, nbytes, descriptor)
     except (OSError, RuntimeError) as error:
         path.unlink(missing_ok=True)
         os.close(descriptor)
         raise EngineError(
-            f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had in {directory}: {error}",
-            remedy="free or enlarge it (docker: --shm-size), or name a directory on a disk",
+            f"{nbytes / 2**20:.1f} MiB of shared memory cannot be allocated in {directory}: {error}",
+            remedy="free some of it or enlarge it (docker: --shm-size), or choose a directory on a disk",
         ) from error
 
 
@@ -374,7 +374,7 @@ def map_file(name: str, path: str | Path, nbytes: int) -> torch.UntypedStorage:
     Raises:
         EngineError: the file is gone, of another size, or not this user's own.
     """
-    remedy = "start the engine, or have it export its weights anew"
+    remedy = "start the engine, or have it export its weights again"
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError as error:
@@ -389,7 +389,7 @@ def map_file(name: str, path: str | Path, nbytes: int) -> torch.UntypedStorage:
         )
     if status.st_size != nbytes:
         raise EngineError(
-            f"size mismatch: the shared memory {path} of tensor {name!r} has {status.st_size} bytes, {nbytes} expected",
+            f"size mismatch: the shared memory {path} of tensor {name!r} has {status.st_size} bytes, not {nbytes}",
             remedy=remedy,
         )
     return _mapped(path, nbytes)
@@ -407,7 +407,7 @@ def share_tensors(tensors: Iterable[Tensor], directory: Path | None = None) -> S
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     for tensor in unique:
         if tensor.device.type != "cpu":
-            raise EngineError(f"a tensor on {tensor.device} cannot lie in a shared file", remedy="use CUDA IPC")
+            raise EngineError(f"a shared file cannot hold a tensor on {tensor.device}", remedy="use CUDA IPC")
     starts: list[int] = []
     end = 0
     for tensor in unique:

@@ -31,16 +31,16 @@ from lachesis.transport.shared_tensors import (
     gpu_uuid,
 )
 
-# Between two checks of work on a GPU. Waiting for messages meanwhile would round it up to a millisecond.
+# Seconds between two checks of work on a GPU. Waiting for messages meanwhile would round it up to a millisecond.
 _POLL_S = 0.0001
 # The same on a CPU, whose cores the work itself needs.
 _CPU_POLL_S = 0.001
 # Buckets under way over gloo: one is packed while the one before is sent, by the same cores.
 GLOO_WINDOW = 2
 _NEWS_S = 0.5
-# Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
+# The limit of torch's own timers, so long that ours come first: torch's act late and, with NCCL, differently.
 _LONG = timedelta(days=30)
-# What torch.distributed takes from its C++ part has no types that are exported.
+# torch.distributed exports no types for names from its C++ part.
 _c10d: Any = dist
 
 
@@ -185,7 +185,7 @@ class Collective(Transport):
         self.abort()
         held, self._group = [self._group], None
         if self.device.type != "cuda":
-            # As it goes, a group of gloo waits for what it has under way: until the other side has gone, or too long.
+            # When deleted, a gloo group waits for its operations in flight until the other side has gone: maybe long.
             call_aside(held.clear, name="lachesis-channel-end")
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -217,10 +217,10 @@ class Collective(Transport):
         except RuntimeError as error:
             heard = Deadline("news of a peer's end", _NEWS_S)
             while heard.remaining_s():
-                self._links.watch(_NEWS_S / 10)  # raises who has gone: that says more than what became of its broadcast
+                self._links.watch(_NEWS_S / 10)  # raises an error that names the lost peer, which says more than ours
             deadline.check()
             raise EngineError(
-                f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
+                f"the broadcast of weights failed: {first_line(error)}", remedy="read the log of the other side"
             ) from error
 
 
@@ -244,9 +244,9 @@ def pinned(shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         raise EngineError(
-            f"an update is kept on the host, and pinned memory for it cannot be had: {first_line(error)}",
-            remedy="give the engine's machine or container as much memory as the model has, or leave room for the "
-            "update on its GPU (engine.gpu_memory_utilization)",
+            f"no pinned host memory can be allocated for a weight update: {first_line(error)}",
+            remedy="give the engine's machine or container as much free memory as the model takes, or leave room for "
+            "the update on its GPU (engine.gpu_memory_utilization)",
         ) from error
 
 
@@ -311,7 +311,7 @@ class SharedBuffer(Transport):
         return {"shared": [shared, *others]} if shared else {}
 
     def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
-        """Return at once: the announcement was all there is to send."""
+        """Return at once, because there is nothing to send besides the announcement."""
         return lambda: None
 
     def receive(
@@ -320,10 +320,10 @@ class SharedBuffer(Transport):
         if "shared" in announcement:
             offered = [SharedTensor.from_json("the channel's buffer", entry) for entry in announcement["shared"]]
             self.read_rank = self._nearest(offered)
-            self._attachments.close()  # unmaps the buffer before, once its last view is gone
+            self._attachments.close()  # unmaps the previous buffer once its last view is gone
             self._buffer = self._attachments.tensor("the channel's buffer", offered[self.read_rank])
         if self._buffer.numel() < ring:
-            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, an update takes {ring}")
+            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, but an update needs {ring}")
         shown = self._buffer[bucket.place : bucket.place + bucket.num_bytes]
         return shown if keep is None else own_copy(shown, keep)
 
@@ -350,8 +350,8 @@ class SharedBuffer(Transport):
         if here in gpus:
             return gpus.index(here)
         raise EngineError(
-            f"none of the trainer's {len(offered)} ranks is on GPU {here}, where a worker of the engine is",
-            remedy="give the engine the GPUs of the ranks, one each: leave engine.devices out, or set bridge.transport",
+            f"a worker of the engine is on GPU {here}, but none of the trainer's {len(offered)} ranks is",
+            remedy="leave out engine.devices, so that each worker shares a rank's GPU, or set bridge.transport",
         )
 
 
@@ -366,7 +366,7 @@ def build_group(
     """
     if backend == "nccl" and not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
         raise EngineError(
-            "vLLM NCCL setup failed: this side has no NCCL or no GPU", remedy="use the gloo transport without GPUs"
+            "vLLM NCCL setup failed: this side has no NCCL or no GPU", remedy="without GPUs use the gloo transport"
         )
     if rank == 0:
         listener = socket.create_server((links.host, 0))
@@ -407,7 +407,7 @@ def build_group(
         deadline.check(f"building the {backend} process group")
         raise EngineError(
             f"vLLM NCCL setup failed: no {backend} process group with {world_size} ranks: {first_line(error)}",
-            remedy="both sides need one GPU each for nccl; on the same GPU use ipc, without a GPU gloo",
+            remedy="nccl needs separate GPUs for both sides; use ipc on the same GPU, and gloo without a GPU",
         ) from error
 
 

@@ -153,13 +153,13 @@ class TestReading:
 
     def test_a_parameter_without_a_handle(self, path):
         change(path, shared_files=None)
-        with pytest.raises(EngineError, match="promises 2 parameters and has handles for 1; 'norm'"):
+        with pytest.raises(EngineError, match="lists 2 parameters but has handles for only 1; 'norm'"):
             read_bridge_file(path)
 
     def test_a_handle_of_seven_items(self, path):
         entry = {key: value for key, value in CUDA_ENTRY.items() if key != "event_sync_required"}
         change(path, ipc_handles={"qkv": entry})
-        with pytest.raises(EngineError, match="tuple of 8 items expected, 7 found"):
+        with pytest.raises(EngineError, match="expected a tuple of 8 items, found 7"):
             read_bridge_file(path)
 
     @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ class TestReading:
     )
     def test_fields_that_are_missing_or_wrong(self, path, fields):
         change(path, **fields)
-        with pytest.raises(EngineError, match="is damaged or of another version"):
+        with pytest.raises(EngineError, match="is damaged, or another version wrote it"):
             read_bridge_file(path)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "null"])

@@ -109,7 +109,7 @@ def test_each_worker_reads_what_its_own_rank_has_packed():
 
 def test_a_worker_beside_which_nobody_packs_says_so():
     with trainer(workers=3) as both:
-        with pytest.raises(EngineError, match=r"none of the trainer's 2 ranks is on GPU 2, where a worker"):
+        with pytest.raises(EngineError, match=r"a worker of the engine is on GPU 2, but none of the trainer's 2 ranks"):
             both.update(TENSORS)
         assert not both.left, "what ranks gather together is gathered to the end"
 
@@ -126,10 +126,10 @@ def test_tensors_that_are_not_announced_are_an_error_of_the_partner():
     line, room = FakeLine(), SharedRoom(CPU)
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "room": room, "line": line}
     line.places.put("pack")
-    with pytest.raises(EngineError, match=r"a .* was to be sent, there came b"):
+    with pytest.raises(EngineError, match=r"expected to send a .*, got b"):
         pack_beside([("b", TENSORS["b"])], SPECS, **options)
     line.places.put("pack")
-    with pytest.raises(EngineError, match="'b' was to be sent and is not in the list"):
+    with pytest.raises(EngineError, match="'b' follows, but it is not in the announced list"):
         pack_beside([*TENSORS.items()][:2], SPECS[:1], **options)
     room.close()
 

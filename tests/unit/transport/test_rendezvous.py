@@ -45,7 +45,7 @@ def test_addresses_that_no_one_of_this_machines_serves_want_a_setting(monkeypatc
 
 
 def test_a_server_whose_name_is_unknown_is_named():
-    with pytest.raises(EngineError, match=r"no way to the inference server at nowhere\.invalid:1"):
+    with pytest.raises(EngineError, match=r"cannot reach the inference server at nowhere\.invalid:1"):
         address_towards(["http://nowhere.invalid:1"])
 
 

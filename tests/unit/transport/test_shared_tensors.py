@@ -145,7 +145,7 @@ def test_memory_that_is_not_there_is_an_error_at_once(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(EngineError, match=r"3\.0 MiB of shared memory cannot be had.*No space left") as caught:
+    with pytest.raises(EngineError, match=r"3\.0 MiB of shared memory cannot be allocated.*No space left") as caught:
         create_file(3 << 20, tmp_path)
     assert "--shm-size" in caught.value.remedy
     assert list(tmp_path.iterdir()) == []
@@ -153,14 +153,14 @@ def test_memory_that_is_not_there_is_an_error_at_once(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match="no shared memory can be made"):
+    with pytest.raises(EngineError, match="no shared memory can be created"):
         create_file(1, tmp_path / "file" / "below")
 
 
 def test_only_tensors_on_the_cpu_go_into_files_and_only_cuda_tensors_through_ipc():
-    with pytest.raises(EngineError, match="tensor on meta cannot lie in a shared file"):
+    with pytest.raises(EngineError, match="a shared file cannot hold a tensor on meta"):
         share_tensors([torch.empty(3, device="meta")])
-    with pytest.raises(EngineError, match="tensor on cpu cannot be exported by CUDA IPC"):
+    with pytest.raises(EngineError, match="CUDA IPC cannot share a tensor on cpu"):
         export_cuda(torch.ones(3))
 
 
@@ -176,7 +176,7 @@ class TestMapping:
         assert isinstance(shared.storage, FileStorage)
         with Path(shared.storage.path).open("ab") as file:
             file.write(b"more")
-        with pytest.raises(EngineError, match=r"size mismatch: .* has 68 bytes, 64 expected"):
+        with pytest.raises(EngineError, match=r"size mismatch: .* has 68 bytes, not 64"):
             Attachments().tensor("t", shared)
 
     def test_a_file_that_no_engine_made_is_never_mapped(self, shared: SharedTensor, tmp_path):
@@ -193,7 +193,9 @@ class TestMapping:
     def test_a_gpu_that_this_process_does_not_see_is_named(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         shared = SharedTensor.from_json("w", CUDA_ENTRY | {"device_uuid": "GPU-1234"})
-        with pytest.raises(EngineError, match="GPU GPU-1234, and this process sees 0 GPUs") as caught:
+        with pytest.raises(
+            EngineError, match="GPU GPU-1234, which is not among the 0 GPUs that this process sees"
+        ) as caught:
             Attachments().tensor("w", shared)
         assert "CUDA_VISIBLE_DEVICES" in caught.value.remedy
 
@@ -227,7 +229,7 @@ class TestJson:
     @pytest.mark.parametrize("lacking", [["event_sync_required"], ["ref_counter_offset", "event_handle_b64"]])
     def test_a_handle_of_fewer_than_8_items_says_which_are_missing(self, lacking):
         entry = {key: value for key, value in CUDA_ENTRY.items() if key not in lacking}
-        with pytest.raises(EngineError, match=f"'w' lacks {', '.join(lacking)}: a tuple of 8 items expected") as caught:
+        with pytest.raises(EngineError, match=f"'w' lacks {', '.join(lacking)}: expected a tuple of 8 items") as caught:
             SharedTensor.from_json("w", entry)
         assert caught.value.remedy
 
@@ -248,10 +250,10 @@ class TestJson:
         ids=str,
     )
     def test_wrong_values_are_errors(self, change):
-        with pytest.raises(EngineError, match="'w' is described wrongly"):
+        with pytest.raises(EngineError, match="description of the shared tensor 'w' is wrong"):
             SharedTensor.from_json("w", CUDA_ENTRY | change)
 
     @pytest.mark.parametrize("change", [{"stride": [8, -1]}, {"stride": [1]}, {"tensor_offset": -1}], ids=str)
     def test_what_describes_no_tensor_is_refused(self, change):
-        with pytest.raises(EngineError, match="describe no tensor"):
+        with pytest.raises(EngineError, match="cannot be a tensor's"):
             SharedTensor.from_json("w", CUDA_ENTRY | change)
