@@ -96,7 +96,7 @@ CONFIGURATION = [
 DATASET = [
     Bad("missing", sets("data.path=none.jsonl"), 3, ("none.jsonl", "No such file", "check the path")),
     Bad("a directory", sets("data.path=model"), 3, ("cannot read the dataset", "model")),
-    Bad("empty", data(""), 3, ("bad.jsonl is empty", "one JSON object a line")),
+    Bad("empty", data(""), 3, ("bad.jsonl is empty", "one JSON object per line")),
     Bad("blank lines only", data("\n\n  \n"), 3, ("bad.jsonl is empty",)),
     Bad("malformed line", data(GOOD + '{"prompt": \n'), 3, ("bad.jsonl, line 2: malformed JSON", "one JSON object")),
     Bad("a list", data(GOOD + "[1]\n"), 3, ("line 2", "a list, not an object")),
@@ -133,7 +133,7 @@ REWARDS = [
         "a column that there is not",
         reward_file("def right(completions, answr): ...\n"),
         4,
-        ("'right' needs 'answr'", "no column of the dataset"),
+        ("'right' needs 'answr'", "nor a column of the dataset"),
     ),
     Bad(
         "raises",
@@ -258,7 +258,7 @@ def test_prompts_that_are_too_long_can_be_dropped(main: Main, tmp_path: Path):
     problems.write_text(problems.read_text() + json.dumps({"prompt": "ab" * 15}) + "\n")
     outcome = main("train", config, "--set=data.overlong_prompts=drop")
     assert outcome.code == 0
-    assert "dropped 1 of 17 prompts as too long" in outcome.err
+    assert "dropped 1 of 17 prompts that are too long" in outcome.err
     assert "line 17: the prompt has 30 tokens, 24 are allowed" in outcome.err
 
 

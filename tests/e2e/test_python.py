@@ -295,7 +295,7 @@ def _is_stopped(name: str) -> None:
     [
         ([], "data is empty"),
         ([1], "data, row 1: a number, not a dictionary"),
-        ({"path": object()}, "data is a object, no dataset"),
+        ({"path": object()}, "data is a object, not a dataset"),
     ],
 )
 def test_what_is_no_dataset(keys: dict[str, Any], data: Any, message: str):

@@ -240,21 +240,21 @@ class TestOtherFailures:
             score("crashes", on_error="fail")
 
     def test_what_cannot_leave_the_process(self, score):
-        with pytest.raises(RewardError, match="logged something that cannot leave its process"):
+        with pytest.raises(RewardError, match="logged a value that cannot be sent from its process"):
             score("unsendable", sums()[:1])
 
     def test_what_cannot_be_read_where_it_arrives(self, score, monkeypatch):
-        with pytest.raises(RewardError, match=r"logged something that cannot leave its process .*No module named"):
+        with pytest.raises(RewardError, match=r"logged a value that cannot be sent from its process .*No module named"):
             score("unreadable", sums()[:1])
         there = types.ModuleType("only_here")
         monkeypatch.setitem(sys.modules, "only_here", there)
         there.Answer = type("Answer", (), {"__module__": "only_here"})
-        with pytest.raises(RewardError, match=r"cannot be given its arguments .*No module named 'only_here'"):
+        with pytest.raises(RewardError, match=r"has arguments that cannot be sent .*No module named 'only_here'"):
             score("good", [group("0", "a", answer=there.Answer())])
         assert rewards(score("good")) == {"0": (1.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0)}
 
     def test_what_cannot_enter_it(self, score):
-        with pytest.raises(RewardError, match="cannot be given its arguments") as caught:
+        with pytest.raises(RewardError, match="has arguments that cannot be sent") as caught:
             score("good", [group("0", "a", answer=threading.Lock())])
         assert "rewards.num_workers" in caught.value.remedy
 

@@ -51,20 +51,20 @@ _FAILURES = "rollout_failures"
 
 
 def why_unusable(sample: Sample) -> str:
-    """Return a number of a sample, in words, that would make a whole batch's gradient infinite; empty without one."""
+    """Describe a number of the sample that would make the whole batch's gradient infinite; empty if there is none."""
     for reward in (sample.reward, *sample.rewards):
         if reward is not None and not abs(reward) <= LARGEST_NUMBER:
             return f"its reward is {reward:g}"
     for value in (sample.advantage or 0.0, *(sample.token_advantages or ())):
         if not abs(value) <= LARGEST_NUMBER:
-            return f"it has an advantage of {value:g}"
+            return f"its advantage is {value:g}"
     trained = compress(sample.logprobs, sample.loss_mask())
     impossible = next((value for value in trained if value < LOWEST_LOGPROB or value == math.inf), None)
-    return "" if impossible is None else f"it has a logprob of {impossible:g}, which no sampled token has"
+    return "" if impossible is None else f"it has a logprob of {impossible:g}, which no sampled token can have"
 
 
 class RolloutFailed(LachesisError):
-    """Error of a rollout without an end that could be scored: it is left out of its group, counted under ``cause``."""
+    """Error of a rollout that cannot be scored: it is left out of its group and counted under ``cause``."""
 
     def __init__(self, message: str, *, cause: str) -> None:
         super().__init__(message)
@@ -73,13 +73,13 @@ class RolloutFailed(LachesisError):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A rollout that came to its end: one sample, or several where its turns do not continue each other.
+    """A finished rollout: one sample, or several if its turns do not continue each other.
 
     Args:
         samples: with their rewards, unless reward functions give them.
         metrics: measurements of the rollout, by name.
-        columns: what reward functions get of it beside the dataset's columns, a value per sample; JSON-serializable.
-        state: what :meth:`Players.finish` needs, where groups are scored together.
+        columns: columns for reward functions besides the dataset's, with a value per sample; JSON-serializable.
+        state: data for :meth:`Players.finish`, if groups are scored together.
     """
 
     samples: tuple[Sample, ...]
@@ -89,17 +89,17 @@ class Played:
 
 
 Play: TypeAlias = Callable[[], Awaitable[Played]]
-"""Plays one rollout of a group to its end; raises as :meth:`Players.play`."""
+"""A function that plays one rollout of a group to its end; raises as :meth:`Players.play`."""
 
 
 class Players(ABC):
-    """Players of rollouts on one event loop, many at the same time: the one contract of everything that makes episodes.
+    """The contract of everything that plays rollouts; many are played at the same time on one event loop.
 
-    A player only plays. Seeds, retries, limits, failures and their causes, records for a restart, and cancellation are
-    written once, in :class:`Episodes`.
+    A player only plays. :class:`Episodes` handles seeds, retries, limits, failures and their causes, records for a
+    restart, and cancellation.
 
-    ``reward_names`` are those of the parts of a reward, as :attr:`Sample.rewards` has them; ``columns`` are the names
-    of :attr:`Played.columns` (``None``: not known beforehand); ``stage`` names, in errors, the awaited step.
+    ``reward_names`` name the parts of a reward, in the order of :attr:`Sample.rewards`; ``columns`` are the names
+    of :attr:`Played.columns` (``None``: not known beforehand); ``stage`` names the awaited step in errors.
     """
 
     reward_names: tuple[str, ...] = ("environment",)
@@ -107,11 +107,11 @@ class Players(ABC):
     stage: str = "rollouts were still under way"
 
     async def start(self) -> None:
-        """Bring up what all episodes share. Called once, on the loop that they run on."""
+        """Start whatever all episodes share. Called once, on the loop that they run on."""
         return None
 
     async def begin(self, prompt: Prompt, *, seed: int, numbers: Sequence[int], greedy: bool = False) -> Sequence[Play]:
-        """Return the plays of the rollouts with these numbers, in order, after any work that they share.
+        """Do any work that these rollouts share, and return a function for each that plays it, in order.
 
         Args:
             prompt: of the group.
@@ -123,15 +123,15 @@ class Players(ABC):
 
     @abstractmethod
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """Play one rollout; cancelling it ends all that it began.
+        """Play one rollout; cancelling it ends everything that it started.
 
         Raises:
-            RolloutFailed: it came to no end that could be scored.
-            EngineError: the engine cannot serve, so no other rollout will go better.
+            RolloutFailed: the rollout cannot be scored.
+            EngineError: the engine cannot serve, so other rollouts would fail too.
         """
 
     async def finish(self, played: Sequence[Played]) -> Sequence[Played | RolloutFailed]:
-        """Return the rollouts of a group with their rewards, where these depend on each other.
+        """Return the rollouts of a group with the rewards that depend on each other.
 
         A rollout that could not be scored is replaced by the reason.
         """
@@ -156,7 +156,7 @@ class Players(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyAccess:
-    """Players' access to the model.
+    """Access to the model for players.
 
     Args:
         calls: samples its turns.
@@ -205,9 +205,10 @@ SOURCE = contract("source", BuildsPlayers, error=EngineError, makes=TaskPlayers)
 
 
 def held_out_last(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return all but the last ``count`` prompts, and these. Raises DataError if nothing would be left to train on."""
+    """Return all but the last ``count`` prompts, and the last ones. Raise DataError if none is left to train on."""
     if count >= len(prompts):
-        raise DataError(f"source.eval_tasks is {count}, and there are {len(prompts)} tasks", remedy="lower it")
+        message = f"source.eval_tasks is {count}, but there are only {len(prompts)} tasks"
+        raise DataError(message, remedy="lower it, so that some are left to train on")
     return prompts[: len(prompts) - count], prompts[len(prompts) - count :]
 
 
@@ -251,15 +252,16 @@ class Episodes:
     async def _begun(self, deadline: Deadline, work: Coroutine[Any, Any, T]) -> T:
         if deadline.remaining_s() == 0.0:
             work.close()
-            deadline.check("nothing was begun")
+            deadline.check("no rollout was started")
         try:
             async with self._starting:
                 if not self._started:
                     await self.players.start()
                     self._started = True
-        except SystemExit as error:  # how libraries of command lines say that something is missing
+        except SystemExit as error:  # command-line libraries exit if something is missing
             work.close()
-            raise RewardError(f"the environment cannot be started: {error}", remedy="see what it asks for") from error
+            message = f"the environment exited at its start: {error}"
+            raise RewardError(message, remedy="provide what it asks for") from error
         except BaseException:
             work.close()
             raise
@@ -276,7 +278,7 @@ class Episodes:
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         try:
-            while not task.done() and limit.remaining_s() != 0.0:  # which progress may extend
+            while not task.done() and limit.remaining_s() != 0.0:  # progress may extend the limit
                 await asyncio.wait([task], timeout=limit.remaining_s())
         finally:
             self._under_way.discard(task)
@@ -286,17 +288,17 @@ class Episodes:
         if not task.cancelled():
             return task.result()
         if self._closed:
-            raise EngineError("the source was closed while rollouts were under way", remedy="make a new one")
+            raise EngineError("the source was closed while rollouts were under way", remedy="create a new source")
         limit.check(self.players.stage)
         raise DeadlineExceeded(f"{limit.name} took too long; {self.players.stage}")
 
     async def group(
         self, prompt: Prompt, *, seed: int, count: int, greedy: bool = False, refill: bool = True
     ) -> list[Played]:
-        """Return the rollouts of a group that came to their end, in the order of their numbers.
+        """Return the finished rollouts of a group, in the order of their numbers.
 
         Args:
-            refill: whether others are played in the place of those that fail.
+            refill: play others in place of rollouts that fail.
         """
         rounds = self._refill_rounds if refill else 0
 
@@ -332,13 +334,13 @@ class Episodes:
                 return played if self._usable(played, prompt) else None
             except TimeoutError:
                 limit = "in time" if self._rollout_s is None else f"after {self._rollout_s:g} s"
-                self._note(RolloutFailed(f"task {prompt.id} was not done {limit}", cause="timeout"), prompt)
+                self._note(RolloutFailed(f"task {prompt.id} was not finished {limit}", cause="timeout"), prompt)
             except RolloutFailed as failure:
                 self._note(failure, prompt)
             return None
 
     def _usable(self, played: Played, prompt: Prompt) -> bool:
-        """Return False, and note a failure, for a number that no trainer could compute with."""
+        """Return False, and note a failure, if a sample has a number that no trainer could compute with."""
         if reason := next(filter(None, map(why_unusable, played.samples)), ""):
             self._note(RolloutFailed(f"task {prompt.id}: {reason}", cause="number"), prompt)
         return not reason
@@ -372,7 +374,7 @@ class Episodes:
         """Cancel running rollouts and stop the players, which may hold servers before they play. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._loop.submit(asyncio.sleep(0))  # so that there is a loop to stop them on
+            self._loop.submit(asyncio.sleep(0))  # starts the loop, if it is not running, to stop the players on it
             self._loop.close(self._stop)
 
     async def _stop(self) -> None:
@@ -390,11 +392,11 @@ class EpisodeSource(PromptSource):
     A group that is left with too few rollouts is dropped.
 
     Args:
-        players: who plays; they bring the rewards, unless there is a ``rewarder``.
+        players: the players; they also give the rewards, unless there is a ``rewarder``.
         max_concurrent, refill_rounds, rollout_s: those of :class:`Episodes`.
         rewarder: scores the groups once they are played.
-        together: score the groups of a call in one call of each reward function, as they would be without players;
-            otherwise those that are there, while others are still played.
+        together: score all groups of a call in one call of each reward function, as without players; otherwise score
+            finished groups while others are still being played.
     """
 
     queues = True
@@ -472,7 +474,7 @@ class EpisodeSource(PromptSource):
             return super()._all_failed(count, last)
         return RewardError(
             f"the rollouts of {count} groups in a row failed ({causes}); the last: {last.message}",
-            remedy="look at the log for the first of each; mend the environment, or give rollouts more time",
+            remedy="see the log for the first failure of each kind; fix the environment, or give rollouts more time",
         )
 
     def report_version(self, version: int) -> None:
@@ -505,7 +507,7 @@ class EpisodeSource(PromptSource):
 
 
 class Scoring:
-    """Scorer of groups on one thread while others are played: each call takes all that are there by then."""
+    """Scorer of groups on one thread while others are played: each call takes all groups finished by then."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -518,7 +520,7 @@ class Scoring:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
         self._waiting.append((item, future))
-        loop.call_soon(lambda: self._thread.submit(self._score, loop))  # once all that are there together have come
+        loop.call_soon(lambda: self._thread.submit(self._score, loop))  # after all groups that finish together
         return await future
 
     def _score(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -548,7 +550,7 @@ def item_of(prompt: Prompt, played: Sequence[Played]) -> Item:
 
 
 class _Together:
-    """Tasks that end together: where one raises, or this is left, the others are cancelled and have ended."""
+    """Tasks that end together: if one raises, or at the end of the block, the others are cancelled and awaited."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -600,7 +602,7 @@ class EpisodeEvaluator:
         played = [one for group in groups for one in group]
         if not played:
             message = f"evaluation at step {step}: all {len(self.prompts)} rollouts failed"
-            raise RewardError(message, remedy="look into the log")
+            raise RewardError(message, remedy="look in the log for the causes")
         rewards = [one.samples[-1].reward or 0.0 for one in played]
         lengths = [sum(sample.num_learned for sample in one.samples) for one in played]
         return EvalResult(

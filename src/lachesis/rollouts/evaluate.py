@@ -28,8 +28,8 @@ class Evaluator:
         samples: completions of each problem.
         success_reward: a completion with at least this total reward is a success.
         generation_s: limit of generating all completions of one evaluation, in seconds.
-        episodes: plays the completions where these are of several turns.
-        keep: is given the step and the scored groups of each evaluation.
+        episodes: plays the completions if they have several turns.
+        keep: called with the step and the scored groups of each evaluation.
 
     Raises:
         DataError: there are no problems.
@@ -107,7 +107,7 @@ class Evaluator:
         if not samples:
             raise RewardError(
                 f"evaluation at step {step}: no completion of {len(groups)} problems could be judged",
-                remedy="look at the run's failures.jsonl for the causes",
+                remedy="look in the run's failures.jsonl for the causes",
             )
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         if not rewards:
@@ -158,7 +158,7 @@ class ScheduledEvaluation:
     benchmarks: Benchmarks | None = None
 
     def close(self) -> None:
-        """End who plays completions of several turns. Idempotent."""
+        """Stop the players of multi-turn completions. Idempotent."""
         if isinstance(self.evaluator, Evaluator) and self.evaluator.episodes is not None:
             self.evaluator.episodes.close()
         if self.benchmarks is not None:

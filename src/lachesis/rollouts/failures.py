@@ -21,7 +21,7 @@ _LOGGER.addHandler(logging.NullHandler())
 
 
 def note_failure(message: str, *, cause: str, prompt_id: str = "") -> None:
-    """Tell whoever listens of one rollout, or of a group where no single one is to blame."""
+    """Report the failure of one rollout, or of a group if no single rollout is to blame, to the listeners."""
     _LOGGER.info("%s", message, extra={"rollout_failure": {"cause": cause, "prompt": prompt_id, "message": message}})
 
 

@@ -22,9 +22,9 @@ SpecialTokens: TypeAlias = Literal["remove", "keep"]
 
 
 def reward_decoder(tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTokens) -> TextDecoder:
-    """Return what makes the texts that reward functions get, with or without special tokens.
+    """Return the decoder of the texts that reward functions get, with or without special tokens.
 
-    Special tokens within completions that are taken out, other than those of turns, are named once in the log.
+    If it removes special tokens within completions, other than those of turns, the log names them once.
     """
     if special_tokens == "keep":
         return keeping_decoder(tokenizer)
@@ -50,7 +50,7 @@ def reward_decoder(tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTo
 
 
 def keeping_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
-    """Return a decoder that keeps special tokens, such as ``[THINK]``, but those of begin, end and padding."""
+    """Return a decoder that keeps special tokens, such as ``[THINK]``, except those of begin, end and padding."""
     left_out: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
     def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
@@ -67,10 +67,10 @@ def removed_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True) -> TextDecoder:
-    """Token ids to texts: without special tokens and with every other character as it was sampled.
+    """Return a decoder of token ids: without special tokens, and with every other character as it was sampled.
 
     Args:
-        as_sampled: ``False`` keeps special tokens, and leaves it to the tokenizer whether it takes spaces away.
+        as_sampled: ``False`` keeps special tokens, and lets the tokenizer decide whether it removes spaces.
     """
     clean_up = False if as_sampled else tokenizer.clean_up_tokenization_spaces
     fast = None if clean_up else _fast(tokenizer)
@@ -186,7 +186,7 @@ def _check_answers(answers: Sequence[Sequence[Completion]], prompts: Sequence[Pr
     for prompt, answer in zip(prompts, answers, strict=True):
         which = f"of prompt {prompt.id!r}"
         if len(answer) != num_generations:
-            raise _engine_fault(f"gave {len(answer)} completions {which}, asked for {num_generations}")
+            raise _engine_fault(f"gave {len(answer)} completions {which}, but {num_generations} were requested")
         for completion in answer:
             tokens, logprobs = len(completion.token_ids), len(completion.logprobs)
             if tokens != logprobs:
@@ -196,4 +196,4 @@ def _check_answers(answers: Sequence[Sequence[Completion]], prompts: Sequence[Pr
 
 
 def _engine_fault(what: str) -> EngineError:
-    return EngineError(f"the engine {what}", remedy="look into the engine's log; the request was sound")
+    return EngineError(f"the engine {what}", remedy="read the engine's log; the request was valid")

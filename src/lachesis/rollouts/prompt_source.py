@@ -84,7 +84,7 @@ class PromptSource(DrawingSource):
         self._generating = BusyTime()
 
     def measure(self, generating: BusyTime) -> None:
-        """Count the time of generation there, with that of other sources."""
+        """Count the time of generation in that measure, together with that of other sources."""
         self._generating = generating
 
     def draw(self, count: int) -> list[Draw]:
@@ -131,7 +131,7 @@ class PromptSource(DrawingSource):
 
 
 def tell_all(done: Done, outcomes: Mapping[int, Group | RewardError]) -> None:
-    """Call ``done`` for each outcome, by its place; where one call raises, the others are still made."""
+    """Call ``done`` for each outcome, by its place; if one call raises, the others are still made."""
     with ExitStack() as telling:
         for place in sorted(outcomes, reverse=True):
             telling.callback(done, place, outcomes[place])
@@ -146,7 +146,7 @@ def too_few(prompt: Prompt, left: int) -> RewardError:
     """Return the error for a group with too few remaining rollouts."""
     return RewardError(
         f"all but {left} rollouts of prompt {prompt.id!r} failed",
-        remedy="see failures.jsonl or the log for their causes; mend what they use, or give them more time",
+        remedy="see failures.jsonl or the log for the causes; fix them, or give rollouts more time",
     )
 
 

@@ -25,17 +25,16 @@ ResultT = TypeVar("ResultT")
 
 
 class Overlap(Generic[ItemT, ResultT]):
-    """Worker on items in a separate thread while others are still put in.
+    """Worker on items in a separate thread while more items are being put in.
 
-    A call of ``work`` gets, in their order, all items put in by its begin, and waits for ``at_least`` of
-    them; the last one gets the rest. Its error is raised to the next caller that puts in an item or waits for the
-    results.
+    A call of ``work`` gets all items put in before it, in order, and waits for ``at_least`` of them; the last call gets
+    the rest. Its error is raised to the next caller that puts in an item or waits for the results.
 
-    As a context manager it ends the thread. A call that is still running then, because putting in has failed, is
-    abandoned with its result.
+    As a context manager it ends the thread. If putting in failed, a call that is still running then is abandoned with
+    its result.
 
     Args:
-        at_least: fewest items of a call, but for the last.
+        at_least: minimum number of items of a call, except the last.
     """
 
     def __init__(self, work: Callable[[Sequence[ItemT]], ResultT], *, at_least: int, name: str) -> None:
@@ -57,7 +56,7 @@ class Overlap(Generic[ItemT, ResultT]):
         self._thread.abandon()
 
     def put(self, item: ItemT) -> None:
-        """Give it another item. Returns at once. Raises what ``work`` raised."""
+        """Put in another item and return at once. Raises any error that ``work`` raised."""
         if self._error is not None:
             raise self._error
         self._waiting.append(item)
@@ -97,7 +96,7 @@ class Overlap(Generic[ItemT, ResultT]):
         self._done += len(items)
 
 
-# A request that is complete: its place in the call, and its completions.
+# A complete request: its place in the call, and its completions.
 Answer = tuple[int, list[Completion]]
 
 
@@ -114,7 +113,7 @@ class StreamingSource(LocalSource):
 
     min_groups: int
 
-    # Seconds of ``reward_time`` in which others of the call were generated.
+    # Seconds of ``reward_time`` during which other groups of the call were generated.
     _counted: ClassVar[tuple[str, ...]] = ("hidden_reward_time",)
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
@@ -156,6 +155,6 @@ class StreamingSource(LocalSource):
 def _check_places(answered: Sequence[int], *, count: int) -> None:
     if sorted(answered) != list(range(count)):
         raise EngineError(
-            f"the engine handed back {len(answered)} groups as they were finished, of {count} requests",
-            remedy="look into the engine's log; the requests were sound",
+            f"the engine returned {len(answered)} finished groups for {count} requests, or one group twice",
+            remedy="read the engine's log; the requests were valid",
         )

@@ -265,7 +265,9 @@ class TestEngineAnswers:
         self.refuse(lambda answers: answers[:1], "answered 1 of 2 requests")
 
     def test_a_missing_completion(self):
-        self.refuse(lambda answers: [answers[0], answers[1][:2]], "gave 2 completions of prompt '.', asked for 3")
+        self.refuse(
+            lambda answers: [answers[0], answers[1][:2]], "gave 2 completions of prompt '.', but 3 were requested"
+        )
 
     def test_a_missing_logprob(self):
         def cut(answers):

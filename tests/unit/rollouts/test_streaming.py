@@ -180,7 +180,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("order", [[0], [0, 1, 1]])
     def test_an_engine_that_hands_back_other_requests_than_it_got(self, order: list[int]):
-        with pytest.raises(EngineError, match=f"handed back {len(order)} groups as they were finished, of 2 requests"):
+        with pytest.raises(EngineError, match=f"returned {len(order)} finished groups for 2 requests"):
             source(ShuffledEngine(order)).next_groups(2, deadline=FOREVER)
 
     def test_an_answer_that_is_not_what_was_asked_for(self):
@@ -190,7 +190,7 @@ class TestFailures:
                     requests, deadline=deadline, finished=lambda place, answer: finished(place, answer[:-1])
                 )
 
-        with pytest.raises(EngineError, match=r"gave 2 completions of prompt '.', asked for 3"):
+        with pytest.raises(EngineError, match=r"gave 2 completions of prompt '.', but 3 were requested"):
             source(Cut([0, 1])).next_groups(2, deadline=FOREVER)
 
 

@@ -77,7 +77,7 @@ def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[
     kept = [one for one in prompts if all(_matches(one, column, value) for column, value in wanted.items())]
     if not kept:
         raise DataError(
-            f"data.filter leaves none of {len(prompts)} problems", remedy=f"loosen it: {_values_of(prompts, wanted)}"
+            f"data.filter keeps none of {len(prompts)} problems", remedy=f"loosen it: {_values_of(prompts, wanted)}"
         )
     return kept
 
@@ -102,8 +102,8 @@ def _rank(prompt: Prompt, column: str) -> float:
         return float(SCALE.index(word))
     if (number := _number(value)) is None:
         raise DataError(
-            f"problem {prompt.id}: data.order is {column!r}, whose value {value!r} has no place in the order",
-            remedy=f"use numbers, or words of {', '.join(SCALE)}; data.transform can write them",
+            f"problem {prompt.id}: data.order is {column!r}, but its value {value!r} there cannot be ordered",
+            remedy=f"use numbers, or the words {', '.join(SCALE)}; data.transform can write them",
         )
     return number
 
@@ -128,8 +128,8 @@ def _within(prompt: Prompt, column: str, value: Any, bounds: Mapping[str, Any]) 
     number = _number(value)
     if number is None:
         raise DataError(
-            f"problem {prompt.id}: data.filter compares {column!r} with numbers, and its value is {value!r}",
-            remedy="list the values that are wanted",
+            f"problem {prompt.id}: data.filter compares {column!r} with numbers, but its value is {value!r}",
+            remedy="list the wanted values in data.filter instead",
         )
     return bounds.get("min", number) <= number <= bounds.get("max", number)
 
@@ -148,8 +148,8 @@ def _require_column(prompts: Sequence[Prompt], column: str, key: str) -> None:
     if column not in names:
         close = nearest(column, names, cutoff=0.5)
         raise DataError(
-            f"{key} names the column {column!r}, and the problems have {', '.join(names) or 'none'}",
-            remedy=f"did you mean {close!r}?" if close else "name one of them; a transform may remove columns",
+            f"{key} names the column {column!r}, but the problems have {', '.join(names) or 'no columns'}",
+            remedy=f"did you mean {close!r}?" if close else "name one of these; a transform may have removed it",
         )
 
 

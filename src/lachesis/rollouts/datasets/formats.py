@@ -54,7 +54,8 @@ def detect_format(columns: Sequence[str], *, prompt_column: str, wanted: str = "
     """
     if wanted != "auto":
         if wanted not in get_args(Format):
-            raise ConfigError(f"data.format is {wanted!r}", remedy=f"one of: auto, {', '.join(get_args(Format))}")
+            formats = f"auto, {', '.join(get_args(Format))}"
+            raise ConfigError(f"data.format {wanted!r} does not exist", remedy=f"choose one of {formats}")
         return cast(Format, wanted)
     found = _fitting(columns) if prompt_column == "prompt" and prompt_column not in columns else ["prompt"]
     if len(found) > 1:
@@ -124,13 +125,13 @@ def _refuse_media(row: Row, *, images: bool) -> None:
     Args:
         images: True if the model gets images in :data:`IMAGE_COLUMNS` and in message parts.
     """
-    shown = "text and images" if images else "text alone"
+    shown = "text and images" if images else "text only"
     for name, value in row.columns.items():
         if images and name in IMAGE_COLUMNS:
             continue
         if _is_media(value, named=_MEDIA_COLUMN.search(name) is not None):
             raise DataError(
-                f"{row.place}: the column {name!r} has {describe_type(value)}, and this model is trained on {shown}",
+                f"{row.place}: the column {name!r} has {describe_type(value)}, but this model is trained on {shown}",
                 remedy=f"{_IMAGES_AS if images else _WITHOUT}, or remove that column (data.transform) if the text "
                 "makes sense without it",
             )
@@ -141,9 +142,9 @@ def _refuse_media(row: Row, *, images: bool) -> None:
         kinds = set[str]().union(*map(_media_kinds, parts)) - ({"image"} if images else set[str]())
         if kinds:
             raise DataError(
-                f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, and this model is trained on "
+                f"{row.place}: messages in {name!r} have parts of type {min(kinds)!r}, but this model is trained on "
                 f"{shown}",
-                remedy="leave these rows out, or replace those parts by text (data.transform)",
+                remedy="leave out these rows, or replace these parts with text (data.transform)",
             )
 
 
@@ -242,7 +243,7 @@ def _text(row: Row, column: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
     what = "is empty or missing" if is_blank(value) else f"is {describe_type(value)}, not text"
-    raise DataError(f"{row.place}: column {column!r} {what}", remedy="correct that row")
+    raise DataError(f"{row.place}: column {column!r} {what}", remedy="correct this row")
 
 
 def _user(text: str) -> dict[str, str]:

@@ -62,9 +62,9 @@ def load_prepared(directory: Path, key: str) -> list[PreparedProblem] | None:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", remedy="check data.prepared_path") from error
     if header != _header(body):
-        logger.warning("%s is damaged; preparing the data anew", path)
+        logger.warning("%s is damaged; preparing the data again", path)
         return None
-    logger.info("prepared data: %s", path)
+    logger.info("using prepared data from %s", path)
     return list(map(_parsed, body.splitlines()))
 
 

@@ -291,7 +291,7 @@ def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], proc
             return [made for part in pool.map(work, parts) for made in part]
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that prepared the data ended without a word", remedy="lower data.processes"
+                "a process that prepared the data died; it may have run out of memory", remedy="lower data.processes"
             ) from error
 
 
@@ -327,17 +327,17 @@ def _within_limit(
     long = [one for one in prepared if len(one.prompt.token_ids) > limit]
     if not long:
         return prepared
-    first = f"{long[0].place}: the prompt has {len(long[0].prompt.token_ids)} tokens, {limit} are allowed"
+    first = f"{long[0].place}: the prompt has {len(long[0].prompt.token_ids)} tokens, but only {limit} are allowed"
     if overlong == "error":
         raise DataError(
-            f"{first} ({len(long)} of {len(prepared)} prompts are longer)",
+            f"{first} ({len(long)} of {len(prepared)} prompts are too long)",
             remedy="raise data.max_prompt_length, or lower sampling.max_completion_length if the model's "
-            "context is the limit, or set data.overlong_prompts to drop",
+            "context is the limit, or set data.overlong_prompts: drop",
         )
     if len(long) == len(prepared):
         raise DataError(
-            f"{path}: all {len(prepared)} prompts have more than {limit} tokens; none remains",
+            f"{path}: all {len(prepared)} prompts have more than {limit} tokens, so none is left",
             remedy="raise data.max_prompt_length",
         )
-    logger.warning("%s: dropped %d of %d prompts as too long; %s", path, len(long), len(prepared), first)
+    logger.warning("%s: dropped %d of %d prompts that are too long; %s", path, len(long), len(prepared), first)
     return [one for one in prepared if len(one.prompt.token_ids) <= limit]

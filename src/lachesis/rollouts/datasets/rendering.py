@@ -33,7 +33,8 @@ def checked_template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return variables for the chat template. Raises ConfigError if one is reserved."""
     kwargs = dict(given or {})
     if taken := sorted(_OWN_TEMPLATE_KEYS & kwargs.keys()):
-        raise ConfigError(f"data.chat_template_kwargs sets {taken[0]!r}", remedy="leave it out; it is ours")
+        message = f"data.chat_template_kwargs sets {taken[0]!r}, which Lachesis sets itself"
+        raise ConfigError(message, remedy="leave it out")
     return kwargs
 
 
@@ -84,8 +85,8 @@ def tokenize(
     for place, ids in zip(places, token_ids, strict=True):
         if not ids:
             raise DataError(
-                f"{place}: the tokenizer makes no tokens of the prompt",
-                remedy="correct that line, or check that the tokenizer knows these characters",
+                f"{place}: the tokenizer returns no tokens for the prompt",
+                remedy="correct this line, or check that the tokenizer knows these characters",
             )
     return token_ids
 
@@ -98,20 +99,20 @@ def _missing_prompt(problem: Problem) -> DataError:
     column = problem.column
     others = [name for name, value in problem.columns.items() if value is not None and name != column]
     close = nearest(column, others, cutoff=0.5) or next((name for name in _QUESTIONS if name in others), None)
-    hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or correct that line"
+    hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or correct this line"
     return DataError(
-        f"{problem.place}: no prompt in column {column!r}; the columns there are: {', '.join(others) or 'none'}",
+        f"{problem.place}: no prompt in column {column!r}; the columns with values are: {', '.join(others) or 'none'}",
         remedy=hint,
     )
 
 
 def _check_messages(prompt: list[Any], place: str, column: str) -> tuple[Message, ...]:
     if not prompt:
-        raise DataError(f"{place}: the prompt in column {column!r} is empty", remedy="correct that line")
+        raise DataError(f"{place}: the prompt in column {column!r} is empty", remedy="correct this line")
     for number, message in enumerate(prompt, start=1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
             raise DataError(
-                f"{place}: message {number} of the prompt in column {column!r} has no role and content",
+                f"{place}: message {number} of the prompt in column {column!r} lacks a role or a content",
                 remedy='write messages as {"role": "user", "content": "..."}',
             )
     return tuple(prompt)
@@ -122,7 +123,7 @@ def _apply_template(
 ) -> str:
     if not tokenizer.chat_template and "chat_template" not in kwargs:
         raise DataError(
-            f"{place}: the prompt is a conversation and the tokenizer has no chat template",
+            f"{place}: the prompt is a conversation, but the tokenizer has no chat template",
             remedy="set model.chat_template, or write prompts as strings",
         )
     prefilled = messages[-1]["role"] == "assistant"
@@ -137,7 +138,7 @@ def _apply_template(
     except Exception as error:
         raise DataError(
             f"{place}: the chat template failed: {type(error).__name__}: {error}",
-            remedy="correct the messages, or see model.chat_template and data.chat_template_kwargs",
+            remedy="correct the messages, or check model.chat_template and data.chat_template_kwargs",
         ) from error
     return str(text)
 
@@ -155,7 +156,7 @@ def _untokenizable(
     error: Exception,
 ) -> DataError:
     """Find the row of a batch on which the tokenizer failed, because its error does not name it."""
-    place = places[batch[0]] + " and following"
+    place = places[batch[0]] + " or a row soon after it"
     for index in batch:
         try:
             _encode(tokenizer, [rendered[index].text], rendered[index].special_tokens)

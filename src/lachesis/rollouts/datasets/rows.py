@@ -19,7 +19,7 @@ from lachesis.common.hub import cache_alone_where_the_hub_is_away
 # The prefix of reasoning-gym tasks.
 PREFIX = "reasoning_gym:"
 
-_LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
+_LINE_REMEDY = "write one JSON object per line, without commas between them or brackets around them"
 # Test cases of a programming problem can exceed 131,072 characters, the default limit of Python's csv.
 _LONGEST_CELL = 2**31 - 1
 _EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
@@ -81,7 +81,7 @@ def read_file(path: Path) -> list[Row]:
     reader = readers.get(path.suffix.lower(), _read_jsonl)
     rows = reader(path)
     if not rows:
-        remedy = "give it one JSON object a line" if reader is _read_jsonl else "give it at least one problem"
+        remedy = "write one JSON object per line into it" if reader is _read_jsonl else "add at least one problem"
         raise DataError(f"the dataset {path} is empty", remedy=remedy)
     return aligned(rows)
 
@@ -108,7 +108,7 @@ def parse_line(place: str, line: bytes) -> Row:
     value = _parse_json(place, _decode(place, line), _LINE_REMEDY)
     if not isinstance(value, dict):
         raise DataError(
-            f"{place}: {describe_type(value)}, not an object", remedy=f"write one JSON object a line, {_EXAMPLE}"
+            f"{place}: {describe_type(value)}, not an object", remedy=f"write one JSON object per line, {_EXAMPLE}"
         )
     return Row(place, value)
 
@@ -166,13 +166,13 @@ def _read_csv(path: Path) -> list[Row]:
             if None in record or None in record.values():
                 raise DataError(
                     f"{place}: {'more' if None in record else 'fewer'} values than the header has columns",
-                    remedy="quote values that hold the separator or a line end",
+                    remedy="quote values that contain the separator or a line break",
                 )
             rows.append(Row(place, {name: value or None for name, value in record.items()}))
     except csv.Error as error:
         raise DataError(
             f"{path}, line {reader.line_num + 1}: malformed CSV: {error}",
-            remedy="correct the quotes of the row that begins in that line",
+            remedy="correct the quotes in the row that begins on this line",
         ) from error
     return rows
 
@@ -192,7 +192,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         records: list[dict[str, Any]] = read_table(BufferReader(content)).to_pylist()
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}", remedy="write the file anew") from error
+        raise DataError(f"{path}: not a readable Parquet file: {error}", remedy="write the file again") from error
     return [Row(f"{path}, row {number}", from_arrow(record)) for number, record in enumerate(records, start=1)]
 
 
@@ -247,7 +247,7 @@ def _parse_json(place: str, text: str, remedy: str) -> Any:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise DataError(f"{place}: malformed JSON: {error.msg} at {line}column {error.colno}", remedy=remedy) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: JSON that cannot be read: {error}", remedy="correct that line") from error
+        raise DataError(f"{place}: this JSON cannot be read: {error}", remedy="correct this line") from error
 
 
 def is_hub_name(path: str) -> bool:
@@ -320,7 +320,7 @@ def read_object(value: Any, *, name: str) -> tuple[list[Row], str]:
     records = _records(value)
     if not isinstance(records, list | tuple):
         raise DataError(
-            f"{name} is {describe_type(value)}, no dataset",
+            f"{name} is {describe_type(value)}, not a dataset",
             remedy="give a list of dictionaries, a datasets.Dataset (one split of it), a DataFrame, or a path",
         )
     if not records:
@@ -357,13 +357,13 @@ def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:
     match = _SLICE.fullmatch(split)
     if match is None or match["name"] != "train":
         raise DataError(
-            f"{path} is a file, which has no split {split!r}",
-            remedy="write train, or a part of it such as train[:100] or train[10%:], or name another file",
+            f"{path} is a file, so it has no split {split!r}",
+            remedy="use train, or a part of it such as train[:100] or train[10%:], or name another file",
         )
     start, stop = (_position(match[end], len(rows)) for end in ("start", "stop"))
     chosen = list(rows[start:stop])
     if not chosen:
-        raise DataError(f"{path} has {len(rows)} rows: {split} is empty", remedy="name another part")
+        raise DataError(f"{path} has {len(rows)} rows, of which {split} is none", remedy="choose another part")
     return chosen
 
 
@@ -396,10 +396,10 @@ def _unreadable(path: str, name: str | None, split: str, error: Exception) -> Da
     offline = kind in ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError") or "reach" in text
     if offline and not Path(path).exists():
         return DataError(
-            f"{path} is not a file or directory here, and the dataset {what} is not in the cache, and the hub cannot "
+            f"{path} is not a file or directory here, the dataset {what} is not in the cache, and the hub cannot "
             f"be reached: {kind}: {text}",
             remedy="correct the path; or, for a dataset on the hub, go online, or download it beforehand on a machine "
-            "that is",
+            "that is online",
         )
     if (cause := error.__cause__) is not None:
         text = " ".join(str(cause).split())

@@ -12,7 +12,7 @@ from lachesis.common.errors import CheckpointError, ConfigError, DataError
 from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.datasets.curriculum import PassRates
 
-# In the id of a prompt: what follows is the number of the turn within the row.
+# Separator in the id of a prompt, before the number of the turn within the row.
 FOLLOW_UP = "+"
 
 
@@ -35,13 +35,13 @@ def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tu
         rows.setdefault(problem.id.partition(FOLLOW_UP)[0], []).append(index)
     count = max(1, round(eval_size * len(rows))) if 0 < eval_size < 1 else int(eval_size)
     if eval_size < 0 or (eval_size >= 1 and count != eval_size):
-        raise ConfigError(f"data.eval_size is {eval_size}", remedy="give a whole number, or a share below 1")
+        raise ConfigError(f"data.eval_size cannot be {eval_size}", remedy="give a whole number, or a share below 1")
     if count >= len(rows):
         raise DataError(
-            f"data.eval_size is {eval_size}, and there are only {len(rows)} problems",
+            f"data.eval_size is {eval_size}, but there are only {len(rows)} problems",
             remedy="hold out fewer problems, or name a separate file in data.eval_path",
         )
-    import numpy as np  # which `plan`, for one, does not need
+    import numpy as np  # not at the top, because `lachesis plan` does not need it
 
     members = list(rows.values())
     drawn = np.random.default_rng(seed).permutation(len(rows))[len(rows) - count :].tolist()
@@ -79,7 +79,7 @@ class PromptStream:
         """
         self._by_id = {prompt.id: prompt for prompt in prompts}
         if not prompts or len(self._by_id) != len(prompts):
-            problem = "two prompts have one id" if prompts else "there are no prompts to train on"
+            problem = "two prompts have the same id" if prompts else "there are no prompts to train on"
             raise DataError(problem, remedy="check the dataset")
         self._prompts = tuple(prompts)
         self._seed = seed
@@ -140,7 +140,7 @@ class PromptStream:
             DataError: a prompt is not of this stream.
         """
         if unknown := [prompt.id for prompt in prompts if prompt.id not in self._by_id]:
-            raise DataError(f"prompt {unknown[0]!r} is not of this dataset")
+            raise DataError(f"prompt {unknown[0]!r} is not in this dataset")
         self._front.extendleft(reversed([self._by_id[prompt.id] for prompt in prompts]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,8 +161,8 @@ class PromptStream:
         """
         if state.get("dataset") != self._fingerprint:
             raise CheckpointError(
-                "the dataset is not the checkpoint's: its prompts, their order or the chat template differ",
-                remedy="resume with the dataset that the run began with, or begin a new run",
+                "the dataset differs from the checkpoint's in its prompts, their order, or the chat template",
+                remedy="resume with the dataset that the run started with, or start a new run",
             )
         self._enter(epoch=int(state["epoch"]), index=int(state["index"]))
         self._front = deque(self._by_id[prompt_id] for prompt_id in state["front"])

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from lachesis.config.schema import LachesisConfig
 
-# Beside the columns to remove, options of ``Dataset.map`` that say how it should go about it, not what to do.
+# The columns to remove, and options of ``Dataset.map`` that do not change its result.
 _UNDERSTOOD = frozenset({"remove_columns", "desc", "num_proc", "load_from_cache_file", "keep_in_memory", "batched"})
 
 
 @dataclass(frozen=True, slots=True)
 class TransformSpec:
-    """A transform by its name: what another process needs to load it too.
+    """A transform by its name, so that another process can load it too.
 
     Args:
         spec: ``module.function`` or ``FILE.py:FUNCTION``.
@@ -58,7 +58,7 @@ class Transform:
         except Exception as error:
             raise DataError(
                 f"{row.place}: the transform {self.spec!r} raised {describe_exception(error, self.function)}",
-                remedy="correct the transform, or that row",
+                remedy="correct the transform or this row",
             ) from error
         if not isinstance(made, Mapping):
             raise DataError(
@@ -86,8 +86,8 @@ def load_transform(named: TransformSpec) -> Transform:
     refused = [name for name, value in options.items() if name not in _UNDERSTOOD or (name == "batched" and value)]
     if refused:
         raise ConfigError(
-            f"the transform {named.spec!r} asks for {refused[0]}",
-            remedy="it maps a row at a time, and may ask for remove_columns",
+            f"the transform {named.spec!r} returns the option {refused[0]}, which is not supported",
+            remedy="write it to map one row at a time; of the options that change rows it may return remove_columns",
         )
     removed = options.get("remove_columns") or ()
     names = (removed,) if isinstance(removed, str) else tuple(removed)
@@ -154,7 +154,7 @@ def _made_by(named: TransformSpec, maker: Callable[..., Any]) -> tuple[Callable[
     except Exception as error:
         raise ConfigError(
             f"the transform {named.spec!r} raised {describe_exception(error, None)} when given the configuration",
-            remedy="correct it; keys that the configuration lacks are None there",
+            remedy="correct it; a key that the configuration lacks is None",
         ) from error
     function, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(kwargs, Mapping):

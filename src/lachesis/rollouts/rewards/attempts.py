@@ -1,4 +1,4 @@
-"""Reward function with a deadline: if a call fails, who is to blame, and what can be kept."""
+"""Calls of a reward function with a deadline; if a call fails, a search for the sample to blame."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lachesis.rollouts.rewards.runners import RewardRunner
 # Per-sample columns: a value per sample for each name.
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
 
-# What a completion is to a function where the prompt is a text: a list of one message, or a text like the prompt.
+# The form of a completion for a function if the prompt is a text: a list of one message, or a text like the prompt.
 TextCompletions: TypeAlias = Literal["messages", "text"]
 
-# Among the per-sample columns: the messages of a completion of several turns, which are then the completion.
+# The per-sample column with the messages of a multi-turn completion, which functions get as the completion.
 TURNS = "_turns"
-# What a function is given beside the columns of the dataset.
+# Arguments that a function can have besides the columns of the dataset.
 GIVEN = ("prompts", "prompt_texts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
-# Scoring group by group, to find the one that hangs, gives up after this many hangs in a row.
+# Scoring group by group, to find a group on which a function hangs, stops after this many hangs in a row.
 _MOST_HANGS = 3
 
 
@@ -88,8 +88,8 @@ class RewardAttempts:
             # A given argument is suggested only for a near miss: "solution" is not a misspelt "completions".
             close = nearest(name, known, cutoff=0.5) or nearest(name, GIVEN, cutoff=0.8)
             raise RewardError(
-                f"reward function {self.name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
-                f"and no column of the dataset ({', '.join(known) or 'it has none'})",
+                f"reward function {self.name!r} needs {name!r}, which is neither one of {', '.join(GIVEN)} "
+                f"nor a column of the dataset ({', '.join(known) or 'it has none'})",
                 remedy=f"did you mean {close!r}?"
                 if close
                 else "name an existing column, add this one, or give it a default",
@@ -99,15 +99,15 @@ class RewardAttempts:
         """Yield sentences about required columns that some of the problems lack."""
         for name in self.runner.signature.required:
             without = [problem for problem in problems if problem.columns.get(name) is None]
-            # What no problem has is given, or comes with the turns.
+            # A name that no problem has is a given argument, or comes with the turns.
             if without and any(name in problem.columns for problem in problems):
                 yield (
-                    f"reward function {self.name!r} needs {name!r}, and {len(without):,} of {len(problems):,} problems "
-                    f"have none (the first is {without[0].id!r}): it gets None there"
+                    f"reward function {self.name!r} needs {name!r}, but {len(without):,} of {len(problems):,} problems "
+                    f"do not have it (the first is {without[0].id!r}); it gets None for these"
                 )
 
     def score(self, items: Sequence[Item], *, fail_fast: bool, state: TrainerState) -> FunctionScores:
-        """Rewards of each item.
+        """Return the rewards of each item.
 
         Raises:
             RewardError: the first failure, with ``fail_fast``.
@@ -147,7 +147,7 @@ class _Attempt:
         errors_before = len(self.errors)
         judged = self._one_by_one(items)
         if len(self.errors) == errors_before:
-            where = f"in one call with {len(items)} groups, though not in a call with any of them alone"
+            where = f"in one call with {len(items)} groups, but not in separate calls with each of them"
             self._note(answer.failure, where)
         return judged
 
@@ -156,7 +156,7 @@ class _Attempt:
         costly = 0
         for item in items:
             if costly == _MOST_HANGS:
-                what = f"was not called any more, after {costly} calls in a row that hung or crashed,"
+                what = f"was not called again, after {costly} calls in a row that hung or crashed,"
                 self._note(RewardFailure(what, HANG_REMEDY), f"on {_describe(item.group, None)}")
                 judged.append(None)
                 continue
@@ -192,7 +192,7 @@ class _Attempt:
         return judged
 
     def _blame(self, item: Item, failure: RewardFailure) -> None:
-        """Report the failure of a group; in the first one the sample to blame is looked for too."""
+        """Report the failure of a group; for the first such group also look for the sample to blame."""
         culprit = self._culprit(item) if failure.traceable and self.failures == 0 else None
         self.failures += 1
         self._note(failure, f"on {_describe(item.group, culprit)}")

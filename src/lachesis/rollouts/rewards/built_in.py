@@ -83,7 +83,7 @@ def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any)
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Reward:
-    """0 up to a length, then falling to -1 at ``max_completion_len`` tokens: DAPO (2025), eq. 13."""
+    """Return a reward: 0 up to a length, then falling to -1 at ``max_completion_len`` tokens: DAPO (2025), eq. 13."""
     begin = max_completion_len - soft_punish_cache
 
     def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
@@ -104,7 +104,7 @@ def get_cosine_scaled_reward(
     max_value_correct: float = 1.0,
     in_tokens: bool = True,
 ) -> Reward:
-    """Half a period of a cosine over the length: a right answer is worth more when short, a wrong one when long.
+    """Return a reward that follows half a cosine over the length: right answers should be short, wrong ones long.
 
     Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (2025), appendix C.1. TRL counts tokens,
     open-r1 characters.
@@ -128,9 +128,9 @@ def get_cosine_scaled_reward(
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0, in_tokens: bool = True) -> Reward:
-    """``max_penalty`` times the share of n-grams that were there before: the same paper, appendix C.2.
+    """Return a reward of ``max_penalty`` times the share of repeated n-grams: the same paper, appendix C.2.
 
-    TRL's are of tokens, open-r1's of words in small letters.
+    TRL takes n-grams of tokens, open-r1 of lower-case words.
     """
 
     def repetition_penalty_reward(
@@ -223,7 +223,7 @@ def _same_answer(text: str, gold: str) -> float | None:
     Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
     without a boxed one, the answer is looked for at the end.
     """
-    why = "the reward compares answers with math-verify, which is not installed"
+    why = "this reward compares answers with math-verify, which is not installed"
     verifier = optional_package("math_verify", why, remedy="pip install math-verify")
     wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
     if not wanted:

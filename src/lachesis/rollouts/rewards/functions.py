@@ -13,23 +13,23 @@ from lachesis.common.imports import describe_exception
 from lachesis.common.types import LARGEST_NUMBER
 from lachesis.process.threads import CallOutcome
 
-HANG_REMEDY = "make it faster, give its own waits a timeout, or raise rewards.timeout_s"
-VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
+HANG_REMEDY = "make it faster, give its waits a timeout, or raise rewards.timeout_s"
+VALUE_REMEDY = "return a list with a finite number for each completion, or None for one that it does not judge"
 RAISE_REMEDY = "correct it, or let it return None for completions that it cannot judge"
 SIGNAL_REMEDY = (
     "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
-    "to 1 or more (in Axolotl's keys trl.reward_num_workers to 2 or more: 1 is this process there), or turn such "
-    "timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
+    "to 1 or more (in Axolotl's keys trl.reward_num_workers to 2 or more, because 1 means this process there), or "
+    "turn off such timeouts (math_verify: parsing_timeout=None and timeout_seconds=None)"
 )
 _TEXT_REMEDY = (
-    "where prompts are texts, completions are texts here, as in TRL; for a function that reads messages, as in "
+    "if prompts are texts, completions are texts too, as in TRL; for a function that reads messages, as in "
     'completions[i][0]["content"], set rewards.text_completions: messages'
 )
 _MESSAGES_REMEDY = (
     'completions are lists of one message here: read completions[i][0]["content"], or set rewards.text_completions: '
-    "text, with which those of prompts that are texts are texts"
+    "text, so that completions of text prompts are texts"
 )
-# By a part of the error's text.
+# Remedies by a part of the error's text.
 _REMEDIES = {
     "signal.alarm": SIGNAL_REMEDY,
     "signal only works in main thread": SIGNAL_REMEDY,
@@ -72,7 +72,7 @@ class CallLog:
         return {name: getattr(self, name) for name in self.NAMES if name in wanted}
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Keep a value per completion beside it. Raises ValueError where there are more or fewer."""
+        """Keep a value for each completion. Raise ValueError if there are more or fewer."""
         listed = list(values)
         if len(listed) != self._count:
             raise ValueError(f"log_extra({column!r}) got {len(listed)} values for {self._count} completions")
@@ -82,7 +82,7 @@ class CallLog:
         """Add to a metric, whose mean is shown. Raises ValueError if the value is not finite."""
         number = float(value)
         if not math.isfinite(number):
-            raise ValueError(f"log_metric({name!r}) got {number}")
+            raise ValueError(f"log_metric({name!r}) got {number}, which is not finite")
         self._metrics.setdefault(name, []).append(number)
 
     def logged(self) -> Logged:
@@ -149,15 +149,15 @@ class Excluded:
 
     def __post_init__(self) -> None:
         if not self.counted:
-            raise ValueError("Excluded needs a cause of a word or two, under which completions are counted")
+            raise ValueError("Excluded needs a cause: a word or two, under which such completions are counted")
 
     @property
     def counted(self) -> str:
-        """Cause in a metric's name: "no reward reported" becomes ``no_reward_reported``."""
+        """Return the cause in the form of a metric's name: "no reward reported" becomes ``no_reward_reported``."""
         return "_".join(re.findall(r"\w+", self.cause.lower()))
 
 
-# What a factory of the registries gives; a user's own may be asynchronous too.
+# The functions that factories of the registries make; a user's function may be asynchronous too.
 Reward: TypeAlias = Callable[..., Sequence[float | Excluded | None]]
 
 
@@ -228,7 +228,7 @@ def read_rewards(result: object, count: int) -> list[float | BadValue | Excluded
     if callable(to_list := getattr(result, "tolist", None)):
         result = to_list()
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-        return BadValue(f"returned {_phrase(result)}, not a list with a reward per completion")
+        return BadValue(f"returned {_phrase(result)}, not a list with one reward per completion")
     if len(result) != count:
         return BadValue(f"returned {len(result)} rewards for {count} completions")
     return [_read_value(value) for value in result]
@@ -245,7 +245,7 @@ def _read_value(value: object) -> float | BadValue | Excluded | None:
     except OverflowError:
         return BadValue("returned an integer too large for a reward")
     if abs(number) > LARGEST_NUMBER and math.isfinite(number):
-        return BadValue(f"returned {number:g} as a reward, beyond {LARGEST_NUMBER:g}")
+        return BadValue(f"returned {number:g} as a reward; the limit is {LARGEST_NUMBER:g}")
     return number if math.isfinite(number) else BadValue(f"returned {number} as a reward")
 
 
@@ -254,6 +254,6 @@ def _phrase(value: object) -> str:
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """``repr`` for messages, cut after ``limit`` characters."""
+    """Return the ``repr`` for messages, cut after ``limit`` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "..."

@@ -16,9 +16,9 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function, names_module
 
 GROUP = entry_point_group("reward")
-# What a reward function of a trainer takes; a factory takes none of them.
+# Arguments of reward functions; a factory takes none of them.
 _REWARD_ARGUMENTS = frozenset({"completions", "prompts", "completion_ids"})
-# Their time limits are signals, which only a main thread gets.
+# Code whose time limits are signals, which only a main thread receives.
 _SIGNALS = re.compile(r"\bmath_verify\b|\bsignal\.(alarm|setitimer|signal)\b")
 
 
@@ -60,7 +60,7 @@ def needs_main_thread(function: Callable[..., Any]) -> bool:
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
         return file is not None and _SIGNALS.search(Path(file).read_text(encoding="utf-8")) is not None
-    except (TypeError, OSError, UnicodeDecodeError):  # no function of a file: nothing is known of it
+    except (TypeError, OSError, UnicodeDecodeError):  # not a function from a file, so nothing is known about it
         return False
 
 
@@ -78,12 +78,12 @@ def _made(factory: Callable[..., Any], arguments: Mapping[str, Any], spec: str) 
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{spec!r} cannot be called with {', '.join(arguments) or 'no arguments'}: {error}",
-            remedy="correct `kwargs` of that reward",
+            remedy="correct the `kwargs` of this reward",
         ) from error
     if not callable(made):
         raise ConfigError(
-            f"{spec!r} with `kwargs` returned a {type(made).__name__}, no reward function",
-            remedy="a function with `kwargs` takes completions, or makes a function that does",
+            f"{spec!r} with `kwargs` returned a {type(made).__name__}, not a reward function",
+            remedy="name a function that takes completions and these arguments, or one that returns such a function",
         )
     return made
 

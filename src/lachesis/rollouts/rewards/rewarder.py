@@ -30,7 +30,7 @@ from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, Threa
 
 logger = logging.getLogger(__name__)
 
-# How long the imports of a process may take that nobody has asked for.
+# Limit of a process's imports in seconds, while no call waits for them.
 _LONG_START_S = 1800.0
 
 OnError: TypeAlias = Literal["fail", "drop_group"]
@@ -127,9 +127,9 @@ def load_reward(
     name = spec.replace(":", ".").rpartition(".")[2]
     if num_workers and names_object(spec):
         raise ConfigError(
-            f"rewards.num_workers is {num_workers}, and {name} is a function of this program, which other processes "
+            f"rewards.num_workers is {num_workers}, but {name} is a function of this program, which other processes "
             "cannot import",
-            remedy=f"write it in a file and name that (FILE.py:{name}), or leave rewards.num_workers out",
+            remedy=f"move it to a file and name it as FILE.py:{name}, or leave out rewards.num_workers",
         )
     named = ImportPath(spec, base_dir, json.dumps(arguments))
     if num_workers or (num_workers is None and names_module(spec) and not names_object(spec)):
@@ -388,13 +388,13 @@ def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float |
 
 def _check_setup(names: Sequence[str], weights: Sequence[float]) -> None:
     if not names:
-        raise ConfigError("rewards.functions is empty", remedy="name at least one reward function")
+        raise ConfigError("rewards.functions names no function", remedy="name at least one reward function")
     if len(weights) != len(names):
         raise ConfigError(
             f"rewards.weights has {len(weights)} values for {len(names)} functions",
-            remedy="give one weight per function, or leave them out",
+            remedy="give one weight per function, or leave out rewards.weights",
         )
     if bad := [weight for weight in weights if not math.isfinite(weight)]:
-        raise ConfigError(f"rewards.weights has a weight of {bad[0]}", remedy="give finite numbers")
+        raise ConfigError(f"rewards.weights has the weight {bad[0]}", remedy="give finite numbers")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two reward functions are called {twice[0]!r}", remedy="name each function once")

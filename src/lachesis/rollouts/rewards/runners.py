@@ -30,9 +30,9 @@ from lachesis.rollouts.rewards.loading import ImportPath, load_named
 
 logger = logging.getLogger(__name__)
 
-# How long a process without a call may take to end by itself, files and connections of its functions included.
+# Seconds that an idle process has to end by itself and close the files and connections of its functions.
 _GRACE_S = 2.0
-_DEATH_REMEDY = "find out why it ends its process (memory, a crash in native code, os._exit)"
+_DEATH_REMEDY = "find out why it ended its process (out of memory, a crash in native code, os._exit)"
 
 
 class RewardRunner(Protocol):
@@ -50,7 +50,7 @@ class RewardRunner(Protocol):
 
 
 class ThreadRunner:
-    """Runner of a function on a thread of this process, which ``watchdog`` ends where the thread does not let go."""
+    """Runner of a function on a thread of this process, which ``watchdog`` ends if the function blocks Python."""
 
     width = 1
 
@@ -62,9 +62,9 @@ class ThreadRunner:
 
     def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         words = (
-            f"reward function {getattr(self._function, '__name__', 'of a class')!r} holds the interpreter and did not "
-            f"return within {timeout_s:g} s -> avoid regular expressions that backtrack and computations without end, "
-            "or leave rewards.num_workers out and name it by its file, so that it runs in a separate process"
+            f"reward function {getattr(self._function, '__name__', 'of a class')!r} holds Python's interpreter "
+            f"lock and did not return within {timeout_s:g} s -> avoid regular expressions that backtrack and endless loops, "
+            "or leave out rewards.num_workers and name it by its file, so that it runs in a separate process"
         )
 
         def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
@@ -181,7 +181,7 @@ class WorkerRunner:
             stuck = next((one.failure for one in answers if one.failure and one.failure.between_processes), None)
             if stuck is None or self._here is None:
                 return answers
-            logger.warning("a reward function %s: from here on it runs on a thread of this process", stuck.what)
+            logger.warning("a reward function %s: from now on it runs on a thread of this process", stuck.what)
             self._moved = self._here()
         return [answer for call in calls for answer in self._moved.run([call], timeout_s=timeout_s)]
 
@@ -193,12 +193,12 @@ def _failure(error: WorkerError, timeout_s: float) -> RewardFailure:
         return RewardFailure(error.message, _DEATH_REMEDY, costly=True, traceable=True)
     if error.reason == "arguments":
         return RewardFailure(
-            f"cannot be given its arguments in another process ({error.message})",
+            f"has arguments that cannot be sent to another process ({error.message})",
             "keep plain values in the columns, or set rewards.num_workers to 0",
             between_processes=True,
         )
     return RewardFailure(
-        f"logged something that cannot leave its process ({error.message})",
+        f"logged a value that cannot be sent from its process ({error.message})",
         "log plain values: numbers, texts, lists",
         between_processes=True,
     )

@@ -9,11 +9,11 @@ from lachesis.common.errors import LachesisError
 
 
 class ToolServerLost(LachesisError):
-    """The server of a tool broke off, and its state with it: no fault of the rollout, and no answer to the call."""
+    """Error for a tool's server that is gone, with its state: the rollout is not at fault, the call has no answer."""
 
 
 class ToolError(Exception):
-    """A server's answer to a call that it could not do; the model is told."""
+    """A server's answer to a call that failed; the model gets it."""
 
 
 class ToolServer(Protocol):

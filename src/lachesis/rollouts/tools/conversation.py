@@ -11,10 +11,10 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Me
 
 @dataclass(slots=True)
 class Conversation:
-    """Rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
+    """A growing rollout. ``mask`` is 1 for tokens of the model; other tokens have logprob 0.
 
-    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``last_turn``
-    are the tokens sampled last.
+    ``name`` names the conversation for the engine; rollouts of one prompt share it, because they begin alike.
+    ``last_turn`` has the tokens sampled last.
     """
 
     prompt_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Conversation:
 
     @property
     def next_prompt(self) -> tuple[int, ...]:
-        """Tokens so far, after which the next turn is sampled."""
+        """Return the tokens so far, after which the next turn is sampled."""
         return (*self.prompt_ids, *self.token_ids)
 
     def sample(self, completion: Completion) -> None:

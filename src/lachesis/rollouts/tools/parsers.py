@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VLLM = "vllm:"
-"""Before the name of a parser of vLLM's."""
+"""Prefix of the names of vLLM's parsers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model asked for it. ``error`` says why it is none; it is answered with that."""
+    """A call as the model wrote it. If it is malformed, ``error`` says why, and the model gets that as the answer."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ToolParser(Protocol):
 
 
 def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times: as Hermes and Qwen do."""
+    """Parse one or several ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write."""
     said, *parts = HERMES.split(text)  # text, a call, text, a call, ..., text
     if not parts:
         return ParsedTurn(text)
@@ -65,7 +65,7 @@ def _hermes_call(text: str) -> ToolCall:
     except ValueError as error:
         return ToolCall("", error=f"the call is not JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall("", error='the call is no {"name": ..., "arguments": {...}}')
+        return ToolCall("", error='the call does not have the form {"name": ..., "arguments": {...}}')
     return _checked(call["name"], call.get("arguments", {}))
 
 
@@ -92,7 +92,7 @@ def load_parser(
     if (known := PARSERS.get(spec)) is not None:
         return known
     if spec.startswith(VLLM):
-        assert tokenizer is not None, "who names vLLM's parser has a model"
+        assert tokenizer is not None, "a configuration that names vLLM's parser has a model"
         return _vllm_parser(spec.removeprefix(VLLM), tokenizer)
     if "." not in spec and ":" not in spec:
         raise ConfigError(
@@ -117,7 +117,7 @@ def load_parser(
 
 
 def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
-    """Wrap a parser of vLLM's; if it cannot read a text, the model is told so, as of a call that is not JSON."""
+    """Wrap a parser of vLLM's; if it cannot read a text, the model is told, as for a call that is not JSON."""
     from lachesis.plugins.environments.tool_parsers import vllm_parser
 
     find = vllm_parser(name, tokenizer)
@@ -125,7 +125,7 @@ def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
     def parse(text: str, tools: Tools = ()) -> ParsedTurn:
         try:
             content, calls = find(text, tools)
-        except Exception as error:  # each is a program of its own, and the text is whatever a model may say
+        except Exception as error:  # parsers are vLLM's code, and the model may write any text
             return ParsedTurn(text, (ToolCall("", error=f"the call cannot be read: {error}"),))
         return ParsedTurn(content, tuple(_checked(*call) for call in calls))
 
@@ -147,7 +147,7 @@ def _given(call: Any) -> ToolCall:
 
 
 def _checked(name: str, arguments: object) -> ToolCall:
-    """Arguments may be JSON in a text, as in OpenAI's format."""
+    """Return a call, or its error; the arguments may be JSON in a text, as in OpenAI's format."""
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments or "{}")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# How many answers of tools are remembered.
+# The number of remembered answers of tools.
 _KEPT = 4096
-# The cause of rollouts that the server of a tool left alone.
+# The cause of rollouts that failed because a tool's server was lost.
 _LOST = "tool_server"
 
 
@@ -98,7 +98,7 @@ class ToolPlayers(Players):
     def __post_init__(self) -> None:
         self._end_token = self.tokenizer.eos_token_id  # looked up by the library each time that it is asked for
         self._decoded = text_decoder(self.tokenizer, as_sampled=False)
-        # Rollouts of a prompt often say the same, and are told the same.
+        # Rollouts of a prompt often contain the same turns and the same answers.
         self._parsed = Remembered(self._turns, most=_KEPT)
         self._shortened = Remembered(self._cut, most=_KEPT)
 
@@ -106,12 +106,12 @@ class ToolPlayers(Players):
         """Sample the first turn of all rollouts as it would be without tools: as completions of one request."""
         if prompt.messages is None:
             raise DataError(
-                f"prompt {prompt.id!r} is a text, and tools need a conversation",
+                f"prompt {prompt.id!r} is a text, but tools need a conversation",
                 remedy="write prompts as lists of messages, or set data.system_prompt",
             )
         params = replace(self.params, temperature=0.0) if greedy else self.params
         end = None if self.limits.seconds is None else time.monotonic() + self.limits.seconds
-        # Where others of the group are there already, one with the group's seed might come again.
+        # If other rollouts of the group exist already, the group's seed might repeat one of them.
         first = seed if list(numbers) == list(range(len(numbers))) else request_seed(seed, -1 - numbers[-1])
         name = f"tools {seed}"
         answers = await self._sampled(GenerationRequest(prompt.token_ids, params, len(numbers), first, name))
@@ -141,8 +141,8 @@ class ToolPlayers(Players):
         answers = await self.calls.completions(request)
         if len(answers) != request.n or any(one.finish_reason == "abort" for one in answers):
             raise EngineError(
-                "the engine aborted a turn, or left out completions of it",
-                remedy="look into its log; the request was sound",
+                "the engine aborted a turn, or returned too few completions for it",
+                remedy="read the engine's log; the request was valid",
             )
         self.counts.add(turns=len(answers))
         return answers
@@ -202,7 +202,7 @@ class ToolPlayers(Players):
         return [_Said(self.parse(text, schemas)) for text in self._decoded(turns)]
 
     def _cut(self, texts: Sequence[str]) -> list[str]:
-        """Shorten answers to the tokens that a tool's may have."""
+        """Shorten answers to the maximum number of tokens of a tool's answer."""
         tokenized = short_token_ids(self.tokenizer, texts)
         most = self.limits.result_tokens
         return [
@@ -211,7 +211,7 @@ class ToolPlayers(Players):
         ]
 
     def _told(self, conversation: Conversation, seen: Sequence[Observation]) -> Told:
-        """Return the answers to the calls of a conversation's last message, with the texts that there is room for."""
+        """Return the answers to the calls in a conversation's last message, with as much text as there is room for."""
         answer = conversation.messages[-1]
         ids = [call["id"] for call in answer["tool_calls"]]
         texts = self._shortened([one.text for one in seen])

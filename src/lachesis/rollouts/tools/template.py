@@ -13,7 +13,7 @@ from lachesis.rollouts.tools.memo import Remembered
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How many answers are remembered.
+# The number of remembered answers.
 _KEPT = 4096
 _ASKED: Message = {"role": "user", "content": "?"}
 
@@ -102,15 +102,15 @@ class Continuation:
         pieces = after[len(asked) :].split(self._end) if ends else []
         if len(pieces) <= ends:
             raise ConfigError(
-                "the chat template writes a turn of the model otherwise once messages follow it",
-                remedy="set model.chat_template to one that only adds, as TRL's templates for training do",
+                "the chat template rewrites a turn of the model once messages follow it",
+                remedy="set model.chat_template to one that only appends, such as TRL's templates for training",
             )
         return len(asked) + len(self._end.join(pieces[:ends]))
 
     def whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of a conversation up to where the model goes on. Raises ConfigError if the template fails.
+        """Return the tokens of a conversation and of a generation prompt. Raises ConfigError if the template fails.
 
-        They depend on these messages only: to go on after sampled tokens, add those of :meth:`tokens`.
+        They depend only on these messages; to continue after sampled tokens, append those of :meth:`tokens`.
         """
         (text,) = self._render([list(messages)], going_on=True)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
@@ -123,10 +123,10 @@ class Continuation:
                 add_generation_prompt=going_on,
                 **self._kwargs,
             )
-        except Exception as error:  # a template is a program of the model's, and may raise anything
+        except Exception as error:  # a template is a program that comes with the model, and may raise anything
             raise ConfigError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}",
-                remedy="set model.chat_template to one that knows their roles, tool and tool_calls too",
+                remedy="set model.chat_template to one that supports their roles, including tool, and tool_calls",
             ) from error
         return [str(text) for text in texts]
 
@@ -177,5 +177,5 @@ def answer_message(content: str, calls: Sequence[tuple[str, Mapping[str, Any]]],
 
 
 def call_id(number: int) -> str:
-    """Nine letters and digits, which is what all templates take."""
+    """Return an id of nine letters and digits, a form that all templates accept."""
     return f"call{number:05d}"

@@ -22,11 +22,11 @@ from lachesis.rollouts.tools.parsers import ToolCall
 if TYPE_CHECKING:
     from lachesis.config.schema import McpServerConfig
 
-# How many slow calls run at the same time.
+# The maximum number of slow calls that run at the same time.
 _AT_ONCE = 128
-# Longer than this a call is slow. A thread may wait so long for its turn alone (``sys.getswitchinterval``).
+# A call that takes longer is slow. A thread may wait this long just for its turn (``sys.getswitchinterval``).
 _QUICK_S = 0.005
-# How many combinations of arguments' names are remembered.
+# The number of remembered combinations of arguments' names.
 _KEPT = 1024
 _LONGEST_ERROR = 300
 
@@ -73,7 +73,7 @@ def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = N
             tools += [described(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(spec)
         names = [tool.name for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
+            raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of them")
     except BaseException:
         close_servers(tools)
         raise
@@ -117,10 +117,10 @@ def described(spec: str, function: Callable[..., Any]) -> Tool:
 
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # by the library's own classes, some of which are no public names
+    except Exception as error:  # some of the library's error classes are not public
         raise ConfigError(
             f"the tool {spec!r} cannot be described: {error}",
-            remedy="give it a docstring with a sentence and `Args:` with a line for each argument, and types",
+            remedy="give it a docstring with a sentence and an `Args:` line for each argument, and type annotations",
         ) from error
     return Tool(schema["function"]["name"], function, schema)
 
@@ -144,12 +144,12 @@ class Toolbox:
         self._waiting: list[_Asked] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_AT_ONCE)
-        # What is wrong with a call hangs on the names of its arguments alone, which are mostly the same.
+        # Whether a call fits its function depends only on the names of its arguments, which are mostly the same.
         self._unfit = lru_cache(_KEPT)(self._misfit)
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """Descriptions of the tools, for a chat template's ``tools``."""
+        """Return the descriptions of the tools, for a chat template's ``tools``."""
         return [tool.schema for tool in self.tools]
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
@@ -244,7 +244,7 @@ class Toolbox:
                 return Observation(call, text)
             except (TypeError, ValueError, RecursionError) as unwritable:
                 error = unwritable
-        # What a server says is a sentence for the model; of a function's error the name says more than the message.
+        # A server's message is a sentence for the model; for a function's error, the type often says more.
         said = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
         return Observation(call, f"error: {said}"[:_LONGEST_ERROR], failed=True)
 

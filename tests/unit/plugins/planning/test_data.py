@@ -48,7 +48,7 @@ def test_the_models_own_tokenizer_counts_and_so_do_messages(tmp_path: Path):
 
 
 def test_a_file_without_prompts_is_no_plan(tmp_path: Path):
-    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns there are: query, answer"):
+    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns with values are: query, answer"):
         sample_data(configured(tmp_path, [{"query": "1+1?", "answer": "2"}]))
 
 
@@ -70,7 +70,7 @@ def test_a_column_that_a_reward_needs_and_the_file_lacks_is_found(tmp_path: Path
     sample = sample_data(config)
     assert sample is not None
     if missing:
-        with pytest.raises(RewardError, match=r"'score' needs 'solution', .* no column of the dataset"):
+        with pytest.raises(RewardError, match=r"'score' needs 'solution', .* nor a column of the dataset"):
             check_reward_columns(config, sample)
     else:
         check_reward_columns(config, sample)

@@ -119,7 +119,7 @@ def test_what_is_damaged_is_made_anew_with_a_note(load, tmp_path, damage, caplog
     file.write_bytes(damage(file.read_bytes()))
     again, made = load()
     assert (again, made) == (first, 1)
-    assert "is damaged; preparing the data anew" in caplog.text
+    assert "is damaged; preparing the data again" in caplog.text
     assert load()[1] == 0
 
 
@@ -143,4 +143,4 @@ def test_use_is_logged(load, caplog):
     load()
     caplog.set_level(logging.INFO)
     load()
-    assert "prepared data: " in caplog.text
+    assert "using prepared data from " in caplog.text

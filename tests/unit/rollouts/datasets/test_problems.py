@@ -137,7 +137,7 @@ class TestBadFiles:
 
     def test_prompt_missing_in_one_line(self, write, tokenizer):
         path = write({"prompt": "1", "answer": "1"}, {"answer": "2"})
-        self.refuse(path, tokenizer, "line 2: no prompt in column 'prompt'; the columns there are: answer")
+        self.refuse(path, tokenizer, "line 2: no prompt in column 'prompt'; the columns with values are: answer")
 
     @pytest.mark.parametrize(
         ("prompt", "what"),
@@ -176,7 +176,7 @@ class TestBadFiles:
             def __call__(self, texts, **_):
                 return {"input_ids": [[] if text == "2" else [5] for text in texts]}
 
-        self.refuse(write({"prompt": "1"}, {"prompt": "2"}), Nothing(), "line 2: the tokenizer makes no tokens")
+        self.refuse(write({"prompt": "1"}, {"prompt": "2"}), Nothing(), "line 2: the tokenizer returns no tokens")
 
     def test_template_variables_that_would_change_what_is_asked(self, write, tokenizer):
         with pytest.raises(ConfigError, match="add_generation_prompt"):

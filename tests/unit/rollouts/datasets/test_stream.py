@@ -51,7 +51,7 @@ class TestSplit:
         assert not rows[0] & rows[1]
 
     def test_nothing_left_to_train_on(self):
-        with pytest.raises(DataError, match=r"data\.eval_size is 5, and there are only 5"):
+        with pytest.raises(DataError, match=r"data\.eval_size is 5, but there are only 5"):
             split_eval(numbered(5), 5, seed=0)
 
 

@@ -103,8 +103,8 @@ class TestErrors:
             ("def f(cfg): return 3", "returned a number when given the configuration"),
             ("def f(cfg): return (lambda r: r), ['a']", "returned"),
             ("def f(cfg): return cfg.missing.name", "raised AttributeError"),
-            ("def f(cfg): return (lambda r: r), {'batched': True}", "asks for batched"),
-            ("def f(cfg): return (lambda r: r), {'filter': 1}", "asks for filter"),
+            ("def f(cfg): return (lambda r: r), {'batched': True}", "returns the option batched"),
+            ("def f(cfg): return (lambda r: r), {'filter': 1}", "returns the option filter"),
             ("f = 3", "no function"),
         ],
     )

@@ -30,7 +30,7 @@ def test_a_function_of_completions_gets_arguments_beside_them(tmp_path):
 
 def test_what_makes_no_function_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def number(n): return n")
-    with pytest.raises(ConfigError, match="returned a int, no reward function"):
+    with pytest.raises(ConfigError, match="returned a int, not a reward function"):
         load_named(named("mine.py:number", tmp_path, n=1))
 
 

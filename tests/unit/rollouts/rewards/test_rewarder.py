@@ -267,8 +267,8 @@ class TestWhatFunctionsGet:
         columns = [{"answer": "1"}, {"answer": None}, {}, {"answer": "", "note": None}]
         problems = [Prompt(f"data.jsonl:{i}", (1,), "?", columns=given) for i, given in enumerate(columns)]
         assert rewarder.blanks(problems) == [
-            f"reward function {name!r} needs 'answer', and 2 of 4 problems have none (the first is 'data.jsonl:1'): "
-            "it gets None there"
+            f"reward function {name!r} needs 'answer', but 2 of 4 problems do not have it (the first is 'data.jsonl:1'); "
+            "it gets None for these"
             for name in "fg"
         ]
         assert rewarder.blanks(problems[:1]) == []
@@ -420,7 +420,7 @@ BAD = {
     nan_on_x: r"returned nan as a reward on completion 2 of 2 of prompt '1' \(answer='9'\): 'x'",
     text_on_x: r"returned a str \('one'\) as a reward on completion 2 of 2 of prompt '1'",
     short_on_x: r"returned 1 rewards for 2 completions on the 2 completions of prompt '1'",
-    none_instead_on_x: r"returned None, not a list with a reward per completion on the 2 completions of prompt '1'",
+    none_instead_on_x: r"returned None, not a list with one reward per completion on the 2 completions of prompt '1'",
     exits_on_x: r"raised SystemExit: 1 \(test_rewarder\.py:\d+\) on completion 2 of 2 of prompt '1'",
     hangs_on_x: r"did not return within 0\.1 s on the 2 completions of prompt '1'",
 }
@@ -483,7 +483,7 @@ class TestPolicies:
                 raise ValueError("too many")
             return [1.0] * len(completions)
 
-        with pytest.raises(RewardError, match="in one call with 3 groups, though not in a call with any of them alone"):
+        with pytest.raises(RewardError, match="in one call with 3 groups, but not in separate calls"):
             score(small_batches_only)
         scored = score(small_batches_only, on_error="drop_group")
         assert (len(scored.groups), scored.dropped, len(scored.errors)) == (3, 0, 1)
@@ -499,7 +499,7 @@ class TestPolicies:
         scored = score(hangs, [group(str(i), "x") for i in range(20)], timeout_s=0.05, on_error="drop_group")
         assert calls == [20, 1, 1, 1]
         assert scored.dropped == len(scored.errors) == 20
-        assert "was not called any more, after 3 calls in a row that hung or crashed" in scored.errors[-1].message
+        assert "was not called again, after 3 calls in a row that hung or crashed" in scored.errors[-1].message
 
     def test_alarms_are_explained(self):
         def with_alarm(completions):
@@ -570,4 +570,6 @@ def test_a_function_that_holds_the_interpreter_ends_the_process_with_its_name(tm
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
-    assert done.stderr.startswith("error: reward function 'r' holds the interpreter and did not return within 0.1 s")
+    assert done.stderr.startswith(
+        "error: reward function 'r' holds Python's global lock and did not return within 0.1 s"
+    )

@@ -184,7 +184,7 @@ def test_a_text_has_no_place_to_tell_of_tools(tokenizer: Any):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '' }}<eos>{% endfor %}"
-    with pytest.raises(ConfigError, match="otherwise once messages follow"):
+    with pytest.raises(ConfigError, match="rewrites a turn of the model once messages follow"):
         Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
 
 
