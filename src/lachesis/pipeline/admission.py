@@ -19,8 +19,8 @@ from lachesis.rollouts.base import Draw
 class Place:
     """The place of a group in line, from its admission until the step that trains on it is done.
 
-    ``number`` counts admissions. ``batch`` is the number of batches that were done when it was admitted, ``tries``
-    how often another group stood in this place before and was put aside. ``group`` is there once it is finished.
+    ``number`` counts admissions. ``batch`` is the number of batches done at its admission, and ``tries`` the number of
+    groups in this place that were put aside before. ``group`` is the finished group, and None until then.
     """
 
     number: int
@@ -34,9 +34,9 @@ class Admission:
     """Bound on the age of groups at training, enforced by when each group may begin.
 
     A group holds one of ``(1 + ahead) * size`` slots from its admission until the step on it is done. A batch is the
-    ``size`` oldest finished groups, so a slow one does not hold up the others; it is there once all that would
-    remain could still be trained on in time, in their order. So a group that is admitted when d batches are done is
-    in batch d + ``ahead`` at the latest (batches counted from 0), and whatever is admitted is trained on.
+    ``size`` oldest finished groups, so a slow one does not hold up the others; it is ready if all remaining groups,
+    in their order, could still be trained on in time. So a group that is admitted when d batches are done is in batch
+    d + ``ahead`` at the latest (batches counted from 0), and every admitted group is trained on.
 
     Args:
         size: groups of a batch.
@@ -80,7 +80,7 @@ class Admission:
     def admit(self, draws: Sequence[Draw], *, tries: int = 0) -> list[Place]:
         """Add places at the end of the line (at most ``room`` of them) and return them."""
         if len(draws) > self.room:
-            raise ValueError(f"{len(draws)} groups for {self.room} slots")
+            raise ValueError(f"{len(draws)} groups cannot be admitted to {self.room} free slots")
         places = [Place(next(self._numbers), self._done, draw, tries) for draw in draws]
         self._places |= {place.number: place for place in places}
         return places
@@ -102,7 +102,7 @@ class Admission:
         rest = [place for place in self._places.values() if place.number not in numbers]
         # The first `size` of the rest would be in the batch after this one, the next in the one after that.
         in_time = all(self._taken + 1 + i // self.size <= place.batch + self.ahead for i, place in enumerate(rest))
-        # Nothing is won by waiting where all are finished, as with a checkpoint of a run that went further ahead.
+        # Waiting is useless if all groups are finished, for example after a resume with a smaller `ahead`.
         return in_time or not self.unfinished
 
     def take(self) -> list[Group]:

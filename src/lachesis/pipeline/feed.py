@@ -25,7 +25,7 @@ class Feed(ResumablePart, Generic[BatchT]):
         """Return the next batch.
 
         Raises:
-            DeadlineExceeded: it was not there in time; the message names who waited for whom.
+            DeadlineExceeded: it was not ready in time; the message names who waited for whom.
         """
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Feed(ResumablePart, Generic[BatchT]):
 
 @dataclass(eq=False)
 class FeedBefore(Feed[BatchT]):
-    """Feed that takes from another one, and whose counters and saved states are those of it."""
+    """Feed that takes from another feed, and passes on its counters and notices of saved states."""
 
     feed: Feed[BatchT]
 
@@ -55,7 +55,7 @@ class Finisher(Generic[BatchT]):
 
     advantages: Callable[[Sequence[Group]], list[Group]]
     pack: Callable[[Sequence[Group]], BatchT]
-    # What a teacher outside of the trainer says of them.
+    # Adds the logprobs of a teacher outside the trainer.
     teach: Callable[[Sequence[Group]], Sequence[Group]] = list
     replay: ReplayBuffer | None = None
     _replayed: int = field(default=0, init=False)

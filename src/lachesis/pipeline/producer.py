@@ -66,7 +66,7 @@ class AsynchronousFeed(Feed[BatchT]):
     def __post_init__(self) -> None:
         self._line = Admission(size=self.collector.count, ahead=self.ahead)
         self._idle_slots = TimeAverage(self.clock)
-        self._changed = threading.Condition()  # guards all that follows, and the line
+        self._changed = threading.Condition()  # guards the line and all attributes below
         self._calls: dict[int, _Call] = {}  # by the number of each place that is being generated
         self._error: BaseException | None = None
         self._era = 0
@@ -104,12 +104,12 @@ class AsynchronousFeed(Feed[BatchT]):
         if self._error is not None:
             error, self._error = self._error, None
             self._era += 1
-            self._running = False  # until it is asked for again
+            self._running = False  # until the next batch is requested
             raise error
 
     def _where(self) -> str:
         there, generating = len(self._line.finished), len(self._calls)
-        return f"{there} of {self._line.size} groups are there, {generating} others are in progress"
+        return f"{there} of {self._line.size} groups are complete, {generating} others are in progress"
 
     def _send(self) -> None:
         """Request all groups that may be generated and are not yet under way."""
@@ -142,13 +142,13 @@ class AsynchronousFeed(Feed[BatchT]):
                     deadline=deadline,
                     done=lambda index, outcome: self._settle(call, call.places[index], outcome),
                 )
-        except BaseException as failure:  # raised again where the batch is waited for, which may try anew
+        except BaseException as failure:  # raised again to the caller that waits for the batch, which may retry
             error = failure
         with self._changed:
             self._end(call, error)
 
     def _end(self, call: _Call, error: BaseException | None) -> None:
-        """Mark the groups that the call did not deliver as to be requested again."""
+        """Forget the call, so that groups that it did not deliver are requested again."""
         self._calls = {number: one for number, one in self._calls.items() if one is not call}
         if error is not None and (call.era == self._era or not isinstance(error, EngineError)):
             self._error = self._error or error
@@ -158,7 +158,7 @@ class AsynchronousFeed(Feed[BatchT]):
     def _settle(self, call: _Call, place: Place, outcome: Group | RewardError) -> None:
         with self._changed:
             if self._calls.get(place.number) is not call:
-                return  # an answer of a call that failed: the group was asked for again
+                return  # a late answer of a failed call: the group was requested again
             if self._closed:
                 raise LachesisError("the run has ended while groups were generated")
             del self._calls[place.number]
@@ -203,7 +203,7 @@ class AsynchronousFeed(Feed[BatchT]):
             LachesisError: generation has begun.
         """
         if self._running:
-            raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
+            raise LachesisError("a running feed cannot be resumed", remedy="resume before the first batch")
         self.collector.load_state_dict(state)
         self.finisher.load_state_dict(state)
         if "line" in state:

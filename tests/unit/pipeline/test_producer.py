@@ -318,7 +318,7 @@ class TestFailures:
         source = ScriptedSource()
         source.hold("0", "2", "3")
         feed = make_feed(source, seconds=0.05)
-        with pytest.raises(DeadlineExceeded, match=r"generated ahead .* 1 of 2 groups are there, 3 others"):
+        with pytest.raises(DeadlineExceeded, match=r"generated ahead .* 1 of 2 groups are complete, 3 others"):
             feed.next()
 
     def test_closing_ends_what_is_under_way(self, make_feed: MakeFeed):

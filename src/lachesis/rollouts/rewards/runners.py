@@ -63,8 +63,8 @@ class ThreadRunner:
     def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         words = (
             f"reward function {getattr(self._function, '__name__', 'of a class')!r} holds Python's interpreter "
-            f"lock and did not return within {timeout_s:g} s -> avoid regular expressions that backtrack and endless loops, "
-            "or leave out rewards.num_workers and name it by its file, so that it runs in a separate process"
+            f"lock and did not return within {timeout_s:g} s -> avoid regular expressions that backtrack and endless "
+            "loops, or leave out rewards.num_workers and name it by its file, so that it runs in a separate process"
         )
 
         def invoke(arguments: Mapping[str, Any]) -> CallOutcome:

@@ -267,8 +267,8 @@ class TestWhatFunctionsGet:
         columns = [{"answer": "1"}, {"answer": None}, {}, {"answer": "", "note": None}]
         problems = [Prompt(f"data.jsonl:{i}", (1,), "?", columns=given) for i, given in enumerate(columns)]
         assert rewarder.blanks(problems) == [
-            f"reward function {name!r} needs 'answer', but 2 of 4 problems do not have it (the first is 'data.jsonl:1'); "
-            "it gets None for these"
+            f"reward function {name!r} needs 'answer', but 2 of 4 problems do not have it "
+            "(the first is 'data.jsonl:1'); it gets None for these"
             for name in "fg"
         ]
         assert rewarder.blanks(problems[:1]) == []
@@ -571,5 +571,5 @@ def test_a_function_that_holds_the_interpreter_ends_the_process_with_its_name(tm
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
     assert done.stderr.startswith(
-        "error: reward function 'r' holds Python's global lock and did not return within 0.1 s"
+        "error: reward function 'r' holds Python's interpreter lock and did not return within 0.1 s"
     )
