@@ -58,7 +58,7 @@ def guessing(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[
 
 def test_a_server_that_guesses_tokens_is_refused(tmp_path: Path):
     """Its logprobs need not be the model's: vLLM 0.32 on CPUs verifies guesses with uninitialized temperatures."""
-    refusal = "--speculative-config: tokens that were guessed may come with logprobs that are not the model's"
+    refusal = "--speculative-config is not supported: logprobs of guessed tokens may differ from the model's"
     with pytest.raises(AssertionError, match=refusal), running(replace(VLLM_SERVER, start=guessing), tmp_path):
         pass
 

@@ -28,7 +28,7 @@ def resolve_host(name: str) -> Sequence[str]:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise EngineUnreachable(
-            f"the name {name!r} of engine.urls has no address: {error}", remedy="check the name, and the name service"
+            f"the name {name!r} in engine.urls has no address: {error}", remedy="check the name and the name service"
         ) from error
     return sorted({str(address[0]) for *_, address in found})
 
@@ -41,7 +41,7 @@ def addresses(entries: Sequence[str], *, resolve: Resolve = resolve_host) -> lis
         EngineUnreachable: as ``resolve``.
     """
     if len(set(entries)) < len(entries):
-        raise ConfigError(f"the engine's servers are {list(entries)}", remedy="name each once")
+        raise ConfigError(f"engine.urls names a server twice: {list(entries)}", remedy="name each server once")
     return list(dict.fromkeys(url for entry in entries for url in _of_entry(entry, resolve=resolve)))
 
 
@@ -63,5 +63,5 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the file {path} of engine.urls cannot be read: {error}", remedy="write one address on each line"
+            f"the file {path} in engine.urls cannot be read: {error}", remedy="write one address per line into it"
         ) from error

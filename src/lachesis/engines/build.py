@@ -36,14 +36,14 @@ from lachesis.process.managed import ManagedProcess
 
 logger = logging.getLogger("lachesis")
 
-# A scale for each output and not for each fused matrix: closer to the trainer's, and rows are rounded by themselves.
+# A scale for each output, not for each fused matrix: closer to the trainer's weights, and each row rounds separately.
 _VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engine:
     """Build the embedded engine around the trained model."""
-    from lachesis.engines.embedded.engine import EmbeddedEngine  # heavy, and not for those that want addresses
+    from lachesis.engines.embedded.engine import EmbeddedEngine  # slow to import, and not needed for addresses
 
     tokenizer, pad = trained.tokenizer, trained.tokenizer.pad_token_id
     return EmbeddedEngine(
@@ -199,7 +199,7 @@ def server_options(
         of_engine |= {"enable_lora": True, "max_lora_rank": config.adapter.r}
         if isinstance(engine, VllmEngineConfig) and of_engine["dtype"] == "float32" and torch.cuda.is_available():
             raise ConfigError(
-                "vLLM's kernels for adapters on a GPU take 16-bit weights, and these are float32",
+                "vLLM's GPU kernels for adapters need 16-bit weights, but the engine's dtype is float32",
                 remedy="set engine.dtype: bfloat16, or model.dtype: bfloat16 for both sides",
             )
     return ServeOptions(

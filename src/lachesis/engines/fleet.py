@@ -163,7 +163,7 @@ class Fleet:
         """
         with self._lock:
             if self.state(url) is not State.RETIRED:
-                raise ConfigError(f"the engine {url} is in the fleet already", remedy="name each engine once")
+                raise ConfigError(f"the engine {url} is already in the fleet", remedy="name each engine once")
             before = self._members.pop(url, None)
             member = self._members[url] = _Member(url, since=self._clock(), moved=self._clock())
             if before is not None:  # its remaining requests end on the old member
@@ -254,7 +254,7 @@ class Fleet:
         self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
 
     def given_up(self, url: str, reason: str) -> None:
-        """Record that the engine does not go on, and is not waited for, unless it is the last one that lives."""
+        """Record that the engine makes no progress and the run gives it up, unless it is the last living one."""
         with self._lock:
             living = self.having(State.STALE, State.SERVING, State.SUSPECT)
             if url in living and len(living) > 1:
@@ -303,7 +303,7 @@ class Fleet:
                 still = self._clock() - member.moved
                 if not member.in_flight or still < hang_s:
                     continue
-                reason = f"it has {member.in_flight} requests and generated nothing for {still:.0f} s"
+                reason = f"it has {member.in_flight} requests but has generated nothing for {still:.0f} s"
                 alive = member.state in (State.SERVING, State.STALE, State.SUSPECT)
                 if alive and still >= 2 * hang_s:
                     self.died(member.url, reason)

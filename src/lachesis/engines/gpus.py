@@ -6,7 +6,7 @@ from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
 
 def server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
-    """Return the environment of a server by number: the GPUs that it gets of ``engine.devices``."""
+    """Return the environment of a server by number, with its share of the GPUs in ``engine.devices``."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
         return {}

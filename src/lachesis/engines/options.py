@@ -24,28 +24,28 @@ class ServeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="Directory or hub id of the model.")
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a model of the hub.")
-    engine: EngineName = Field(default="vllm", description="What generates.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
+    engine: EngineName = Field(default="vllm", description="The engine that generates.")
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on.")
     tokenizer: str | None = Field(default=None, description="Tokenizer, if it is not the model's own.")
     dtype: str | None = Field(default=None, description="bfloat16, float16, float32 or auto.")
-    device: str | None = Field(default=None, description="Of the embedded engine: cpu, cuda or cuda:N.")
-    max_model_len: int | None = Field(default=None, description="Longest prompt and completion together.")
-    max_num_seqs: int | None = Field(default=None, description="Most completions at the same time.")
+    device: str | None = Field(default=None, description="Device of the embedded engine: cpu, cuda or cuda:N.")
+    max_model_len: int | None = Field(default=None, description="Maximum tokens of prompt and completion together.")
+    max_num_seqs: int | None = Field(default=None, description="Maximum number of completions at the same time.")
     gpu_memory_utilization: float | None = Field(default=None, description="Share of the GPU memory for vLLM.")
     tensor_parallel_size: int | None = Field(default=None, description="GPUs that hold one copy of the model together.")
     enforce_eager: bool = Field(default=False, description="Run without CUDA graphs: slower.")
     enable_lora: bool = Field(default=False, description="Let adapters be loaded.")
     max_lora_rank: int | None = Field(default=None, description="Largest rank of an adapter.")
-    served_model_name: str | None = Field(default=None, description="What clients call the model.")
+    served_model_name: str | None = Field(default=None, description="Name of the model for clients.")
     adapter_roots: tuple[Path, ...] = Field(
         default=(),
-        description="Adapters and checkpoints load from inside here only; may be repeated. [default: .]",
+        description="Directory from which adapters and checkpoints may load; may be repeated. [default: .]",
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Host name that requests may use, besides addresses and this machine's own; may be repeated.",
+        description="Host name that requests may use besides IP addresses and this machine's; may be repeated.",
     )
     arguments: tuple[str, ...] = Field(default=(), exclude=True)
 

@@ -79,7 +79,7 @@ class Receiver:
         """Raise Refused (409) if this receiver is active, so that no other can be started."""
         if self._state in ("connecting", "connected"):
             raise Refused(
-                f"a receiver is {self._state} already", status=409, remedy="stop it with /nccl/stop_receiver first"
+                f"a receiver is already {self._state}", status=409, remedy="stop it with /nccl/stop_receiver first"
             )
 
     def take(self, wait_s: float | None) -> Iterator[tuple[str, Tensor]] | None:

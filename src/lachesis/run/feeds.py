@@ -237,9 +237,7 @@ def build_reroll(config: LachesisConfig) -> Reroll | None:
 
 
 def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
-    """Return the function that asks the teacher at a URL, or writes the prompts of the policy as its own teacher.
-
-    With another kind of teacher, or none, the function returns the groups unchanged.
+    """Return a function that adds a server teacher's logprobs or a self-teacher's prompts; else one that does nothing.
 
     Raises:
         ModelError: the teacher has another tokenizer.

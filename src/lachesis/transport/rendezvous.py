@@ -314,8 +314,7 @@ class Links:
             raise _gone(rank) from error
         except ValueError as error:
             raise EngineError(
-                f"{_who(rank)} sent something other than a control message",
-                remedy="find out which program connects to the channel",
+                f"{_who(rank)} sent an invalid message", remedy="find out which program connects to the channel"
             ) from error
         if "failed" in message:
             reason = f"{_who(rank)} reports: {message['failed']}"

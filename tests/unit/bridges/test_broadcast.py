@@ -415,7 +415,7 @@ def test_a_server_of_another_session_is_not_connected_to(make):
     with pytest.raises(EngineError, match="died"):
         built.update(1)
     built.server.session_id = "somebody else's"
-    with pytest.raises(StaleWeights, match="is of session somebody else's, this run works with session-0"):
+    with pytest.raises(StaleWeights, match="has session somebody else's, but this run works with session-0"):
         built.update(2)
 
 

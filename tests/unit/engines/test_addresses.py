@@ -36,9 +36,9 @@ def test_a_file_is_read_each_time(tmp_path: Path):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (["http://a:1", "http://a:1"], "name each once"),
+        (["http://a:1", "http://a:1"], "name each server once"),
         (["dns+ftp://a"], "'ftp://a' is not an address"),
-        (["file:/nowhere/servers"], "/nowhere/servers of engine.urls cannot be read"),
+        (["file:/nowhere/servers"], "/nowhere/servers in engine.urls cannot be read"),
     ],
 )
 def test_what_is_no_address_is_refused(entries: list[str], said: str):

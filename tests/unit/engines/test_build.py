@@ -99,7 +99,9 @@ def test_adapters_in_float32_are_refused_for_vllm_on_a_gpu(
     config = LachesisConfig.model_validate(sections)
     assert "--enable-lora" in server_processes(config, tmp_path)[0].command, "a CPU has such kernels"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigError, match="adapters on a GPU take 16-bit weights, and these are float32") as raised:
+    with pytest.raises(
+        ConfigError, match="GPU kernels for adapters need 16-bit weights, but the engine's dtype is float32"
+    ) as raised:
         server_processes(config, tmp_path)
     assert "engine.dtype: bfloat16" in raised.value.remedy
     half = LachesisConfig.model_validate(sections | {"engine": sections["engine"] | {"dtype": "bfloat16"}})

@@ -100,7 +100,7 @@ class TestAdmission:
 
     def test_members_come_and_go(self, clock: Clock):
         fleet = fleet_of(A, clock=clock)
-        with pytest.raises(ConfigError, match="in the fleet already"):
+        with pytest.raises(ConfigError, match="already in the fleet"):
             fleet.add(A)
         fleet.add(B)
         ticket = pick(fleet)
@@ -151,7 +151,7 @@ class TestHanging:
         assert (fleet.state(ticket.url), fleet.admitted) == (State.SUSPECT, (B,))
         clock.now += 10.0
         assert fleet.check_progress() == (A,)
-        assert fleet.reason(A) == "it has 1 requests and generated nothing for 20 s"
+        assert fleet.reason(A) == "it has 1 requests but has generated nothing for 20 s"
 
     def test_progress_clears_it(self, clock: Clock):
         fleet = fleet_of(A, B, clock=clock, hang_s=10.0)

@@ -111,7 +111,7 @@ class Decoder:
         """Keep the images' inputs for the prefill, and the offset of positions from the number of tokens: [N, 1]."""
         if not self._caches:
             raise EngineError(
-                f"{type(self._model).__name__} has no cache that could be used, and prompts have images",
+                f"{type(self._model).__name__} has no usable cache, which prompts with images need",
                 remedy="train it on text, or choose another model for images and text",
             )
         assert self._mask is not None

@@ -174,12 +174,12 @@ class EmbeddedEngine(Engine):
             )
         if self._decode is None and params.stop:
             raise EngineError(
-                f"{where} has stop strings, but this engine has no tokenizer to find them with",
+                f"{where} has stop strings, but this engine has no tokenizer to find them",
                 remedy="give the engine `decode`, or use stop_token_ids",
             )
         if params.guided_regex is not None:
             raise EngineError(
-                f"{where} has a regular expression, which the embedded engine does not follow",
+                f"{where} has a regular expression, which the embedded engine does not support",
                 remedy="leave out sampling.guided_regex, or use vLLM",
             )
 
@@ -193,7 +193,7 @@ class EmbeddedEngine(Engine):
         """
         if len(token_ids) < 2:
             self._open_model()
-            raise EngineError(f"a canary of {len(token_ids)} tokens has no logprob", remedy="give at least two tokens")
+            raise EngineError(f"a canary of {len(token_ids)} tokens is too short", remedy="give at least two tokens")
         logprobs = self.score("the canary", token_ids)
         targets = torch.tensor(token_ids[1:], device=logprobs.device)
         read = logprobs.gather(-1, targets[:, None]).squeeze(-1).tolist()
@@ -305,7 +305,7 @@ class EmbeddedEngine(Engine):
             raise EngineError(f"{what} is empty", remedy="begin it with at least one token")
         if min(token_ids) < 0 or max(token_ids) >= self._traits.vocab_size:
             raise EngineError(
-                f"{what} has token ids outside of 0 to {self._traits.vocab_size - 1}",
+                f"{what} has token ids outside the range 0 to {self._traits.vocab_size - 1}",
                 remedy="use the tokenizer that belongs to the model",
             )
         if len(token_ids) > self._max_context:
@@ -430,16 +430,16 @@ def _sample_rows(
 def _wrong_parameter(n: int, params: SamplingParams) -> str:
     """Describe the first parameter that is out of range; return an empty text if all are valid."""
     checks = {
-        f"n = {n}, not at least 1": n >= 1,
-        f"max_tokens = {params.max_tokens}, not at least 1": params.max_tokens >= 1,
-        f"temperature = {params.temperature}, not finite and at least 0": 0 <= params.temperature < float("inf"),
-        f"top_p = {params.top_p}, not above 0 and at most 1": 0 < params.top_p <= 1,
-        f"top_k = {params.top_k}, not at least 0": params.top_k >= 0,
-        f"min_p = {params.min_p}, not from 0 to 1": 0 <= params.min_p <= 1,
-        f"repetition_penalty = {params.repetition_penalty}, not above 0": params.repetition_penalty > 0,
-        f"min_tokens = {params.min_tokens}, not from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
-        f"presence_penalty = {params.presence_penalty}, not from -2 to 2": -2 <= params.presence_penalty <= 2,
-        f"frequency_penalty = {params.frequency_penalty}, not from -2 to 2": -2 <= params.frequency_penalty <= 2,
+        f"n = {n} (must be at least 1)": n >= 1,
+        f"max_tokens = {params.max_tokens} (must be at least 1)": params.max_tokens >= 1,
+        f"temperature = {params.temperature} (must be finite, at least 0)": 0 <= params.temperature < float("inf"),
+        f"top_p = {params.top_p} (must be above 0 and at most 1)": 0 < params.top_p <= 1,
+        f"top_k = {params.top_k} (must be at least 0)": params.top_k >= 0,
+        f"min_p = {params.min_p} (must be from 0 to 1)": 0 <= params.min_p <= 1,
+        f"repetition_penalty = {params.repetition_penalty} (must be above 0)": params.repetition_penalty > 0,
+        f"min_tokens = {params.min_tokens} (must be from 0 to max_tokens)": 0 <= params.min_tokens <= params.max_tokens,
+        f"presence_penalty = {params.presence_penalty} (must be from -2 to 2)": -2 <= params.presence_penalty <= 2,
+        f"frequency_penalty = {params.frequency_penalty} (must be from -2 to 2)": -2 <= params.frequency_penalty <= 2,
         "an empty stop string": all(params.stop),
     }
     return next((wrong for wrong, right in checks.items() if not right), "")

@@ -51,7 +51,7 @@ class TokenGate:
     def check_open(self) -> None:
         """Raise EngineError once the engine is closed."""
         if self.closed:
-            raise EngineError("the embedded engine is closed", remedy="make a new engine")
+            raise EngineError("the embedded engine is closed", remedy="create a new engine")
 
     @contextmanager
     def generating(self, deadline: Deadline) -> Iterator[None]:
@@ -71,7 +71,7 @@ class TokenGate:
                 self.check_open()
                 if self.paused:
                     raise EnginePaused(
-                        "the embedded engine is paused and generates nothing",
+                        "the embedded engine is paused, so it generates nothing",
                         remedy="resume it after the weights have changed",
                     )
                 self._calls += 1
@@ -116,10 +116,10 @@ class TokenGate:
             finally:
                 self._model.acquire()
                 self._caller = threading.get_ident()
-            deadline.check("generation was paused or had to make room")
+            deadline.check("generation was paused or had to wait for another user of the model")
             mode.enter_context(enter())
         if self.closed:
-            raise EngineError("the embedded engine was closed while it generated", remedy="close it after generating")
+            raise EngineError("the embedded engine was closed during generation", remedy="close it after generating")
 
     @contextmanager
     def guest(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
-# While servers are waited for, the fleet is asked so often whether it has given one up.
+# Seconds between checks, while a call waits for servers, if the fleet has given one up.
 _LOOK_S = 0.2
 # Number of servers called concurrently; fleets are rarely larger.
 _MOST_CALLS = 64
@@ -80,7 +80,7 @@ class HttpEngine(Engine):
         self._controls = {control.url: control for control in map(self._client, urls)}
         addresses = tuple(self._controls)
         if not addresses or len(addresses) < len(urls):
-            raise ConfigError(f"the engine's servers are {list(urls)}", remedy="name at least one, and each once")
+            raise ConfigError(f"engine.urls is {list(urls)}", remedy="name at least one server, and each only once")
         self._control_s = control_s
         self._tolerance = canary_tolerance
         self.fleet = Fleet(addresses, clock=time.monotonic, max_in_flight=max_in_flight, hang_s=hang_s)
@@ -118,7 +118,7 @@ class HttpEngine(Engine):
         retry = Retry(
             deadline,
             first_s=min(_AGAIN_S, wait_s),
-            say=lambda reason: logger.warning("%s; waiting for it, at most %g s", reason, wait_s),
+            say=lambda reason: logger.warning("%s; waiting for it for up to %g s", reason, wait_s),
         )
         with patience.waiting():
             while True:
@@ -199,7 +199,7 @@ class HttpEngine(Engine):
         gives up meanwhile, unless the others cannot go on without it: ``together``.
 
         Raises:
-            EngineUnreachable: one was given up of those that go on ``together`` only. The first error, without waiting
+            EngineUnreachable: one was given up and all must go on ``together``. The first error, without waiting
             for the other servers, which may hang for the same reason.
         """
         return [result for _, result in self.on_each(call, together=together)]
@@ -220,7 +220,7 @@ class HttpEngine(Engine):
 
         def given_up(control: ServerControl) -> EngineUnreachable:
             reason = self.fleet.reason(control.url)
-            error = EngineUnreachable(f"the engine at {control.url} is not waited for: {reason}")
+            error = EngineUnreachable(f"the run has given up the engine at {control.url}: {reason}")
             if together:
                 raise error
             return error
@@ -230,7 +230,7 @@ class HttpEngine(Engine):
         if len(lost) == len(living):
             raise lost[0][1]
         for control, error in lost:
-            logger.warning("the engine at %s is gone, others continue: %s", control.url, error.message)
+            logger.warning("the engine at %s is gone and the others continue: %s", control.url, error.message)
             self.fleet.died(control.url, error.message)
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
@@ -293,7 +293,7 @@ class HttpEngine(Engine):
     ) -> list[T]:
         """Return results in order, or raise the first error without waiting for the others.
 
-        ``given_up`` makes the result of a server that dies by the fleet's account before it answers.
+        ``given_up`` makes the result of a server that the fleet declares dead before it answers.
         """
         self._check_open()
         if len(controls) == 1:
@@ -336,7 +336,7 @@ class HttpEngine(Engine):
                 self.check_session(self.control(url), self.control(url).info(deadline=deadline).session_id)
                 self.fleet.met(url, self.fleet.session(url))
         completions = self._loop.run(self._calls.generate(requests, deadline=deadline, finished=finished))
-        deadline.check(f"all {len(requests)} requests have finished, too late")
+        deadline.check(f"all {len(requests)} requests have finished, but too late")
         return completions
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline | None = None) -> CanaryReading:
@@ -369,7 +369,7 @@ class HttpEngine(Engine):
             other = [name for name in names if first.digests.get(name) != reading.digests.get(name)]
             if other:
                 raise StaleWeights(
-                    f"at version {first.version} {len(other)} of {len(names)} tensors of {control.url} are not "
+                    f"at version {first.version} {len(other)} of {len(names)} tensors of {control.url} differ from "
                     f"those of {one.url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
@@ -380,7 +380,7 @@ class HttpEngine(Engine):
         self.on_all(lambda server: server.set_version(version, deadline=deadline))
 
     def health(self) -> EngineHealth:
-        """Ready if all servers that have been met are. ``detail`` says which is not, and how it was last seen."""
+        """Return the health: ready if all servers met so far are; else ``detail`` names the others and their states."""
         sessions = self.session_ids
         deadline = self._deadline("asking for the engine's health")
         met = [control for control in self.controls if self.fleet.session(control.url)]
@@ -394,7 +394,7 @@ class HttpEngine(Engine):
             details.append("the servers are at weight versions " + ", ".join(map(str, sorted(versions))))
         now = tuple(info.session_id for info in infos)
         if len(infos) == len(found) and now != sessions:
-            details.append(f"a server was started again: sessions {','.join(now)}, at first {','.join(sessions)}")
+            details.append(f"a server was restarted: sessions {','.join(now)}, originally {','.join(sessions)}")
         return EngineHealth(
             ready=not details,
             version=min(versions, default=-1),
@@ -471,7 +471,7 @@ class HttpEngine(Engine):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine client is closed", remedy="make a new one")
+            raise EngineError("the engine client is closed", remedy="create a new one")
 
     def check_session(self, control: ServerControl, session_id: str) -> None:
         """Raise StaleWeights unless the session of an answer is the one recorded for the server."""
@@ -479,8 +479,8 @@ class HttpEngine(Engine):
         expected = self.fleet.session(control.url)
         if session_id != expected:
             raise StaleWeights(
-                f"the server at {control.url} is of session {session_id}, this run works with {expected}",
-                remedy="it was started again or replaced: bring it the weights anew, or stop what took its port",
+                f"the server at {control.url} has session {session_id}, but this run works with {expected}",
+                remedy="it was restarted or replaced: send it the weights again, or stop the program on its port",
             )
 
     def _readings(self, call: Callable[[ServerControl], R]) -> list[tuple[ServerControl, R]]:
@@ -503,7 +503,7 @@ def _check_same_model(one: ServerInfo, other: ServerInfo) -> None:
     ours, theirs = (f"{m.model} ({m.dtype}, {m.vocab_size} tokens)" for m in (one.model, other.model))
     if ours != theirs:
         raise EngineError(
-            f"the servers serve different models: {one.url} has {ours}, {other.url} has {theirs}",
+            f"the servers serve different models: {one.url} has {ours}, but {other.url} has {theirs}",
             remedy="start all of them with the same model and dtype",
         )
 

@@ -227,7 +227,7 @@ class ServerControl:
         """Return the error for a server that did not answer."""
         return EngineUnreachable(
             f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
-            remedy="look at its log, and start it with `lachesis serve`, or `lachesis vllm-serve FILE`, if it is gone",
+            remedy="look at its log; if it is gone, start it with `lachesis serve` or `lachesis vllm-serve FILE`",
         )
 
     def expired(self, deadline: Deadline, route: str) -> DeadlineExceeded:
@@ -258,7 +258,7 @@ class ServerControl:
     ) -> httpx.Response:
         """Send one request. Raise DeadlineExceeded, EngineError (connecting too slow) or an httpx.TransportError."""
         url = f"{self.url}{operation.path}"
-        deadline.check(f"{url} was not asked")
+        deadline.check(f"no time was left for a request to {url}")
         remaining = deadline.remaining_s()
         timeout = httpx.Timeout(remaining, connect=_CONNECT_S if remaining is None else min(_CONNECT_S, remaining))
         body = None if operation.method == "GET" else request.model_dump(mode="json", exclude_unset=True)
@@ -270,7 +270,7 @@ class ServerControl:
         except httpx.TimeoutException as error:
             raise self.expired(deadline, operation.path) from error
         except RuntimeError as error:  # httpx's error for a closed client
-            raise EngineError(f"the client of {self.url} is closed", remedy="make a new one") from error
+            raise EngineError(f"the client of {self.url} is closed", remedy="create a new one") from error
 
 
 def _once_more(send: Send) -> httpx.Response:
@@ -299,7 +299,7 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
         error = {}
     if response.status_code in _NO_ROUTE and not error.get("type"):
         raise Refused(
-            f"the server at {url} has no route {route}: it is not an inference server of this package",
+            f"the server at {url} has no route {route}: it is not an inference server of Lachesis",
             status=response.status_code,
             remedy="start it with `lachesis serve` or `lachesis vllm-serve`, not with plain `vllm serve`",
         )
@@ -314,8 +314,8 @@ def malformed(url: str, route: str, error: Exception | str) -> EngineError:
     """Return the error for an answer that breaks the contract."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return EngineError(
-        f"{url}{route} answered something else than expected: {reason}",
-        remedy="run the same version of lachesis on both sides",
+        f"{url}{route} gave an unexpected answer: {reason}",
+        remedy="use the same version of lachesis on both sides",
     )
 
 

@@ -98,7 +98,7 @@ class GenerationCalls:
                 )
             failed = [task for task in tasks if task in done and _has_failed(task)]
             if failed and failed[0].cancelled():
-                raise EngineError("the engine client was closed while it generated", remedy="close it after generating")
+                raise EngineError("the engine client was closed during generation", remedy="close it after generating")
             if failed:
                 failed[0].result()
             if pending:
@@ -205,7 +205,7 @@ class GenerationCalls:
         while True:
             await asyncio.sleep(_LOOK_S)
             for url in self.fleet.check_progress():
-                logger.warning("the engine at %s is given up: %s", url, self.fleet.reason(url))
+                logger.warning("giving up the engine at %s: %s", url, self.fleet.reason(url))
             since += _LOOK_S
             if self.fleet.hang_s is not None and since >= self.fleet.hang_s / _LOOKS:
                 since = 0.0
@@ -242,7 +242,7 @@ def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_
             fleet.died(server.url, error.message)
         return
     if info.session_id != fleet.session(server.url):
-        fleet.died(server.url, f"it was started again: session {info.session_id}")
+        fleet.died(server.url, f"it was restarted: session {info.session_id}")
         return
     if info.generated_tokens is not None:
         fleet.progressed(server.url, info.generated_tokens)
@@ -255,7 +255,7 @@ def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_
 def nobody_serves(fleet: Fleet) -> EngineUnreachable:
     """Return the error for a fleet without an admitted engine."""
     stands = "; ".join(f"{row.url} is {row.state}{f': {row.reason}' if row.reason else ''}" for row in fleet.rows)
-    return EngineUnreachable(f"no engine may serve: {stands}", remedy="look at the engines' logs")
+    return EngineUnreachable(f"no engine can serve: {stands}", remedy="look at the engines' logs")
 
 
 class _Route:
@@ -365,9 +365,9 @@ def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> 
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
         if reason not in _FINISH_REASONS:
-            raise ValueError(f"the finish reason {reason!r}")
+            raise ValueError(f"unknown finish reason {reason!r}")
         if not all(math.isfinite(value) for value in logprobs):
-            raise ValueError("a logprob that is not finite")
+            raise ValueError("a logprob is not finite")
         completions.append(
             Completion(
                 token_ids=tuple(token_ids),
@@ -388,7 +388,7 @@ def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
     """
     cached = reply.get("cached_tokens", [None] * n)
     if len(cached) != n:
-        raise ValueError(f"cached tokens of {len(cached)} completions for a request of {n}")
+        raise ValueError(f"cached_tokens of {len(cached)} completions for a request of {n}")
     return [None if tokens is None else int(tokens) for tokens in cached]
 
 

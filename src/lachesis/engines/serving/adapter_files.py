@@ -45,7 +45,7 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
     """
     config = _read_config(path / CONFIG_NAME)
     if config.get("peft_type") != "LORA":
-        raise Refused(f"{path} holds a {config.get('peft_type')} adapter", status=422, remedy="only LoRA is served")
+        raise Refused(f"{path} holds a {config.get('peft_type')} adapter", status=422, remedy="use a LoRA adapter")
     if found := [name for name in (*_NOT_SERVED, *_PER_MODULE) if config.get(name)]:
         raise Refused(f"the adapter in {path} uses {', '.join(found)}", status=422, remedy="train a plain LoRA adapter")
     if config.get("bias", "none") != "none":
@@ -55,7 +55,7 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
         raise Refused(f"{path / CONFIG_NAME} has r {r!r} and lora_alpha {alpha!r}", remedy="save the adapter with peft")
     if r > max_rank:
         raise Refused(
-            f"the adapter in {path} has rank {r}, the server holds up to {max_rank}",
+            f"the adapter in {path} has rank {r}, but the server takes at most rank {max_rank}",
             status=422,
             remedy=f"start the server with --max-lora-rank {r}",
         )
@@ -79,7 +79,7 @@ def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
     """
     match = _MATRIX.fullmatch(name)
     if match is None:
-        raise Refused(f"{name!r} is not an A or B of LoRA", status=422, remedy="save a plain LoRA adapter")
+        raise Refused(f"{name!r} is not a LoRA matrix A or B", status=422, remedy="save a plain LoRA adapter")
     return match["module"], "A" if match["part"] == "A" else "B"
 
 
@@ -103,7 +103,7 @@ def adapted_modules(shapes: Mapping[str, tuple[int, ...]], *, r: int) -> dict[st
                 f"the adapter's tensors of {module!r} have shapes {list(a) or 'none'} and {list(b) or 'none'}, "
                 f"not [{r}, in] and [out, {r}]",
                 status=422,
-                remedy="give A and B of every module, of the rank that is announced",
+                remedy="give A and B of every module, with the announced rank",
             )
         modules[module] = (a[1], b[0])
     return modules
@@ -113,7 +113,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
-        raise Refused(f"{path} cannot be read: {error.strerror}", remedy="name a directory that peft saved") from error
+        raise Refused(f"{path} cannot be read: {error.strerror}", remedy="give a directory that peft saved") from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not JSON: {error}", remedy="save the adapter again") from error
     if not is_object(config):
@@ -129,11 +129,11 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             shapes: dict[str, tuple[int, ...]] = {name: tuple(part.get_shape()) for name, part in found.items()}
             dtypes: dict[str, str] = {name: part.get_dtype() for name, part in found.items()}
     except OSError as error:
-        raise Refused(f"{path} cannot be read: {error}", remedy="only safetensors are read") from error
+        raise Refused(f"{path} cannot be read: {error}", remedy="save the adapter as safetensors") from error
     except SafetensorError as error:
         remedy = "save the adapter again (pickle is never read)"
         raise Refused(f"{path} is not a complete safetensors file: {error}", remedy=remedy) from error
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
-            raise Refused(f"the adapter's tensor {name!r} is of dtype {dtype}", status=422, remedy="save it as a float")
+            raise Refused(f"the adapter's tensor {name!r} has dtype {dtype}", status=422, remedy="save it as a float")
     return shapes

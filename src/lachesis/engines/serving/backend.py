@@ -92,7 +92,7 @@ class DigestSlice:
             raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
         shape = shapes[self.name]
         if shape and not self.start <= self.end(shape[0]) <= shape[0]:
-            what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were requested, it has {shape[0]}"
+            what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were requested, but it has {shape[0]}"
             raise Refused(what, status=422, remedy=remedy)
 
 
@@ -161,10 +161,10 @@ def _tensor(value: Any) -> ReceivedTensor:
         return value
     name, shape, dtype = value["name"], value["shape"], value["dtype"]
     if not is_array(shape) or any(type(size) is not int or not 0 < size < 1 << 40 for size in shape):
-        raise Refused(f"the shape of {name!r} is not a list of sizes", remedy="send sizes of 1 and above")
+        raise Refused(f"the shape of {name!r} is not a list of sizes", remedy="send a list of integers from 1 up")
     plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if plain not in _DTYPES:
-        raise Refused(f"the dtype of {name!r} is {dtype!r}", remedy=f"send one of {', '.join(_DTYPES)}")
+        raise Refused(f"{name!r} has the unknown dtype {dtype!r}", remedy=f"send one of {', '.join(_DTYPES)}")
     return ReceivedTensor(name, tuple(shape), plain)
 
 
@@ -212,7 +212,7 @@ class ReceiverSpec(Request):
     def _is_address(cls, value: str) -> str:
         match = _INIT_METHOD.fullmatch(value)
         if match is None or not 1 <= int(match[2]) <= 65535:
-            raise Refused(f"init_method {value!r} names no address", remedy='send "tcp://HOST:PORT"')
+            raise Refused(f"init_method {value!r} is not an address", remedy='send "tcp://HOST:PORT"')
         return value
 
     @field_validator("senders")
@@ -234,15 +234,15 @@ class ReceiverSpec(Request):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.rank >= self.world_size:
-            raise Refused(f"rank {self.rank} is not below world_size {self.world_size}", remedy="correct the field")
+            raise Refused(f"rank {self.rank} is not below world_size {self.world_size}", remedy="correct one of them")
         if (self.kind == "lora") != (self.lora is not None):
             there = "set" if self.lora else "absent"
-            raise Refused(f"kind {self.kind!r} does not go with lora {there}", remedy="send both or none")
+            raise Refused(f"kind is {self.kind!r} but lora is {there}", remedy='send kind "lora" together with lora')
         if not self.tensors or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
-            raise Refused("param_names is empty or has a name twice", remedy="name every tensor once")
+            raise Refused("param_names is empty or contains a name twice", remedy="name every tensor once")
         senders = set(range(len(self.addresses))) if self.senders else set[int]()
         if set(self.sender_of) != senders or len(self.sender_of) != (len(self.tensors) if senders else 0):
-            raise Refused("sender_of does not say who of the senders sends each tensor", remedy="correct the field")
+            raise Refused("sender_of does not give a sender for each tensor", remedy="correct the field")
         return self
 
 
@@ -331,7 +331,7 @@ class EngineBackend(Protocol):
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens of a prompt made of ``token_ids`` are in the prefix cache; no user's prompt equals it.
 
-        None are after an update: they would have been computed with the weights before. The prompt is cached then.
+        After an update it must be 0, because cached tokens had earlier weights. The call then caches the prompt.
         """
         ...
 

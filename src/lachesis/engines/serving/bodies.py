@@ -68,7 +68,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             f"the body is not JSON: {error}", remedy="send a JSON object in UTF-8, with finite numbers"
         ) from error
     if not is_object(document):
-        raise Refused(f"the body is {_named(document)}, not a JSON object", remedy="send an object of named fields")
+        raise Refused(f"the body is {_named(document)}, not a JSON object", remedy="send an object with named fields")
     return document
 
 
@@ -86,7 +86,7 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
     for name in document:
         if name not in names:
             near = nearest(name, sorted(names))
-            hint = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(names)) or 'none'}"
+            hint = f"did you mean {near!r}?" if near else f"known fields: {', '.join(sorted(names)) or 'none'}"
             raise Refused(f"unknown field {f'{where}.{name}'.lstrip('.')!r}", remedy=hint)
     return {name: value for name, value in document.items() if value is not None}
 

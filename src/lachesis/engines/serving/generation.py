@@ -38,7 +38,7 @@ from lachesis.engines.serving.bodies import (
 
 POLICY = "policy"
 ARRAYS = "application/x-safetensors"
-"""The media type under which ``/generate`` answers with arrays in place of JSON."""
+"""The media type with which ``/generate`` answers in arrays instead of JSON."""
 _MAX_N = 1024
 _MAX_INT = (1 << 63) - 1
 _SYNONYMS = ("max_new_tokens", "max_completion_tokens")
@@ -90,7 +90,7 @@ class SampledBody(Request):
 
 
 def _images(value: Any) -> Any:
-    """Return the images of a body; raises Refused (400) for what :meth:`PromptImages.encoded` has not written."""
+    """Return the images of a body. Raise Refused (400) unless :meth:`PromptImages.encoded` wrote them."""
     if not is_object(value):
         return value
     try:
@@ -127,7 +127,7 @@ class GenerateBody(SampledBody):
         if is_object(prompt):
             inner = given(prompt, ("prompt_token_ids", "prompt"), where="prompt")
             if len(inner) != 1:
-                raise Refused("prompt names no prompt, or two", remedy='send {"prompt_token_ids": [...]}')
+                raise Refused("the field 'prompt' has no prompt, or two", remedy='send {"prompt_token_ids": [...]}')
             fields = fields | {"prompt": None} | inner
         elif isinstance(prompt, list):
             fields = fields | {"prompt": None, "prompt_token_ids": prompt}
@@ -347,7 +347,7 @@ def _divided(values: list[T], lengths: Sequence[int]) -> list[list[T]]:
         ValueError: the lengths do not add up to the number of values.
     """
     if sum(lengths) != len(values) or min(lengths, default=0) < 0:
-        raise ValueError(f"{len(values)} values for parts of {sum(lengths)}")
+        raise ValueError(f"{len(values)} values for parts with {sum(lengths)} values")
     return [values[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 

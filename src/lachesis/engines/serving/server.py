@@ -45,7 +45,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Found = Mapping[str, Any] | None
 
 _MAX_BODY = 32 << 20
-# Images of a prompt are sent as the arrays that the model takes.
+# The body limit for models that take images, which are sent as the arrays that the model takes.
 _MAX_WITH_IMAGES = 1 << 30
 _CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client reads it
 _STATUS: dict[type[LachesisError], int] = {EngineUnreachable: 503, DeadlineExceeded: 504}
@@ -103,13 +103,13 @@ class Server:
     def check_token(self, authorization: str | None) -> None:
         """Raise Refused (401) unless the header is ``Bearer`` and the session's token."""
         scheme, _, token = (authorization or "").partition(" ")
-        where = f"it is in {session_path(self.session.port)} of the server's user, or in {TOKEN_VARIABLE}"
+        where = f"it is in {session_path(self.session.port)} of the server's user, or in the variable {TOKEN_VARIABLE}"
         if scheme.lower() != "bearer" or not token:
             raise Refused(
                 "this route needs the session's token", status=401, remedy=f"send Authorization: Bearer TOKEN; {where}"
             )
         if not hmac.compare_digest(token.strip().encode("latin-1", "replace"), self.session.token.encode()):
-            raise Refused("the token is not that of this server's session", status=401, remedy=where)
+            raise Refused("this is not the token of this server's session", status=401, remedy=f"use that: {where}")
 
     def inside_roots(self, path: str) -> Path:
         """Return ``path`` without symbolic links.
@@ -122,12 +122,12 @@ class Server:
             entries = list(resolved.iterdir()) if resolved.is_dir() else []
             targets = [resolved, *(entry.resolve() for entry in entries if entry.is_symlink())]
         except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(f"the path {path!r} cannot be resolved: {error}", remedy="name a directory") from error
+            raise Refused(f"the path {path!r} cannot be resolved: {error}", remedy="give a directory") from error
         for target in targets:
             if not any(target.is_relative_to(root) for root in self.roots):
                 allowed = ", ".join(map(str, self.roots)) or "none is set"
                 raise Refused(
-                    f"{path!r} leads outside of the allowed directories ({allowed})",
+                    f"{path!r} leads outside the allowed directories ({allowed})",
                     status=403,
                     remedy="put it inside one of them, or start the server with --adapter-root DIRECTORY",
                 )
@@ -165,7 +165,7 @@ class Server:
             Refused: (409) another change is running; the error describes it.
         """
         if self._changing is not None:
-            raise Refused(f"the weights are being changed: {self._changing}", status=409, remedy="wait for its end")
+            raise Refused(f"the weights are changing: {self._changing}", status=409, remedy="wait until that is done")
         self._changing = what
 
         async def whole() -> Found:
@@ -194,7 +194,7 @@ class Server:
             for completion in probed.completions:
                 _finite(completion.logprobs)
         except TimeoutError as error:
-            message = f"no token came within {_PROBE_S:g} s"
+            message = f"the engine generated no token within {_PROBE_S:g} s"
             raise Refused(message, status=503, remedy="look at the server's log") from error
         except EngineError as error:
             raise Refused(f"no token can be generated: {error.message}", status=503, remedy=error.remedy) from error
@@ -210,7 +210,7 @@ class Server:
         adapter, described = self.served.adapter(), self.served.model_info()
         return {
             "status": "connected" if adapter else "idle",
-            "detail": f"{adapter.name!r} is in force" if adapter else "no adapter is loaded",
+            "detail": f"{adapter.name!r} is active" if adapter else "no adapter is loaded",
             "lora_enabled": described.lora_enabled,
             "max_lora_rank": described.max_lora_rank,
         }
@@ -222,7 +222,7 @@ class Server:
     async def canary(self, request: ops.CanaryRequest) -> dict[str, Any]:
         info, token_ids = self.served.model_info(), request.token_ids
         if not 2 <= len(token_ids) <= info.max_model_len:
-            message = f"a canary of {len(token_ids)} tokens cannot be read"
+            message = f"a canary cannot have {len(token_ids)} tokens"
             raise Refused(message, remedy=f"give 2 to {info.max_model_len} token ids")
         check_token_ids(token_ids, info=info)
         logprobs, cached = await asyncio.gather(self.served.canary(token_ids), self.served.cached_tokens(token_ids))
@@ -232,7 +232,7 @@ class Server:
         return {"digests": await self.served.digests(request)}
 
     async def prove(self, request: ops.ProofRequest) -> Found:
-        """Canary and digests in one answer: the first waits for the engine's next step, the others between two."""
+        """Return canary and digests together: the canary waits for the engine's next step, digests run between two."""
         wanted = DigestRequest(slices=request.slices, adapter=request.adapter)
         canary, digests = await asyncio.gather(self.canary(request), self.digests(wanted))
         return {**canary, **digests}
@@ -241,9 +241,9 @@ class Server:
         """Record that this owner changes the weights from now on. Refused (409) if there is another owner."""
         if self.owner not in (None, request.owner) and not request.takeover:
             raise Refused(
-                f"this engine belongs to {self.owner!r}; {request.owner!r} cannot have it",
+                f"this engine belongs to {self.owner!r}, so {request.owner!r} cannot use it",
                 status=409,
-                remedy="stop the other run and start the engine anew, or take it over (engine.takeover: true)",
+                remedy="stop the other run and restart the engine, or take it over (engine.takeover: true)",
             )
         self.owner = request.owner
 
@@ -266,7 +266,7 @@ class Server:
     async def start_receiver(self, spec: ReceiverSpec) -> None:
         if spec.lora is not None and spec.lora.r > (max_rank := self._max_rank()):
             raise Refused(
-                f"lora.r is {spec.lora.r}, the server holds up to {max_rank}",
+                f"lora.r is {spec.lora.r}, but the server takes at most rank {max_rank}",
                 status=422,
                 remedy=f"start the server with --max-lora-rank {spec.lora.r}",
             )
@@ -295,7 +295,7 @@ def check_model(name: str | None, *, info: ModelInfo, adapter: AdapterStatus | N
     names = [*info.served_names, info.model, POLICY, *([adapter.name] if adapter else [])]
     if name is not None and name not in names:
         known = " or ".join(dict.fromkeys(names))
-        raise Refused(f"no model {name!r} is served here", status=404, remedy=f"ask for {known}")
+        raise Refused(f"this server has no model {name!r}", status=404, remedy=f"ask for {known}")
 
 
 def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
@@ -312,7 +312,7 @@ def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
     wanted = request.sampling.get("max_tokens", 1)
     if len(token_ids) + wanted > info.max_model_len:
         raise Refused(
-            f"the prompt has {len(token_ids)} tokens and {wanted} are to follow, but the context holds "
+            f"the prompt has {len(token_ids)} tokens and {wanted} more are requested, but the context holds "
             f"{info.max_model_len}",
             remedy="shorten the prompt, lower max_tokens, or start the server with a larger --max-model-len",
         )
@@ -322,7 +322,7 @@ def check_token_ids(token_ids: Sequence[int], *, info: ModelInfo) -> None:
     """Raise Refused (400) for a token id outside the vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         raise Refused(
-            f"token id {max(token_ids)} is outside of 0 to {info.vocab_size - 1}",
+            f"token id {max(token_ids)} is outside the range 0 to {info.vocab_size - 1}",
             remedy="use the tokenizer that belongs to the model",
         )
 
@@ -365,7 +365,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
             if not isinstance(error, Refused):
                 logger.error("%s %s failed: %s", request.method, request.url.path, error)
             return error_response(error)
-        except ClientDisconnect:  # in the midst of its request, as one that is killed: nobody reads an answer
+        except ClientDisconnect:  # during its request, for example because it was killed: the answer is not read
             return Response(status_code=400)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -400,7 +400,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refused("the client has gone", status=_CLOSED_REQUEST)
+            raise Refused("the client has disconnected", status=_CLOSED_REQUEST)
         return task.result()
     finally:
         for waiting in (task, gone):

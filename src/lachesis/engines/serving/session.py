@@ -79,7 +79,7 @@ def write_session(session: Session) -> Path:
     except OSError as error:
         raise EngineError(
             f"the session file {path} cannot be written: {error.strerror or error}",
-            remedy=f"set {DIRECTORY_VARIABLE} to a directory that can be",
+            remedy=f"set {DIRECTORY_VARIABLE} to a writable directory",
         ) from error
     finally:
         os.umask(before)
@@ -116,7 +116,7 @@ def read_session(url: str) -> Session | None:
         raise EngineError(f"the session file {path} cannot be read: {error.strerror or error}") from error
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise EngineError(
-            f"the session file {path} is not this user's alone",
+            f"the session file {path} belongs to another user, or others may access it",
             remedy="remove it and start the server again",
         )
     try:

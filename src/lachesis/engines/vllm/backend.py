@@ -102,8 +102,8 @@ class VllmBackend:
         """
         if self._engine.vllm_config.speculative_config is not None:
             raise Refused(
-                "--speculative-config: tokens that were guessed may come with logprobs that are not the model's",
-                remedy="leave it out",
+                "--speculative-config is not supported: logprobs of guessed tokens may differ from the model's",
+                remedy="leave out --speculative-config",
             )
         parallel = self._engine.vllm_config.parallel_config
         for flag, size in (
@@ -112,8 +112,8 @@ class VllmBackend:
         ):
             if size > 1:
                 raise Refused(
-                    f"{flag} is {size}, but weights are changed on the workers of one engine that each hold all layers",
-                    remedy="start one server for each GPU or use --tensor-parallel-size, and name all servers",
+                    f"{flag} is {size}, but weight updates need one engine whose workers each hold all layers",
+                    remedy="start one server for each GPU and name all servers, or use --tensor-parallel-size",
                 )
         compat.fix_variables()
         installed = await self._call("install")
@@ -152,7 +152,7 @@ class VllmBackend:
     async def generate(self, request: GenerateBody) -> GenerateResult:
         if request.routed_experts and not returns_routes(self._engine.vllm_config):
             raise Refused(
-                "this server does not say which experts it used",
+                "this server does not report the experts that it used",
                 status=422,
                 remedy="start it with --enable-return-routed-experts, which takes a mixture of experts, or set "
                 "algorithm.router_replay: false",
@@ -203,8 +203,8 @@ class VllmBackend:
 
     async def unload_adapter(self, *, name: str) -> None:
         if self._adapter is None or self._adapter.name != name:
-            current = f"{self._adapter.name!r} is in force" if self._adapter else "none is in force"
-            raise Refused(f"there is no adapter {name!r}; {current}", status=404, remedy="name the one in force")
+            current = f"the active one is {self._adapter.name!r}" if self._adapter else "none is active"
+            raise Refused(f"there is no adapter {name!r}; {current}", status=404, remedy="name the active one")
         await self._call("clear_adapter")
         self._adapter = None
 
@@ -278,15 +278,15 @@ class VllmBackend:
     async def sleep(self, level: int) -> None:
         on_cpu = self._device.startswith("cpu")  # without sleep mode vLLM would stop generating but free nothing
         if not on_cpu and not self._engine.vllm_config.model_config.enable_sleep_mode:
-            raise Refused("this server cannot give memory back", status=409, remedy="start it with --enable-sleep-mode")
+            raise Refused("this server has no sleep mode", status=409, remedy="start it with --enable-sleep-mode")
         if level == 2 and not on_cpu and self._lora_config is not None and not compat.can_reload_under_lora():
             raise Refused(
-                f"{self.kind} with LoRA could not load the weights again that it discards at level 2",
+                f"{self.kind} with LoRA cannot reload the weights that sleep at level 2 discards",
                 status=409,
-                remedy="sleep at level 1, which keeps them in CPU memory",
+                remedy="use sleep at level 1, which keeps the weights in CPU memory",
             )
         if await self._answered(self._gate.sleep(level)) and level == 2 and not on_cpu:
-            self._unusable = "the engine slept at level 2 and has no weights"
+            self._unusable = "the engine has no weights since it slept at level 2"
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
         if self._gate.sleeping:
@@ -300,7 +300,7 @@ class VllmBackend:
 
     @property
     def cache_salt(self) -> str:
-        """Part of every request: blocks of the prefix cache are found under the salt they were made under only."""
+        """Return the salt that every request carries: blocks of the prefix cache match only under their own salt."""
         return f"weights-{self._cache_epoch}"
 
     async def reset_prefix_cache(self) -> None:
@@ -325,7 +325,7 @@ class VllmBackend:
         try:
             emptied = await self._answered(self._engine.reset_prefix_cache())
         except LachesisError as error:  # the engine is dead, which the next call reports
-            logger.warning("the prefix cache was not emptied: %s", error.message)
+            logger.warning("the prefix cache could not be emptied: %s", error.message)
             return
         if epoch == self._cache_epoch:
             self._cache_is_stale = not emptied

@@ -39,7 +39,7 @@ async def _chat(serving: Any, body: dict[str, Any], tokens: tuple[int, ...], req
     from lachesis.engines.vllm import compat
 
     if serving is None:
-        raise Refused("this model has no chat", status=404, remedy="use /v1/completions or /generate")
+        raise Refused("this model does not support chat", status=404, remedy="use /v1/completions or /generate")
     given = copy.copy(serving)
     given.render_chat_request = _rendered_as(serving, tokens)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints that a worker of vLLM's loads, or started from: whether they are of its model, and their tensors."""
+"""Checkpoints that a vLLM worker loads, or started from: checks that they fit its model, and their tensors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def check_architecture(directory: Path, served: Sequence[str]) -> None:
         raise Refused(f"{file} cannot be read: {error}", remedy="name a checkpoint directory") from error
     if list(found) != list(served):
         raise Refused(
-            f"the checkpoint in {directory} is of {', '.join(map(str, found)) or 'no architecture'}, the server runs "
-            f"{', '.join(served)}",
+            f"the checkpoint in {directory} is of {', '.join(map(str, found)) or 'no architecture'}, but the server "
+            f"runs {', '.join(served)}",
             status=422,
-            remedy="use a checkpoint of the model that is served",
+            remedy="use a checkpoint of the served model",
         )
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of the safetensors files in a checkpoint directory.
+    """Return names and shapes of all tensors of the safetensors files in a checkpoint directory.
 
     Raises:
         Refused: (400) there are none, or one is damaged or missing.
@@ -55,7 +55,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, on the CPU, of everything that :func:`read_shapes` found, one by one."""
+    """Yield name and tensor, on the CPU, of everything that :func:`read_shapes` found."""
     for file in _files(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -90,22 +90,22 @@ def check_fits(offered: Shapes, wanted: Shapes, *, tied: Collection[str], what: 
     """
     if missing := [name for name in wanted if name not in offered and name not in tied]:
         raise Refused(
-            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, {missing[0]!r} among them",
+            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}",
             status=422,
             remedy="give all of the model's tensors under their names in its checkpoint",
         )
     if extra := [name for name in offered if name not in wanted and name not in tied]:
         raise Refused(
-            f"{what} has {len(extra)} tensors that the model has not, {extra[0]!r} among them",
+            f"{what} has {len(extra)} tensors that the model does not have, such as {extra[0]!r}",
             status=422,
-            remedy="use a checkpoint of the model that is served",
+            remedy="use a checkpoint of the served model",
         )
     for name, shape in offered.items():
         if name in wanted and tuple(shape) != tuple(wanted[name]):
             raise Refused(
-                f"{what} has {name!r} of shape {list(shape)}, the model's is {list(wanted[name])}",
+                f"{what} has {name!r} of shape {list(shape)}, but the model's has shape {list(wanted[name])}",
                 status=422,
-                remedy="use weights of the model that is served",
+                remedy="use weights of the served model",
             )
 
 

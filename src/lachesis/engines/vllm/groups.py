@@ -18,7 +18,7 @@ from typing import Any
 
 from lachesis.common.errors import EngineError
 
-# Same as vLLM's own log line about a new request.
+# The same text as vLLM's log line about a new request.
 _requests_log = logging.getLogger("vllm.v1.engine.async_llm")
 
 # Attributes of vLLM's engine that a group needs beyond its ``EngineClient``; 0.26 and 0.32 have them.

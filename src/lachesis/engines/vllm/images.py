@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM, from what the trainer's processor made of them: vLLM processes no image again."""
+"""Prompts with images for vLLM, from the inputs that the trainer's processor made: vLLM does not process them again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def image_prompt(processor: Any, token_ids: Sequence[int], images: PromptImages,
 
 
 def _with_inputs(processor: Any, inputs: Mapping[str, Any], ids: Sequence[int]) -> Any:
-    """Return a copy of vLLM's processor to which the processor of transformers answers with these inputs."""
+    """Return a copy of vLLM's processor that gets these inputs from the processor of transformers."""
 
     def answer(*_: Any, **__: Any) -> BatchFeature:
         tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
@@ -64,11 +64,11 @@ def _with_inputs(processor: Any, inputs: Mapping[str, Any], ids: Sequence[int]) 
 
 
 def _other_counts(ids: Sequence[int], shown: Sequence[Sequence[int]]) -> Refused:
-    """Return the error for a prompt without the tokens that stand, for vLLM, for each of its images."""
+    """Return the error for a prompt whose placeholders differ from the ones that vLLM expects for its images."""
     wanted = [token for tokens in shown for token in tokens]
     have = sum(token in {*wanted} for token in ids)
     return Refused(
-        f"vLLM expects {len(wanted)} placeholders for the {len(shown)} images of a prompt, and the trainer's processor "
+        f"vLLM expects {len(wanted)} placeholders for the {len(shown)} images of a prompt, but the trainer's processor "
         f"made {have}{', between other tokens' if have == len(wanted) else ''}",
         remedy="give vLLM the model.path of the trainer, with the same preprocessor_config.json, and no "
         "--mm-processor-kwargs",
@@ -76,7 +76,7 @@ def _other_counts(ids: Sequence[int], shown: Sequence[Sequence[int]]) -> Refused
 
 
 def _digest(images: PromptImages) -> str:
-    """Return a name for the images by which vLLM finds what it has computed of them."""
+    """Return a name for the images, under which vLLM caches the results for them."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(images.inputs):
         array = images.inputs[name]

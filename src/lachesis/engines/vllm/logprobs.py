@@ -2,7 +2,7 @@
 
 Asked for logprobs, vLLM carries three small arrays for each token of each sequence from the worker through its engine
 to the server, which costs a third of its speed and more. Here the worker takes them off the output of each step, and
-the server fetches those of a whole sequence once, when it has ended. What vLLM's own routes ask for travels as ever.
+the server fetches those of a whole sequence once, when it has ended. vLLM's own routes get their logprobs as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from lachesis.common.errors import EngineError
 
 KEY = "lachesis_logprobs"
-"""In a request's ``extra_args``: the name under which its logprobs are kept."""
+"""The key in a request's ``extra_args`` of the name under which its logprobs are kept."""
 
 # Maximum number of ended sequences to keep unfetched, because their clients are gone.
 _MOST_UNFETCHED = 16_384
@@ -185,8 +185,8 @@ class FetchedLogprobs:
         tokens = np.frombuffer(raw, dtype=np.int32, count=len(token_ids))
         if not np.array_equal(tokens, np.asarray(token_ids, dtype=np.int32)):
             raise EngineError(
-                "the logprobs that vLLM's worker kept are those of other tokens than vLLM answered",
-                remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
+                "the logprobs that vLLM's worker kept belong to other tokens than the ones that vLLM returned",
+                remedy="report this bug with the server's log; the server's flag --no-async-scheduling may avoid it",
             )
         return tuple(np.frombuffer(raw, dtype=np.float32, offset=tokens.nbytes).tolist())
 
@@ -237,6 +237,6 @@ def _cut(key: str, kept: _Kept | None, start: int, count: int) -> str:
     if (missing := int((tokens < 0).sum())) > 0:
         raise EngineError(
             f"vLLM's worker has not kept {missing} of the {count} logprobs of the sequence {key}",
-            remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
+            remedy="report this bug with the server's log; the server's flag --no-async-scheduling may avoid it",
         )
     return base64.b64encode(tokens.tobytes() + logprobs.tobytes()).decode()

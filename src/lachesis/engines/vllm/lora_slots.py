@@ -102,20 +102,20 @@ class LoraSlots:
             slot = slots.get(self._engine_name(module))
             if slot is None:
                 raise Refused(
-                    f"the adapter has a module {module!r}, which this model has not or cannot adapt here",
+                    f"the adapter changes the module {module!r}, which this server's model lacks or cannot adapt",
                     status=422,
-                    remedy="train the adapter on the model that is served, on linear layers but the output head",
+                    remedy="train the adapter on the served model, on linear layers other than the output head",
                 )
             if not slot.fits(whole_in, whole_out):
                 raise Refused(
                     f"the adapter's tensors of {module!r} have shapes {[spec.r, whole_in]} and {[whole_out, spec.r]}, "
-                    f"but the served layer is of {slot.features[0]} to {slot.features[1]} features",
+                    f"but the served layer maps {slot.features[0]} to {slot.features[1]} features",
                     status=422,
-                    remedy="train the adapter on the model that is served",
+                    remedy="train the adapter on the served model",
                 )
 
     def load(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> None:
-        """Put an adapter in force; the engine takes over the tensors, named by peft, which must not change afterwards.
+        """Activate an adapter; the engine takes over the tensors, named by peft, which must not change afterwards.
 
         Raises:
             Refused: (422) the tensors are not an adapter of this model.
@@ -156,13 +156,13 @@ class LoraSlots:
             Refused: (409) no adapter is active, or the slots of one process hold only a part of it.
         """
         if self._spec is None:
-            raise Refused("no adapter is in force", status=409, remedy="load one first")
+            raise Refused("no adapter is active", status=409, remedy="load one first")
         if self.tensor_parallel_size > 1:
             raise Refused(
-                f"each of {self.tensor_parallel_size} tensor-parallel workers holds a part of the adapter, of which no "
-                "digest of the whole can be made",
+                f"each of {self.tensor_parallel_size} tensor-parallel workers holds only a part of the adapter, so the "
+                "whole adapter has no digest",
                 status=409,
-                remedy="prove the transfer by the canary",
+                remedy="prove the transfer with the canary",
             )
         index = self._manager.lora_index_to_id.index(ADAPTER_ID)
         slots = dict(self._slots())
@@ -181,7 +181,7 @@ class LoraSlots:
                 self._put(before)
             reason = f"{type(error).__name__}: {error}"
             raise EngineError(
-                f"vLLM could not load the adapter: {reason}; the one from before is in force",
+                f"vLLM could not load the adapter: {reason}; the previous one is active",
                 remedy="look at the server's log",
             ) from error
 

@@ -50,7 +50,7 @@ class Generator:
         self._groups = not missing
         if missing:
             logger.warning(
-                "%s has no %s: completions go in one by one, which is slower", compat.engine_kind(), ", ".join(missing)
+                "%s lacks %s: completions go in one by one, which is slower", compat.engine_kind(), ", ".join(missing)
             )
 
     def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
@@ -196,7 +196,7 @@ class Generator:
         async for output in self._run(request, index, cache_salt=cache_salt, kept_as=kept_as):
             last = output
         if last is None:
-            raise EngineError("vLLM ended a request without an answer", remedy="look at the server's log")
+            raise EngineError("vLLM ended a request without an output", remedy="look at the server's log")
         return last
 
     async def _run(
@@ -310,7 +310,7 @@ def _sampled(output: Any, request: GenerateBody, *, logprobs: tuple[float, ...] 
 
 def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:
     if output.prompt_logprobs is None:
-        raise EngineError("vLLM gave no logprobs of a prompt", remedy="look at the server's log")
+        raise EngineError("vLLM returned no logprobs for a prompt", remedy="look at the server's log")
     return tuple(
         None if entry is None else {token: value.logprob for token, value in entry.items()}
         for entry in output.prompt_logprobs

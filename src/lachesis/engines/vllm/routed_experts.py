@@ -30,13 +30,13 @@ def read_routes(output: Any) -> RoutedExperts | None:
     chosen, wanted = completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids) - 1
     if chosen is None or len(chosen) < wanted:
         raise EngineError(
-            f"vLLM gave the experts of {0 if chosen is None else len(chosen)} of {wanted} tokens",
-            remedy="report it with the server's log, and set algorithm.router_replay: false",
+            f"vLLM returned the experts of {0 if chosen is None else len(chosen)} of {wanted} tokens",
+            remedy="report this bug with the server's log, and set algorithm.router_replay: false",
         )
     last = np.sort(chosen[wanted - 1].astype(np.int64), axis=-1)  # [L, K]; layers without experts have zeros
     if last.shape[-1] > 1 and not (np.diff(last) > 0).all(-1).any():
         raise EngineError(
-            "vLLM gave one expert twice in each layer: its kernels on this device do not show which they use",
+            "vLLM returned one expert twice in each layer: its kernels on this device do not record their experts",
             remedy="set algorithm.router_replay: false, or serve on a GPU",
         )
     return RoutedExperts.of(chosen[:wanted])

@@ -249,17 +249,17 @@ class WorkerWeights:
         """
         if self._tensor_parallel_size > 1:
             raise Refused(
-                f"the weights are cut over {self._tensor_parallel_size} GPUs, and a trainer on one of them could "
-                "write only its own part: sharing needs --tensor-parallel-size 1",
+                f"the weights are split over {self._tensor_parallel_size} GPUs, and a trainer on one of them could "
+                "write only that GPU's part, so they cannot be shared",
                 status=409,
-                remedy="use tensor_parallel_size 1, or broadcast the weights",
+                remedy="use --tensor-parallel-size 1, or broadcast the weights",
             )
         if self._device.type != "cuda":
             raise _repacked("they cannot be shared")
         held = named_parameters(self._runner.get_model())
         if any(tensor.dtype == FP8 for tensor in held.values()):
             raise Refused(
-                "the weights are quantized to 8 bits, and a trainer needs them as they were: they cannot be shared",
+                "the weights are quantized to 8 bits, so a trainer, which needs them unquantized, cannot share them",
                 status=409,
                 remedy="start the server without --quantization, or broadcast the weights",
             )
@@ -278,7 +278,7 @@ class WorkerWeights:
                 remedy=f"send a world_size of at least {parsed.rank + self._tensor_parallel_size}",
             )
         if parsed.backend == "nccl" and self._device.type != "cuda":
-            raise Refused("this engine runs on the CPU, without nccl", status=422, remedy="send gloo, or ipc")
+            raise Refused("this engine runs on the CPU, without nccl", status=422, remedy="use gloo or ipc")
         shapes = {tensor.name: tensor.shape for tensor in parsed.tensors}
         if parsed.lora is not None:
             self._need_slots().check(shapes, parsed.lora)
@@ -331,7 +331,7 @@ class WorkerWeights:
             raise Refused(
                 f"{engine_kind()} cannot load base weights into an engine with LoRA",
                 status=409,
-                remedy="start the server without --enable-lora, or send the adapter only",
+                remedy="start the server without --enable-lora, or send only the adapter",
             )
         wanted = served_shapes(str(self._config.model_config.model))
         if wanted is not None:
@@ -369,7 +369,7 @@ class WorkerWeights:
             yield
         except Exception as error:
             raise StaleWeights(
-                f"vLLM failed while it loaded weights, which are incomplete now: {type(error).__name__}: {error}",
+                f"vLLM failed while loading weights, which are now incomplete: {type(error).__name__}: {error}",
                 remedy="restart the server",
             ) from error
         finally:
@@ -389,9 +389,9 @@ class WorkerWeights:
 
 def _uncut(name: str) -> Refused:
     return Refused(
-        f"how {name!r} is cut over the workers is not known, or vLLM has emptied it: there is no digest of the whole",
+        f"{name!r} has no digest: it is not known how vLLM splits it over the workers, or vLLM has emptied it",
         status=409,
-        remedy="prove the transfer by the canary",
+        remedy="prove the transfer with the canary",
     )
 
 

@@ -427,7 +427,7 @@ def test_closing_ends_a_running_call_with_an_error():
     gate.opened.set()
     generating.join(LONG_S)
     closing.join(LONG_S)
-    assert isinstance(outcome[0], EngineError) and "closed while it generated" in str(outcome[0])
+    assert isinstance(outcome[0], EngineError) and "closed during generation" in str(outcome[0])
 
 
 def test_a_second_call_waits_no_longer_than_its_deadline():

@@ -120,7 +120,7 @@ def test_closing_ends_what_is_held():
     engine, _, generating, outcome = held()
     engine.close()
     generating.join(LONG_S)
-    assert isinstance(outcome[0], EngineError) and "closed while it generated" in str(outcome[0])
+    assert isinstance(outcome[0], EngineError) and "closed during generation" in str(outcome[0])
 
 
 def test_being_held_counts_against_the_deadline():

@@ -240,9 +240,9 @@ class TestEngine:
             return model(torch.tensor([prompt])).logits[0, -1].tolist()
 
     def test_a_regular_expression_is_refused(self, engine):
-        with pytest.raises(EngineError, match="regular expression, which the embedded engine does not follow"):
+        with pytest.raises(EngineError, match="regular expression, which the embedded engine does not support"):
             self.generate(engine, SamplingParams(2, guided_regex="a"))
 
     def test_a_least_length_above_the_longest_is_refused(self, engine):
-        with pytest.raises(EngineError, match="min_tokens = 3, not from 0 to max_tokens"):
+        with pytest.raises(EngineError, match=r"min_tokens = 3 \(must be from 0 to max_tokens\)"):
             self.generate(engine, SamplingParams(2, min_tokens=3))

@@ -233,7 +233,7 @@ class TestGeneration:
         ]
         answer = {name: value for name, value in (whole | change).items() if value is not ...}
         fake.state.replies["/generate"] = lambda body: _loose_json(answer)
-        with pytest.raises(EngineError, match="/generate answered something else than expected"):
+        with pytest.raises(EngineError, match="/generate gave an unexpected answer"):
             engine.generate(request, deadline=soon())
 
     def test_a_deadline_returns_nothing_and_ends_the_requests(self, fake: FakeServer, engine: HttpEngine):
@@ -262,7 +262,7 @@ class TestGeneration:
     def test_a_server_started_again_is_noticed_by_its_answers(self, fake: FakeServer, engine: HttpEngine):
         engine.connect(deadline=soon())
         fake.state.session_id = "another"
-        with pytest.raises(StaleWeights, match="is of session another, this run works with fake-session"):
+        with pytest.raises(StaleWeights, match="has session another, but this run works with fake-session"):
             engine.generate(asking(1), deadline=soon())
         engine.connect(deadline=soon())
         assert len(engine.generate(asking(1), deadline=soon())) == 1
@@ -343,7 +343,7 @@ class TestManyAtOnce:
         arrive(fake, 6)
         engine.close()
         for call in calls:
-            with pytest.raises(EngineError, match="closed while it generated"):
+            with pytest.raises(EngineError, match="closed during generation"):
                 call.result(LONG_S)
 
     def test_an_interrupted_call_leaves_nothing_in_flight(
@@ -433,7 +433,7 @@ class TestLosses:
         both.generate(asking(5), deadline=soon())
         assert (len(pair[0].state.bodies("/generate")), len(pair[1].state.bodies("/generate"))) == (0, 5)
         both.fleet.require(5)
-        with pytest.raises(EngineUnreachable, match=r"no engine may serve: .* is stale; .* is stale"):
+        with pytest.raises(EngineUnreachable, match=r"no engine can serve: .* is stale; .* is stale"):
             both.generate(asking(1), deadline=soon())
 
 
@@ -449,7 +449,7 @@ class TestAgreement:
         ("change", "said"),
         [
             ({"version": 1}, "different weight versions"),
-            ({"session_id": "three"}, "is of session three, this run works with two"),
+            ({"session_id": "three"}, "has session three, but this run works with two"),
             ({"canary": -1.1}, "differ by up to 0.1 "),
         ],
         ids=str,
@@ -477,7 +477,7 @@ class TestAgreement:
 
     def test_digests_on_which_they_differ(self, pair: list[FakeServer], both: HttpEngine):
         pair[1].state.digests = {"a": "ff", "b": "2", "c": "3"}
-        with pytest.raises(StaleWeights, match=r"2 of 3 tensors of .* are not those of .*: b, c"):
+        with pytest.raises(StaleWeights, match=r"2 of 3 tensors of .* differ from those of .*: b, c"):
             both.digests({}, adapter=True, deadline=soon())
 
     def test_servers_of_different_models(self, pair: list[FakeServer], both: HttpEngine):
@@ -554,7 +554,7 @@ class TestControl:
     ):
         for server in pair:
             server.state.replies["/generate"] = saying(server, cached_tokens=[1])
-        with pytest.raises(EngineError, match="cached tokens of 1 completions for a request of 2"):
+        with pytest.raises(EngineError, match="cached_tokens of 1 completions for a request of 2"):
             both.generate(asking(1, n=2), deadline=soon())
 
     def test_health_of_servers_that_differ(self, pair: list[FakeServer], both: HttpEngine):
@@ -637,13 +637,13 @@ class TestServersThatAreGivenUp:
         assert both.on_all(self.version(stopped)) == [None]
         assert both.urls == tuple(server.url for server in pair) and [one.url for one in both.living] == [pair[0].url]
         assert caplog.messages == [
-            f"the engine at {self.last} is gone, others continue: the engine at {self.last} is not waited for: "
-            "it is stopped by a signal"
+            f"the engine at {self.last} is gone and the others continue: the run has given up the "
+            f"engine at {self.last}: it is stopped by a signal"
         ]
 
     def test_those_that_go_on_together_do_not_go_on(self, pair: list[FakeServer], both: HttpEngine, stopped):
         self.last = pair[1].url
-        with pytest.raises(EngineUnreachable, match="is not waited for: it is stopped by a signal"):
+        with pytest.raises(EngineUnreachable, match=r"has given up the engine at .*: it is stopped by a signal"):
             both.on_all(self.version(stopped), together=True)
 
     def test_the_last_one_is_waited_for(self, pair: list[FakeServer], both: HttpEngine):

@@ -92,4 +92,4 @@ def test_an_unknown_field_is_told_its_neighbour():
     assert "'whole'" in caught.value.remedy
     with pytest.raises(Refused, match="unknown field 'zzz'") as caught:
         parse(Fields, {"zzz": 1})
-    assert "known are choice, flag" in caught.value.remedy
+    assert "known fields: choice, flag" in caught.value.remedy

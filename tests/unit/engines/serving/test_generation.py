@@ -136,7 +136,7 @@ def test_arrays_are_divided_by_lengths_that_say_where_all_of_them_end(lengths: t
         assert read_arrays(answer)["token_ids"] == parts
         assert read_arrays(answer)["token_logprobs"] == [[-float(value) for value in part] for part in parts]
     else:
-        with pytest.raises(ValueError, match="4 values for parts of"):
+        with pytest.raises(ValueError, match="4 values for parts with"):
             read_arrays(answer)
 
 

@@ -79,7 +79,7 @@ def test_the_session_of_a_dead_server_does_not_count():
 def test_a_session_that_others_can_read_is_refused():
     path = write_session(make())
     path.chmod(0o644)
-    with pytest.raises(EngineError, match="not this user's alone"):
+    with pytest.raises(EngineError, match="belongs to another user, or others may access it"):
         read_session(URL)
 
 

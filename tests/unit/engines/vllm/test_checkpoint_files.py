@@ -69,7 +69,7 @@ def test_a_served_model_without_safetensors_has_no_shapes(tmp_path):
         ({"a": (2, 3), "b": (4,)}, (), "lacks 1"),
         ({"a": (2, 3), "lm_head.weight": (5, 3)}, (), "lacks 1 of the model's 3 tensors, 'b'"),
         ({**WANTED, "c": (1,)}, (), "'c'"),
-        ({**WANTED, "b": (5,)}, (), r"'b' of shape \[5\], the model's is \[4\]"),
+        ({**WANTED, "b": (5,)}, (), r"'b' of shape \[5\], but the model's has shape \[4\]"),
     ],
 )
 def test_what_fits(offered, tied, problem):

@@ -90,14 +90,14 @@ def test_openai_routes():
         ("vllm", {"token_ids": [[5], [6]], "token_logprobs": [[-1], [-1]], "finish_reasons": ["stop"]}, "asked for 1"),
         ("vllm", {"token_ids": [[5]], "token_logprobs": [[-1]], "finish_reasons": ["odd"]}, "odd"),
         ("vllm", {"text": ["x"]}, "finish_reasons"),
-        ("vllm", {"logprobs": [[[]]], "finish_reasons": ["stop"]}, "something else than expected"),
+        ("vllm", {"logprobs": [[[]]], "finish_reasons": ["stop"]}, "gave an unexpected answer"),
         ("openai", {"choices": [{"index": 0, "finish_reason": "stop", "text": "x"}]}, "no usable logprobs"),
         (
             "openai",
             {"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"token_logprobs": [-1]}}]},
             "no token ids",
         ),
-        ("openai", {}, "something else than expected"),
+        ("openai", {}, "gave an unexpected answer"),
     ],
 )
 def test_answers_that_cannot_be_trained_on(kind, reply, message):
